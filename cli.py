@@ -1,0 +1,377 @@
+"""The commands. They parse, call and print; heavy imports stand inside them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from vtx.runtime.errors import DeviceError, VtxError
+
+if TYPE_CHECKING:
+    from vtx.exporter.export import Plan
+    from vtx.runtime.model import AnswerStream, Conversation, Options
+
+INTERRUPTED = 130
+
+
+class Command(click.Command):
+    """A click command whose VtxErrors are one line on stderr and exit code 1, and Ctrl-C is 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except VtxError as e:
+            _fail(ctx, " ".join(str(e).split()), 1)
+        except KeyboardInterrupt:
+            _fail(ctx, "interrupted", INTERRUPTED)
+        except MemoryError:
+            _fail(ctx, "out of memory; use a smaller precision, a smaller --max-context, or another machine", 1)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.epilog:
+            with formatter.section("Examples"):
+                for line in self.epilog.splitlines():
+                    formatter.write_text(line)
+
+
+def _fail(ctx: click.Context, message: str, code: int) -> None:
+    click.echo(f"{ctx.info_name}: {message}", err=True)
+    ctx.exit(code)
+
+
+def _note(message: str) -> None:
+    click.echo(message, err=True)
+
+
+def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    if value == "none":
+        return ()
+    if value == "auto":
+        raise click.BadParameter("auto needs a calibration and is not in this version; name one or more numbers")
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, a list like 8,16, or none") from e
+
+
+def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int | str:
+    if value is None:
+        return "default"
+    if value in ("none", "auto"):
+        return value
+    try:
+        return int(value)
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, auto, or none") from e
+
+
+_command = functools.partial(click.command, cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+# --- vtx-export -----------------------------------------------------------------------------------
+
+
+@_command(
+    epilog="vtx-export --k 16 --precision fp16\n"
+    "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
+    "vtx-export --model ./my-llava --k none --precision fp32 --max-context 2048"
+)
+@click.option("--model", default="demo", show_default=True, help="A local directory or Hugging Face id; demo: built in.")
+@click.option(
+    "--k", "ks", default="none", show_default=True, callback=_k_at_export, metavar="N|N,M,...|none",
+    help="First layer without vision tokens, counted from 1. Several share one set of weights; the first is the default.",
+)  # fmt: skip
+@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp16", show_default=True, help="Of the weights.")
+@click.option("--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own].")
+@click.option("--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION].")
+@click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
+@click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
+def export(
+    model: str, ks: tuple[int, ...], precision: str, max_context: int | None, out: Path | None,
+    chat_template: Path | None, force: bool,
+) -> None:  # fmt: skip
+    """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exporter = _exporter()
+    template = exporter.load_template(chat_template) if chat_template else None
+    options = exporter.ExportOptions(model, ks, precision, max_context, template)
+    if model == exporter.DEMO:
+        _note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
+    plan = exporter.plan_export(options)
+    depth = "-".join(f"{k}" for k in ks) or "none"
+    _export(exporter, plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), force=force)
+
+
+def _exporter() -> Any:
+    try:
+        import vtx.exporter.export as exporter
+    except ImportError as e:
+        raise DeviceError(f'exporting needs {e.name}; pip install "vtx-edge[export]"') from e
+    return exporter
+
+
+def _export(exporter: Any, plan: Plan, out: Path, *, force: bool) -> Path:
+    """Export with a forecast before, a bar during, and the measured figures after."""
+    import time
+
+    from vtx.exporter.predict import peak_memory
+    from vtx.runtime.units import size
+
+    started, forecast = time.monotonic(), plan.prediction
+    linked = f", {size(forecast.linked)} of it linked or copied unchanged" if forecast.linked else ""
+    _note(f"predicted: {size(forecast.disk)} of disk{linked}; {size(forecast.export_memory)} of memory to export,")
+    _note(f"           {size(forecast.run_memory)} to run on a CPU, which computes in fp32 and expands the weights to it")
+    with _bar() as report:
+        bundle = exporter.run_export(plan, out, force=force, report=report)
+    weighed = sum(record.bytes for record in bundle.manifest.files.values())
+    seconds = time.monotonic() - started
+    _note(f"measured:  {size(weighed)} of disk, {size(peak_memory())} of memory, {seconds:.1f} s")
+    _remember(bundle.folder)
+    depth = ", ".join(map(str, plan.options.ks)) or "none"
+    _note(f"made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg \"question\"")
+    return Path(bundle.folder)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr with the time that is left, one task a phase."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def report(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total)
+            progress.update(tasks[phase], completed=done)
+
+        yield report
+
+
+# --- vtx-run --------------------------------------------------------------------------------------
+
+
+@_command(
+    epilog='vtx-run image.jpg "What color is the circle?"\n'
+    'vtx-run image.jpg "How many shapes are there?" "Where is the star?" --k 16 --json\n'
+    'cat image.jpg | vtx-run - "Is there a red star?"\n'
+    'vtx-run a.jpg --image b.jpg "Which picture shows a star?"\n'
+    'vtx-run --text-only "Who are you?"'
+)
+@click.argument("words", nargs=-1, required=True, metavar="IMAGE QUESTION [QUESTION ...]")
+@click.option("--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]")
+@click.option("--k", callback=_k_at_run, metavar="N|auto|none", help="A prebuilt K [default: the bundle's].")
+@click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
+@click.option("--text-only", is_flag=True, help="There is no IMAGE; all words are questions.")
+@click.option("--chat", is_flag=True, help="The questions are turns of one conversation, not independent.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per question on stdout, and nothing else.")
+@click.option("--max-new-tokens", type=int, default=256, show_default=True)
+@click.option("--ignore-eos", is_flag=True, help="Go on past end tokens, to --max-new-tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
+@click.option("--seed", type=int, help="For the same answer again when the temperature is above 0.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu", help="Where to compute.")
+@click.option("--threads", type=int, help="[default: all cores]")
+def run(
+    words: tuple[str, ...], bundle: str | None, k: int | str, more: tuple[str, ...], text_only: bool, chat: bool,
+    as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
+    seed: int | None, device: str, threads: int | None,
+) -> None:  # fmt: skip
+    """Answer questions about an image. Several questions reuse the image."""
+    images, questions = ([], list(words)) if text_only else (list(words[:1]), list(words[1:]))
+    if not questions:
+        raise click.UsageError('no question given: vtx-run image.jpg "question"')
+    from vtx.runtime.model import Options, load
+    from vtx.runtime.sampling import Sampling
+
+    options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed))
+    model = load(_find_bundle(bundle), device=device, threads=threads)
+    if device == "auto" and not as_json:
+        _note(f"{model.manifest.model.name} on {model.backend.device}, {model.manifest.precision} weights")
+    with model.open([_image(name) for name in [*images, *more]]) as conversation:
+        for stream in _streams(conversation, questions, k, options, chat=chat):
+            _show(stream, as_json=as_json)
+
+
+def _image(name: str) -> str | BinaryIO:
+    return sys.stdin.buffer if name == "-" else name
+
+
+def _streams(
+    conversation: Conversation, questions: Sequence[str], k: int | str, options: Options, *, chat: bool
+) -> Iterator[AnswerStream]:
+    turns = conversation.chat(k) if chat else None
+    for question in questions:
+        yield turns.stream(question, options) if turns else conversation.stream(question, k, options)
+
+
+def _show(stream: AnswerStream, *, as_json: bool) -> None:
+    if as_json:
+        import json
+
+        click.echo(json.dumps(stream.read().to_dict(), ensure_ascii=False))
+        return
+    for piece in stream:
+        click.echo(piece, nl=False)
+        sys.stdout.flush()
+    click.echo()
+    if stream.answer.stopped == "context":
+        _note("the answer ends here because the context is full; export with a larger --max-context for longer ones")
+
+
+def _find_bundle(named: str | None) -> Path:
+    """The bundle to use: the one named, else the one exported last, else the demo, exported now."""
+    if named:
+        return Path(named)
+    last = _state_file()
+    if last.is_file():
+        folder = Path(last.read_text(encoding="utf-8").strip())
+        if (folder / "vtx.json").is_file():
+            return folder
+        _note(f"the bundle exported last, {folder}, is gone")
+    exporter = _exporter()
+    out = _home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
+    if not (out / "vtx.json").is_file():
+        _note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")
+        _export(exporter, exporter.plan_export(exporter.ExportOptions(ks=(16,))), out, force=True)
+    return out
+
+
+def _home(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or Path.home() / default)
+
+
+def _state_file() -> Path:
+    return _home("XDG_STATE_HOME", ".local/state") / "vtx" / "last-bundle"
+
+
+def _remember(folder: Path) -> None:
+    try:
+        _state_file().parent.mkdir(parents=True, exist_ok=True)
+        _state_file().write_text(f"{folder}\n", encoding="utf-8")
+    except OSError:
+        _note(f"could not note this bundle as the last one; name it with --bundle {folder}")
+
+
+# --- vtx-inspect ----------------------------------------------------------------------------------
+
+
+@_command(epilog="vtx-inspect vtx-demo-k16-fp16\nvtx-inspect vtx-demo-k16-fp16 --json")
+@click.argument("bundle", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
+def inspect(bundle: str, as_json: bool) -> None:
+    """Show what is in a bundle: stages, variants, precision, sizes, KV bytes per K."""
+    from vtx.runtime.bundle import Bundle
+    from vtx.runtime.inspect import TEXT_TOKENS, describe
+
+    facts = describe(Bundle.open(bundle))
+    if as_json:
+        import json
+
+        click.echo(json.dumps(facts, ensure_ascii=False))
+        return
+    from vtx.runtime.units import size
+
+    model = facts["model"]
+    click.echo(f"{facts['bundle']}: {model['name']}, {facts['precision']} weights, {facts['kv_dtype']} KV cache")
+    click.echo(
+        f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
+        f"{model['kv_heads']} key/value heads of {model['head_dim']}, {model['vision_tokens']} tokens an image"
+    )
+    click.echo(f"context {facts['max_context']}; weights {size(facts['bytes']['weights'])}, in all {size(facts['bytes']['all'])}")
+    stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
+    _table("stages", ["layers", "graph", "graph size"], stages)
+    variants = [
+        [str(v["k"] or "none") + (" (default)" if v["k"] == facts["default_k"] else ""), str(v["full_layers"]),
+         size(v["kv_bytes_one_image"]), size(v["kv_bytes_full_context"])]
+        for v in facts["variants"]
+    ]  # fmt: skip
+    _table("KV cache", ["K", "full layers", f"one image, {TEXT_TOKENS} text tokens", "full context"], variants)
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+# --- vtx-doctor -----------------------------------------------------------------------------------
+
+
+@_command(epilog="vtx-doctor\nvtx-doctor vtx-demo-k16-fp16")
+@click.argument("bundle", type=click.Path(), required=False)
+def doctor(bundle: str | None) -> None:
+    """Check this machine, or a bundle: its checksums, then its golden vectors computed again."""
+    from vtx.runtime.machine import look
+
+    if bundle is None:
+        found = look()
+        _table("this machine", ["what", "found"], [[f.name, f.value if f.ok else f"PROBLEM: {f.value}"] for f in found])
+        problems = [f.name for f in found if not f.ok]
+        if problems:
+            raise DeviceError(f"vtx cannot run here yet: see {', '.join(problems)} above")
+        return
+    _check_bundle(bundle)
+
+
+def _check_bundle(folder: str) -> None:
+    from vtx.runtime.bundle import Bundle
+    from vtx.runtime.errors import BundleError
+    from vtx.runtime.golden import check_golden
+    from vtx.runtime.model import load
+
+    opened = Bundle.open(folder, check=False)
+    total, done = sum(record.bytes for record in opened.manifest.files.values()), 0
+    with _bar() as report:
+
+        def hashed(count: int) -> None:
+            nonlocal done
+            done += count
+            report("checksums", done, total)
+
+        wrong = [problem for _, problem in opened.verify(hashed) if problem]
+    for problem in wrong:
+        _note(problem)
+    if wrong:
+        raise BundleError(f"{len(wrong)} of {len(opened.manifest.files)} files are not as exported; export again")
+    click.echo(f"checksums: all {len(opened.manifest.files)} files are as exported")
+    checks = list(check_golden(load(folder)))
+    rows = [[c.name, f"{c.difference:.2e}", f"{c.limit:.0e}", "ok" if c.passed else "FAILED", c.note] for c in checks]
+    _table("against the plain PyTorch reference", ["what", "difference", "limit", "", ""], rows)
+    failed = [c.name for c in checks if not c.passed]
+    if failed:
+        raise BundleError(f"{', '.join(failed)} differ beyond the limit; export again, or report this with the table")
+    click.echo("the bundle computes what its checkpoint says")
+
+
+# --- vtx ------------------------------------------------------------------------------------------
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="vtx-edge")
+def main() -> None:
+    """LLaVA-type models as split engine graphs, visual tokens withdrawn in depth.
+
+    Each command stands alone as well: vtx-export, vtx-run, vtx-inspect, vtx-doctor.
+    """
+
+
+for _name, _item in (("export", export), ("run", run), ("inspect", inspect), ("doctor", doctor)):
+    main.add_command(_item, _name)
+
+__all__ = ["doctor", "export", "inspect", "main", "run"]

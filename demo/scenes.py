@@ -1,0 +1,292 @@
+"""Drawn scenes of coloured shapes on a 3x3 grid, with questions and their answers.
+
+The demo model is trained and judged on these. A scene is drawn with Pillow alone, so the same
+generator serves training, evaluation and the example pictures.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw
+
+GRID = 3
+COLORS = {
+    "red": (214, 40, 40),
+    "green": (42, 157, 63),
+    "blue": (36, 84, 214),
+    "yellow": (244, 205, 35),
+    "purple": (142, 54, 176),
+    "orange": (245, 128, 20),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross")
+PLACES = (
+    "top left", "top", "top right",
+    "left", "middle", "right",
+    "bottom left", "bottom", "bottom right",
+)  # fmt: skip
+MAX_OBJECTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One shape: where it stands and how large it is, both as a share of the picture's side."""
+
+    color: str
+    shape: str
+    cell: int
+    x: float
+    y: float
+    radius: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.color} {self.shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    things: tuple[Thing, ...]
+    background: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question about a scene: `kind` is a key of `KINDS`."""
+
+    kind: str
+    question: str
+    answer: str
+
+
+def random_scene(rng: random.Random, objects: int | None = None) -> Scene:
+    """A scene of `objects` shapes (1 to 6 when not given), one in a cell."""
+    count = objects or rng.randint(1, MAX_OBJECTS)
+    things = []
+    for cell in rng.sample(range(GRID * GRID), count):
+        radius = rng.uniform(0.095, 0.145)
+        slack = 0.5 / GRID - radius - 0.005
+        x = (cell % GRID + 0.5) / GRID + rng.uniform(-slack, slack)
+        y = (cell // GRID + 0.5) / GRID + rng.uniform(-slack, slack)
+        things.append(Thing(rng.choice(list(COLORS)), rng.choice(SHAPES), cell, x, y, radius))
+    shade = rng.randint(222, 255)
+    background = tuple(min(255, shade + rng.randint(-8, 8)) for _ in range(3))
+    return Scene(tuple(things), background)  # type: ignore[arg-type]
+
+
+def _outline(shape: str, x: float, y: float, r: float, turn: float) -> list[tuple[float, float]]:
+    """Corner points of a shape of radius `r` round (x, y)."""
+
+    def ring(angles: list[float], radii: list[float]) -> list[tuple[float, float]]:
+        return [
+            (x + q * math.sin(a + turn), y - q * math.cos(a + turn))
+            for a, q in zip(angles, radii, strict=True)
+        ]
+
+    if shape == "square":
+        return ring([math.pi / 4 + i * math.pi / 2 for i in range(4)], [r * 1.2] * 4)
+    if shape == "triangle":
+        return [(px, py + r * 0.2) for px, py in ring([i * math.tau / 3 for i in range(3)], [r * 1.15] * 3)]
+    if shape == "star":
+        return ring([i * math.pi / 5 for i in range(10)], [r * 1.1, r * 0.45] * 5)
+    arm = r * 0.36
+    corners = [(-arm, -r), (arm, -r), (arm, -arm), (r, -arm), (r, arm), (arm, arm),
+               (arm, r), (-arm, r), (-arm, arm), (-r, arm), (-r, -arm), (-arm, -arm)]  # fmt: skip
+    c, s = math.cos(turn), math.sin(turn)
+    return [(x + px * c - py * s, y + px * s + py * c) for px, py in corners]
+
+
+def draw(scene: Scene, size: int, rng: random.Random | None = None) -> Image.Image:
+    """The scene as an RGB picture of `size` x `size` pixels; `rng` varies shades and angles a little."""
+    rng = rng or random.Random(0)
+    image = Image.new("RGB", (size, size), scene.background)
+    pen = ImageDraw.Draw(image)
+    for thing in scene.things:
+        fill = tuple(max(0, min(255, v + rng.randint(-12, 12))) for v in COLORS[thing.color])
+        x, y, r = thing.x * size, thing.y * size, thing.radius * size
+        if thing.shape == "circle":
+            pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+        else:
+            pen.polygon(_outline(thing.shape, x, y, r, rng.uniform(-0.12, 0.12)), fill=fill)
+    return image
+
+
+def photograph(scene: Scene, rng: random.Random) -> Image.Image:
+    """The scene at a random size, sometimes through JPEG, as a user's file would hold it."""
+    image = draw(scene, rng.choice((72, 108, 144, 144, 216, 288)), rng)
+    if rng.random() < 0.2:
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=rng.randint(70, 95))
+        image = Image.open(buffer).convert("RGB")
+    return image
+
+
+# --- questions ------------------------------------------------------------------------------------
+
+
+def _unique(scene: Scene, key: Callable[[Thing], str]) -> list[Thing]:
+    counts = Counter(map(key, scene.things))
+    return [t for t in scene.things if counts[key(t)] == 1]
+
+
+def _ask(rng: random.Random, wordings: tuple[str, ...], **slots: str) -> str:
+    return rng.choice(wordings).format(**slots)
+
+
+def _thing(rng: random.Random) -> str:
+    return rng.choice(("shape", "thing", "object"))
+
+
+def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    noun = rng.choice(("shapes", "shapes", "things", "objects"))
+    wordings = (
+        "how many {n} are there", "how many {n} do you see", "how many {n} are in the picture",
+        "how many {n} are in the image", "count the {n}", "how many {n}",
+    )  # fmt: skip
+    return _ask(rng, wordings, n=noun), str(len(scene.things))
+
+
+def _count_some(scene: Scene, rng: random.Random, noun: str, number: int) -> tuple[str, str]:
+    wordings = (
+        "how many {n} are there", "how many {n} do you see", "how many {n} are in the picture",
+        "how many {n} are in the image", "count the {n}", "how many {n}",
+    )  # fmt: skip
+    return _ask(rng, wordings, n=noun), str(number)
+
+
+def _present_or_any(rng: random.Random, present: list[str], anything: list[str]) -> str:
+    return rng.choice(present) if rng.random() < 0.75 else rng.choice(anything)
+
+
+def _count_color(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    color = _present_or_any(rng, [t.color for t in scene.things], list(COLORS))
+    noun = f"{color} {_thing(rng)}s"
+    return _count_some(scene, rng, noun, sum(t.color == color for t in scene.things))
+
+
+def _count_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    shape = _present_or_any(rng, [t.shape for t in scene.things], list(SHAPES))
+    plural = shape + ("es" if shape == "cross" else "s")
+    return _count_some(scene, rng, plural, sum(t.shape == shape for t in scene.things))
+
+
+def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
+    choices = _unique(scene, lambda t: t.shape)
+    if not choices:
+        return None
+    thing = rng.choice(choices)
+    wordings = (
+        "what color is the {s}", "what colour is the {s}", "which color is the {s}",
+        "which colour is the {s}", "which color does the {s} have", "what is the color of the {s}",
+        "what is the colour of the {s}", "what color does the {s} have", "tell me the color of the {s}",
+    )  # fmt: skip
+    return _ask(rng, wordings, s=thing.shape), thing.color
+
+
+def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
+    choices = _unique(scene, lambda t: t.color)
+    if not choices:
+        return None
+    thing = rng.choice(choices)
+    wordings = (
+        "what shape is {c}", "which shape is {c}", "what is {c}", "what is the {c} {n}",
+        "what shape is the {c} {n}", "which shape is the {c} {n}", "what is the shape of the {c} {n}",
+        "what kind of shape is {c}", "tell me the shape of the {c} {n}",
+    )  # fmt: skip
+    return _ask(rng, wordings, c=thing.color, n=_thing(rng)), thing.shape
+
+
+def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    names = {t.name for t in scene.things}
+    if rng.random() < 0.5:
+        name = rng.choice(sorted(names))
+    else:
+        colors, shapes = list(COLORS), list(SHAPES)
+        mixed = rng.random()
+        if mixed < 0.6:  # near misses: the colour or the shape stands in the scene, the pair does not
+            thing = rng.choice(scene.things)
+            colors, shapes = ([thing.color], shapes) if mixed < 0.3 else (colors, [thing.shape])
+        absent = [f"{c} {s}" for c in colors for s in shapes if f"{c} {s}" not in names]
+        absent = absent or [f"{c} {s}" for c in COLORS for s in SHAPES if f"{c} {s}" not in names]
+        name = rng.choice(absent)
+    article = "an" if name.startswith("orange") else "a"
+    wordings = (
+        "is there {a} {n}", "is there {a} {n} in the picture", "is there {a} {n} in the image",
+        "do you see {a} {n}", "can you see {a} {n}", "does the picture have {a} {n}",
+        "does the image show {a} {n}",
+    )  # fmt: skip
+    return _ask(rng, wordings, a=article, n=name), "yes" if name in names else "no"
+
+
+def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
+    by_shape = _unique(scene, lambda t: t.shape)
+    by_color = _unique(scene, lambda t: t.color)
+    by_name = _unique(scene, lambda t: t.name)
+    options = [(t, t.shape) for t in by_shape]
+    options += [(t, f"{t.color} {_thing(rng)}") for t in by_color]
+    options += [(t, t.name) for t in by_name]
+    if not options:
+        return None
+    thing, name = rng.choice(options)
+    wordings = (
+        "where is the {n}", "where do you see the {n}", "in which place is the {n}",
+        "where in the picture is the {n}", "where in the image is the {n}", "where can you see the {n}",
+    )  # fmt: skip
+    return _ask(rng, wordings, n=name), PLACES[thing.cell]
+
+
+def _contents(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    at = {t.cell: t.name for t in scene.things}
+    cell = rng.choice(sorted(at)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
+    wordings = (
+        "what is in the {p}", "what is at the {p}", "what do you see in the {p}",
+        "what is there in the {p}", "what can you see at the {p}", "what is on the {p}",
+    )  # fmt: skip
+    return _ask(rng, wordings, p=PLACES[cell]), at.get(cell, "nothing")
+
+
+KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {
+    "count": _count,
+    "count of a colour": _count_color,
+    "count of a shape": _count_shape,
+    "colour of a shape": _color,
+    "shape of a colour": _shape,
+    "place": _place,
+    "what is at a place": _contents,
+    "yes or no": _exists,
+}
+
+
+def _as_typed(question: str, rng: random.Random) -> str:
+    """Vary capitals and the question mark, as people do."""
+    case = rng.random()
+    if case < 0.45:
+        question = question[0].upper() + question[1:]
+    elif case < 0.55:
+        question = question.upper()
+    return question + ("?" if rng.random() < 0.7 else "")
+
+
+def ask(scene: Scene, kind: str, rng: random.Random) -> Item | None:
+    """A question of `kind` about `scene`, or None where the scene has no clear answer to one."""
+    pair = KINDS[kind](scene, rng)
+    return Item(kind, _as_typed(pair[0], rng), pair[1]) if pair else None
+
+
+def ask_some(
+    scene: Scene, count: int, rng: random.Random, weights: dict[str, float] | None = None
+) -> list[Item]:
+    """`count` questions of kinds drawn by `weights` (even when not given)."""
+    kinds = list(KINDS)
+    odds = [weights[k] if weights else 1.0 for k in kinds]
+    items: list[Item] = []
+    while len(items) < count:
+        item = ask(scene, rng.choices(kinds, odds)[0], rng)
+        if item:
+            items.append(item)
+    return items

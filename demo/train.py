@@ -1,0 +1,274 @@
+"""Train the demo model: `python demo/train.py --minutes 100 --out build/demo-train`.
+
+Resumable: the same command goes on from the last checkpoint in `--out`. The model starts shallow
+(`--shallow` layers) and is deepened to its full depth after `--grow-at` of the time by layers that
+begin as the identity. Every step draws fresh scenes; `--none` of the batches see the picture in all
+layers, the others withdraw it at a random depth. Auxiliary heads on the vision tokens and on the CLS
+row speed learning up and are dropped afterwards. Uses CUDA where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from model import Layer, Llava, Shape, VisionLayer, init_linear
+from scenes import COLORS, GRID, KINDS, SHAPES, Scene, ask_some, photograph, random_scene
+from words import Packer, train_tokenizer
+
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
+STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+
+
+def pixels_of(image: Image.Image, side: int) -> np.ndarray:
+    """Preprocessing as CLIP's: bicubic resize, scale to 0..1, normalise. [3, side, side] float32."""
+    small = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC), np.float32) / 255.0
+    return ((small - MEAN) / STD).transpose(2, 0, 1)
+
+
+def patch_labels(scene: Scene, grid: int) -> np.ndarray:
+    """[patches, 3] int64: colour (0 none), shape (0 none) and cell that each patch shows."""
+    centers = (np.arange(grid) + 0.5) / grid
+    y, x = np.meshgrid(centers, centers, indexing="ij")
+    cell = (y * GRID).astype(np.int64) * GRID + (x * GRID).astype(np.int64)
+    color, shape = np.zeros_like(cell), np.zeros_like(cell)
+    for thing in scene.things:
+        near = np.hypot(x - thing.x, y - thing.y) < thing.radius
+        color[near] = 1 + list(COLORS).index(thing.color)
+        shape[near] = 1 + SHAPES.index(thing.shape)
+    return np.stack((color, shape, cell), -1).reshape(grid * grid, 3)
+
+
+class Auxiliary(nn.Module):
+    """Heads that read colour, shape and cell off each vision token, and all names off the CLS row."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.sizes = (len(COLORS) + 1, len(SHAPES) + 1, GRID * GRID)
+        self.patch = init_linear(sum(self.sizes), s.hidden, bias=True)
+        self.scene = init_linear(len(COLORS) * len(SHAPES), s.v_hidden, bias=True)
+
+    def loss(self, vision: Tensor, cls: Tensor, labels: Tensor, names: Tensor) -> Tensor:
+        parts = self.patch(vision).float().split(self.sizes, -1)
+        patch = sum(F.cross_entropy(p.flatten(0, 1), labels[..., i].flatten()) for i, p in enumerate(parts))
+        return patch + F.binary_cross_entropy_with_logits(self.scene(cls).float(), names)
+
+
+class Batches:
+    """Batches drawn in a thread of their own; the mixture follows what is not yet learnt."""
+
+    def __init__(self, args: argparse.Namespace, packer: Packer, shape: Shape, seed: int) -> None:
+        self.args, self.packer, self.shape, self.rng = args, packer, shape, random.Random(seed)
+        self.right = dict.fromkeys(KINDS, 0.0)
+        self.queue: Queue[dict[str, Any]] = Queue(maxsize=4)
+        threading.Thread(target=self._fill, daemon=True).start()
+
+    def _fill(self) -> None:
+        while True:
+            self.queue.put(self.draw())
+
+    def draw(self) -> dict[str, Any]:
+        rng, args = self.rng, self.args
+        weights = {kind: 0.12 + (1 - right) for kind, right in self.right.items()}
+        talk = rng.random() < 0.2
+        side, grid = self.shape.image, self.shape.image // self.shape.patch
+        images, columns, patches, names, kinds = [], [], [], [], []
+        for _ in range(args.batch):
+            scene = random_scene(rng)
+            items = ask_some(scene, args.questions, rng, weights)
+            images.append(pixels_of(photograph(scene, rng), side))
+            columns.append(self.packer.pack(items, talk=talk))
+            patches.append(patch_labels(scene, grid))
+            seen = np.zeros(len(COLORS) * len(SHAPES), np.float32)
+            for thing in scene.things:
+                seen[list(COLORS).index(thing.color) * len(SHAPES) + SHAPES.index(thing.shape)] = 1
+            names.append(seen)
+            kinds.append([list(KINDS).index(item.kind) for item in items])
+        ids, labels, positions, blocks, owner = (torch.from_numpy(np.stack(c)) for c in zip(*columns, strict=True))
+        return {
+            "pixels": torch.from_numpy(np.stack(images)), "ids": ids, "labels": labels, "positions": positions,
+            "blocks": blocks, "owner": owner, "patches": torch.from_numpy(np.stack(patches)),
+            "names": torch.from_numpy(np.stack(names)), "kinds": torch.tensor(kinds),
+        }  # fmt: skip
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield self.queue.get()
+
+
+def with_vision(column: Tensor, at: int, middle: Tensor) -> Tensor:
+    return torch.cat((column[:, :at], middle.expand(len(column), -1), column[:, at:]), 1)
+
+
+def attention_mask(blocks: Tensor) -> Tensor:
+    """[batch, 1, rows, rows], 0 where a row may look, else -30000: causal, within one's own block and block 0."""
+    rows = blocks.shape[1]
+    causal = torch.ones(rows, rows, dtype=torch.bool, device=blocks.device).tril()
+    seen = causal & ((blocks[:, None, :] == 0) | (blocks[:, None, :] == blocks[:, :, None]))
+    return torch.where(seen, 0.0, -30000.0)[:, None].to(torch.bfloat16)
+
+
+def step_loss(
+    model: Llava, aux: Auxiliary, batch: dict[str, Tensor], at: int, k: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Answer loss, auxiliary loss, and which items were answered right, [batch, questions]."""
+    n = model.shape.vision_tokens
+    device = batch["ids"].device
+    vision, cls = model.see(batch["pixels"])
+    positions = with_vision(batch["positions"], at, torch.arange(at, at + n, device=device))
+    blocks = with_vision(batch["blocks"], at, torch.zeros(n, dtype=torch.int64, device=device))
+    hidden = model(batch["ids"], vision, positions, attention_mask(blocks), at, k)
+    wanted = batch["labels"].roll(-1, 1)
+    wanted[:, -1] = -100
+    answers = wanted != -100
+    logits = model.lm_head(hidden[answers]).float()
+    target = wanted[answers]
+    loss = F.cross_entropy(logits, target)
+    wrong = torch.zeros(len(answers), batch["kinds"].shape[1] + 1, device=device)
+    owner = torch.where(answers, batch["owner"], batch["kinds"].shape[1])
+    flags = torch.zeros(answers.shape, device=device)
+    flags[answers] = (logits.argmax(-1) != target).float()
+    wrong.scatter_add_(1, owner.roll(0, 1), flags)
+    return loss, aux.loss(vision, cls, batch["patches"], batch["names"]), wrong[:, :-1] == 0
+
+
+def make_optimizers(model: Llava, aux: Auxiliary, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for everything else."""
+    matrices, others = [], list(aux.parameters())
+    for name, parameter in model.named_parameters():
+        in_layer = ".layers." in name or "projector" in name
+        (matrices if in_layer and parameter.ndim == 2 else others).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def deepen(model: Llava, layers: int) -> Llava:
+    """The same function with more layers: those added at the end begin as the identity."""
+    deeper = Llava(replace(model.shape, layers=layers))
+    own = model.state_dict()
+    deeper.load_state_dict({**deeper.state_dict(), **own})
+    for layer in list(deeper.model.language_model.layers)[model.shape.layers :]:
+        assert isinstance(layer, Layer)
+        layer.silence()
+    return deeper
+
+
+def rate(share: float) -> float:
+    """Learning rate factor at `share` of the time: short warm-up, plateau, linear to zero over the last 35%."""
+    if share < 0.005:
+        return max(0.05, share / 0.005)
+    return 1.0 if share < 0.65 else max(0.0, (1 - share) / 0.35)
+
+
+def pick_k(rng: random.Random, layers: int, first: int, none: float) -> int | None:
+    return None if rng.random() < none else rng.randint(first, layers)
+
+
+def save(path: Path, **state: Any) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/demo-train"))
+    parser.add_argument("--minutes", type=float, default=100, help="time to train in all, resumed runs included")
+    parser.add_argument("--batch", type=int, default=32, help="pictures a step")
+    parser.add_argument("--questions", type=int, default=12, help="questions a picture")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--shallow", type=int, default=8, help="layers before the model is deepened")
+    parser.add_argument("--grow-at", type=float, default=0.5, help="share of the time after which it is")
+    parser.add_argument("--first-k", type=int, default=5, help="smallest withdrawal depth in training")
+    parser.add_argument("--none", type=float, default=0.4, help="share of batches without withdrawal")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="needs a C compiler")
+    parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (for a trial)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.compile:
+        Layer.forward = torch.compile(Layer.forward)  # type: ignore[method-assign]
+        VisionLayer.forward = torch.compile(VisionLayer.forward)  # type: ignore[method-assign]
+    args.out.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    full = Shape()
+    tokenizer = train_tokenizer(full.vocab)
+    packer = Packer(tokenizer, full.vision_tokens, 4 + 12 * args.questions + 8)
+    last, spent, step = args.out / "last.pt", 0.0, 0
+    torch.manual_seed(0)
+    model, aux = Llava(replace(full, layers=args.shallow)), Auxiliary(full)
+    state = torch.load(last, weights_only=True) if last.exists() else None
+    if state:
+        model = Llava(replace(full, layers=state["layers"]))
+        model.load_state_dict(state["model"])
+        aux.load_state_dict(state["aux"])
+        spent, step = state["spent"], state["step"]
+    model, aux = model.to(device), aux.to(device)
+    optimizers = make_optimizers(model, aux, args.lr)
+    if state:
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+    batches = Batches(args, packer, full, seed=step + 1)
+    if state:
+        batches.right.update(state["right"])
+    rng, began, losses, tick = random.Random(step), time.time() - spent, [0.0, 0.0], time.time()
+    log = (args.out / "log.jsonl").open("a")
+    for batch in batches:
+        share = (time.time() - began) / (60 * args.minutes)
+        if share >= 1 or (args.steps and step >= args.steps):
+            break
+        if share >= args.grow_at and model.shape.layers < full.layers:
+            model = deepen(model, full.layers).to(device)
+            optimizers = make_optimizers(model, aux, args.lr)
+        k = pick_k(rng, model.shape.layers, args.first_k, args.none)
+        batch = {name: value.to(device) for name, value in batch.items()}
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, extra, right = step_loss(model, aux, batch, packer.at, k)
+        (loss + 0.3 * extra).backward()
+        nn.utils.clip_grad_norm_([*model.parameters(), *aux.parameters()], 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * rate(share)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for number, kind in enumerate(KINDS):
+            chosen = right[batch["kinds"] == number]
+            if len(chosen):
+                batches.right[kind] = 0.95 * batches.right[kind] + 0.05 * chosen.float().mean().item()
+        losses = [0.95 * a + 0.05 * b.item() for a, b in zip(losses, (loss, extra), strict=True)]
+        step += 1
+        if step % 50 == 0:
+            seconds, tick = (time.time() - tick) / 50, time.time()
+            line = {"step": step, "share": round(share, 4), "s/step": round(seconds, 3), "layers": model.shape.layers,
+                    "loss": round(losses[0], 4), "aux": round(losses[1], 4),
+                    **{kind: round(v, 3) for kind, v in batches.right.items()}}  # fmt: skip
+            print(json.dumps(line), flush=True)
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+        if step % 500 == 0:
+            save(last, model=model.state_dict(), aux=aux.state_dict(), layers=model.shape.layers, step=step,
+                 spent=time.time() - began, right=batches.right, optimizers=[o.state_dict() for o in optimizers])  # fmt: skip
+        if not math.isfinite(losses[0]):
+            raise SystemExit(f"the loss is {losses[0]} at step {step}: lower --lr")
+    save(last, model=model.state_dict(), aux=aux.state_dict(), layers=model.shape.layers, step=step,
+         spent=time.time() - began, right=batches.right, optimizers=[o.state_dict() for o in optimizers])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

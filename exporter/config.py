@@ -1,0 +1,273 @@
+"""What the graphs need to know about a LLaVA checkpoint, read from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+
+MAX_LAYERS = 512
+MAX_WIDTH = 1 << 20
+TEXT_FAMILIES = ("llama", "mistral", "qwen2")
+VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: `inverse_frequencies` [head_dim / 2] float32, positions divided by `divisor`."""
+
+    kind: str
+    theta: float
+    inverse_frequencies: tuple[float, ...]
+
+    def tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """cos and sin, each [positions, head_dim / 2] float32."""
+        rates = np.array(self.inverse_frequencies, np.float32)
+        angles = np.arange(positions, dtype=np.float32)[:, None] * rates
+        return np.cos(angles), np.sin(angles)
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """A decoder of the llama family; the flags say where its families differ."""
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    activation: str
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    tied: bool
+    rope: Rope
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """A CLIP or SigLIP tower."""
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    image: int
+    patch: int
+    eps: float
+    activation: str
+
+    @property
+    def grid(self) -> int:
+        return self.image // self.patch
+
+    @property
+    def rows(self) -> int:
+        """Rows that the tower gives: its patches, and for CLIP the class token before them."""
+        return self.grid**2 + (self.family == "clip")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One LLaVA model. `feature_layers` are indices into the tower's hidden states, 0 the embeddings."""
+
+    text: TextConfig
+    vision: VisionConfig
+    feature_layers: tuple[int, ...]
+    select: str
+    projector_activation: str
+    projector_bias: bool
+    image_token_id: int
+
+    @property
+    def vision_tokens(self) -> int:
+        """Tokens of one image: the tower's rows, less the first where the strategy is `default`."""
+        return self.vision.rows - (self.select == "default")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read `config.json` of a `LlavaForConditionalGeneration`, with transformers' own defaults.
+
+        Raises:
+            UnsupportedModelError: a part that vtx does not export, by name.
+            CheckpointError: values that are no sizes of a model.
+        """
+        text, vision = (config.get(key) or {} for key in ("text_config", "vision_config"))
+        _known_family("text model", _model_type(text, "llama"), TEXT_FAMILIES)
+        _known_family("vision tower", _model_type(vision, "clip_vision_model"), tuple(VISION_FAMILIES))
+        parsed = _parse(config)
+        text_config, vision_config = _text(parsed), _vision(parsed.vision_config)
+        select = parsed.vision_feature_select_strategy
+        if select not in ("default", "full"):
+            raise UnsupportedModelError(
+                f"vision_feature_select_strategy {select!r} is not supported; vtx knows 'default' and 'full'"
+            )
+        token = parsed.image_token_id
+        if not isinstance(token, int) or not 0 <= token < text_config.vocab:
+            raise CheckpointError(
+                f"image_token_index {token!r} is not a token id below the vocabulary's {text_config.vocab}; "
+                "correct config.json"
+            )
+        return cls(
+            text=text_config,
+            vision=vision_config,
+            feature_layers=_feature_layers(parsed.vision_feature_layer, vision_config.layers),
+            select=select,
+            projector_activation=parsed.projector_hidden_act,
+            projector_bias=bool(parsed.multimodal_projector_bias),
+            image_token_id=token,
+        )
+
+
+def _model_type(part: Any, default: str) -> str:
+    if not isinstance(part, Mapping):
+        raise CheckpointError(f"config.json: a model part is a {type(part).__name__}, not an object; download it again")
+    return str(part.get("model_type", default))
+
+
+def _known_family(part: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise UnsupportedModelError(f"the {part} {name!r} is not supported; vtx exports {', '.join(known)}")
+
+
+def _parse(config: Mapping[str, Any]) -> Any:
+    try:
+        from transformers import LlavaConfig
+    except ImportError as e:
+        raise CheckpointError('exporting needs transformers; pip install "vtx-edge[export]"') from e
+    try:
+        return LlavaConfig.from_dict(dict(config))
+    except Exception as e:
+        reason = " ".join(str(e).split())[:300]
+        raise CheckpointError(f"config.json is not a LLaVA configuration ({reason}); download it again") from e
+
+
+def _size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise CheckpointError(f"config.json: {name} is {value!r}, not a number from 1 to {limit}; correct config.json")
+    return value
+
+
+def _text(parsed: Any) -> TextConfig:
+    config = parsed.text_config
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = _size(config, "num_key_value_heads")
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
+    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 8 or head_dim % 8:
+        raise UnsupportedModelError(
+            f"head_dim {head_dim} is not supported: onnxruntime's GroupQueryAttention wants a multiple of 8"
+        )
+    family, positions = config.model_type, _size(config, "max_position_embeddings", 1 << 24)
+    return TextConfig(
+        family=family,
+        layers=_size(config, "num_hidden_layers", MAX_LAYERS),
+        hidden=hidden,
+        ffn=_size(config, "intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=_size(config, "vocab_size", 1 << 22),
+        eps=float(config.rms_norm_eps),
+        activation=str(config.hidden_act),
+        qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        o_bias=family == "llama" and bool(getattr(config, "attention_bias", False)),
+        mlp_bias=family == "llama" and bool(getattr(config, "mlp_bias", False)),
+        tied=bool(parsed.tie_word_embeddings),
+        rope=_rope(config, head_dim),
+        max_positions=min(positions, _window(config) or positions),
+    )
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window, in tokens: below it attention is full, so a bundle's context ends there."""
+    layer_types = getattr(config, "layer_types", None) or []
+    if config.model_type == "qwen2" and "sliding_attention" not in layer_types:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None
+
+
+def _rope(config: Any, head_dim: int) -> Rope:
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    if kind not in ("default", "linear", "llama3"):
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx knows default, linear and llama3")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError("partial_rotary_factor is not supported for llama, mistral and qwen2 models")
+    theta = _number(parameters, "rope_theta", 10000.0)
+    rates = 1.0 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    if kind == "linear":
+        rates = rates / np.float32(_number(parameters, "factor"))
+    if kind == "llama3":
+        rates = _llama3(rates, parameters)
+    return Rope(kind, theta, tuple(float(r) for r in rates.astype(np.float32)))
+
+
+def _number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = parameters.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise CheckpointError(f"config.json: rope parameter {name} is {value!r}, not a positive number")
+    return float(value)
+
+
+def _llama3(rates: NDArray[np.floating[Any]], parameters: Mapping[str, Any]) -> NDArray[np.floating[Any]]:
+    """Llama 3's rescaling: long waves divided by the factor, short ones kept, those between blended."""
+    factor, low, high = (_number(parameters, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise CheckpointError(f"config.json: rope high_freq_factor {high} is not above low_freq_factor {low}")
+    context = _number(parameters, "original_max_position_embeddings")
+    waves = 2 * math.pi / rates
+    blend = (context / waves - low) / (high - low)
+    blended = (1 - blend) * rates / factor + blend * rates
+    return np.where(waves > context / low, rates / factor, np.where(waves < context / high, rates, blended))
+
+
+def _vision(config: Any) -> VisionConfig:
+    image, patch = _size(config, "image_size", 1 << 14), _size(config, "patch_size", 1 << 10)
+    if image < patch:
+        raise CheckpointError(f"config.json: image_size {image} is smaller than patch_size {patch}")
+    if getattr(config, "num_channels", 3) != 3:
+        raise UnsupportedModelError(f"a tower of {config.num_channels} channels is not supported; vtx feeds RGB")
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    if hidden % heads:
+        raise CheckpointError(f"config.json: the tower's hidden_size {hidden} is not a multiple of its {heads} heads")
+    return VisionConfig(
+        family=VISION_FAMILIES[config.model_type],
+        layers=_size(config, "num_hidden_layers", MAX_LAYERS),
+        hidden=hidden,
+        ffn=_size(config, "intermediate_size"),
+        heads=heads,
+        image=image,
+        patch=patch,
+        eps=float(config.layer_norm_eps),
+        activation=str(config.hidden_act),
+    )
+
+
+def _feature_layers(value: Any, layers: int) -> tuple[int, ...]:
+    """`vision_feature_layer`, a number or a list, as indices from 0 (the embeddings) to `layers`."""
+    chosen = value if isinstance(value, list | tuple) else [value]
+    states = layers + 1
+    for number in chosen:
+        if isinstance(number, bool) or not isinstance(number, int) or not -states <= number < states:
+            raise CheckpointError(
+                f"config.json: vision_feature_layer {number!r} is outside the tower's {states} hidden states"
+            )
+    if not chosen:
+        raise CheckpointError("config.json: vision_feature_layer is an empty list")
+    return tuple(number % states for number in chosen)

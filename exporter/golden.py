@@ -1,0 +1,39 @@
+"""Golden vectors: a fixed picture and question with the plain reference's logits, kept in the bundle.
+
+`vtx-doctor BUNDLE` computes them again through the bundle: the proof of parity that travels with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vtx.exporter.reference import Reference
+from vtx.runtime.golden import QUESTION, SHOWN_ROWS, golden_image, key_of
+from vtx.runtime.image import ImageSettings, preprocess
+from vtx.runtime.safetensors import write_safetensors
+from vtx.runtime.text import Text
+
+
+def record_golden(
+    path: Path,
+    reference: Reference,
+    text: Text,
+    settings: ImageSettings,
+    vision_tokens: int,
+    ks: Sequence[int | None],
+    report: Callable[[int], None],
+) -> None:
+    """Run the reference at every K of `ks` and write what it gives to `path`."""
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
+    ids = text.prompt([message], vision_tokens)  # type: ignore[list-item]
+    pixels = preprocess(golden_image(), settings)
+    with torch.inference_mode():
+        features = reference.features(pixels[None])
+        logits = reference.logits(ids, features, ks, report)
+    tensors = {"ids": ids, "pixels": pixels, "features": features[:SHOWN_ROWS].numpy()}
+    tensors |= {key_of(k): row.numpy() for k, row in logits.items()}
+    write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

@@ -1,0 +1,129 @@
+"""A small builder of ONNX graphs whose weights stay in files: nodes in, `onnx_ir` model out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+FLOAT = ir.DataType.FLOAT
+MICROSOFT = "com.microsoft"
+OPSETS = {"": 21, MICROSOFT: 1}
+IR_VERSION = 10
+ELEMENT_TYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+Shape = Sequence[int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one weight lies in the bundle: `file` is relative to the bundle, `dtype` is safetensors' word."""
+
+    file: str
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Builder:
+    """One graph under construction.
+
+    Arithmetic is float32; weights keep the type they are stored in and are cast where they are used, which
+    the engine folds away at load. A weight is never read here: initializers point into the bundle's files.
+    """
+
+    def __init__(self, name: str, weights: Mapping[str, StoredTensor], folder: Path) -> None:
+        self.name, self._weights, self._folder = name, weights, folder
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+        self._nodes: list[ir.Node] = []
+        self._initializers: dict[str, ir.Value] = {}
+        self._cast: dict[str, ir.Value] = {}
+
+    def input(self, name: str, dtype: ir.DataType, shape: Shape) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        self._inputs.append(value)
+        return value
+
+    def output(self, value: ir.Value, name: str, dtype: ir.DataType, shape: Shape) -> None:
+        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
+        self._outputs.append(value)
+
+    def op(self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+        """One node with one output."""
+        return self.ops(kind, *inputs, outputs=1, domain=domain, **attributes)[0]
+
+    def ops(
+        self, kind: str, *inputs: ir.Value | None, outputs: int, domain: str = "", **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """One node with several outputs."""
+        node = ir.node(kind, list(inputs), attributes or None, domain=domain, num_outputs=outputs)
+        node.name = f"{kind}_{len(self._nodes)}"
+        for number, value in enumerate(node.outputs):
+            value.name = f"{node.name}.{number}"
+        self._nodes.append(node)
+        return node.outputs
+
+    def constant(self, array: NDArray[Any] | Sequence[int]) -> ir.Value:
+        """A small constant, stored in the graph itself. A list becomes int64."""
+        data = np.asarray(array, np.int64) if not isinstance(array, np.ndarray) else array
+        name = f"const_{len(self._initializers)}"
+        return self._initializer(name, ir.tensor(data, name=name))
+
+    def stored(self, name: str) -> ir.Value:
+        """A weight in the type it is stored in."""
+        if name in self._initializers:
+            return self._initializers[name]
+        where = self._weights[name]
+        tensor = ir.ExternalTensor(
+            where.file,
+            where.offset,
+            where.nbytes,
+            ELEMENT_TYPES[where.dtype],
+            shape=ir.Shape(where.shape),
+            name=name,
+            base_dir=os.fspath(self._folder),
+        )
+        return self._initializer(name, tensor)
+
+    def weight(self, name: str) -> ir.Value:
+        """A weight as float32."""
+        if self._weights[name].dtype == "F32":
+            return self.stored(name)
+        if name not in self._cast:
+            self._cast[name] = self.op("Cast", self.stored(name), to=FLOAT.value)
+        return self._cast[name]
+
+    def linear(self, x: ir.Value, name: str, *, bias: bool) -> ir.Value:
+        """x @ W^T (+ b) for [rows, in], with W as Hugging Face stores it, [out, in]."""
+        inputs = [x, self.weight(f"{name}.weight")] + ([self.weight(f"{name}.bias")] if bias else [])
+        return self.op("Gemm", *inputs, transB=1)
+
+    def reshape(self, x: ir.Value, *shape: int) -> ir.Value:
+        """0 keeps an axis, -1 takes what is left."""
+        return self.op("Reshape", x, self.constant(list(shape)))
+
+    def model(self) -> ir.Model:
+        graph = ir.Graph(
+            self._inputs,
+            self._outputs,
+            nodes=self._nodes,
+            initializers=list(self._initializers.values()),
+            opset_imports=OPSETS,
+            name=self.name,
+        )
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="vtx")
+
+    def write(self, path: Path) -> None:
+        ir.save(self.model(), path)
+
+    def _initializer(self, name: str, tensor: Any) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+        self._initializers[name] = value
+        return value

@@ -1,0 +1,74 @@
+"""Disk, memory and time of an export, said before it starts and measured after it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from vtx.exporter.config import ModelConfig
+from vtx.exporter.weights import WeightPlan
+from vtx.runtime.errors import ExportError
+from vtx.runtime.manifest import KV_BYTES
+from vtx.runtime.units import size
+
+# What Python, PyTorch, transformers and onnx_ir take before any weight is touched, and what the runtime takes.
+EXPORT_BASE = 450 << 20
+RUN_BASE = 110 << 20
+SMALL_FILES = 8 << 20  # tokenizer, graphs, golden vectors, rope tables
+COMPUTE_BYTES = 4  # onnxruntime's CPU provider computes in float32 and expands narrower weights to it
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Bytes. `linked` is the part of `disk` that is shared with the checkpoint by hard links where possible."""
+
+    disk: int
+    linked: int
+    export_memory: int
+    run_memory: int
+    kv_full: int
+    work: int
+
+
+def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: str) -> Prediction:
+    """What an export and a run on the CPU will need. `run_memory` is with a prompt of one image, K = none."""
+    text = config.text
+    slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
+    prompt = min(max_context, config.vision_tokens + 256)
+    kv = slot * text.layers * prompt
+    weights = plan.parameters
+    embedding = text.vocab * text.hidden
+    # The embedding table stays in its file and is read a row at a time.
+    resident = COMPUTE_BYTES * (weights - (0 if text.tied else embedding))
+    largest_layer = 4 * max(embedding, text.hidden * text.ffn * 3 + 4 * text.hidden * text.heads * text.head_dim)
+    disk = sum(file.size for file in plan.files) + SMALL_FILES
+    return Prediction(
+        disk=disk,
+        linked=sum(file.size for file in plan.files if file.whole),
+        export_memory=EXPORT_BASE + largest_layer + 4 * 6 * prompt * text.ffn,
+        run_memory=RUN_BASE + resident + kv,
+        kv_full=slot * text.layers,
+        work=sum(file.work for file in plan.files),
+    )
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Raise ExportError when the disk under `folder` has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ExportError(
+            f"the bundle needs {size(needed)} of disk, {folder} has {size(free)} free; "
+            "free some, or choose another --out"
+        )
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process so far, in bytes; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,43 @@
+"""Everything vtx raises on purpose: one tree under `VtxError`, each message with quantity, limit and cure."""
+
+from __future__ import annotations
+
+
+class VtxError(Exception):
+    """Base of every error vtx raises on purpose; the commands print it as one line and exit with 1."""
+
+
+class ImageError(VtxError):
+    """An image cannot be read, or is beyond the limits set before decoding."""
+
+
+class CheckpointError(VtxError):
+    """A Hugging Face checkpoint is damaged, hostile or incomplete."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A sound checkpoint of a model, or with an option, that vtx does not export."""
+
+
+class BundleError(VtxError):
+    """A bundle is damaged, incomplete, from another version, or reaches outside itself."""
+
+
+class TemplateError(VtxError):
+    """A chat template cannot be rendered safely, or does not place the images."""
+
+
+class RequestError(VtxError):
+    """A question or an option cannot be served: a K that was not prebuilt, an empty question."""
+
+
+class ContextError(RequestError):
+    """The prompt and its answer need more KV slots than the bundle holds."""
+
+
+class ExportError(VtxError):
+    """An export cannot be done or was stopped: disk, memory, an output that exists."""
+
+
+class DeviceError(VtxError):
+    """A device or backend that was asked for is not there, or a library is missing."""

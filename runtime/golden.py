@@ -1,0 +1,86 @@
+"""The parity certificate: golden vectors recorded at export, computed again by the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.errors import BundleError
+from vtx.runtime.image import preprocess
+from vtx.runtime.model import Model
+from vtx.runtime.policy import make_policy
+from vtx.runtime.safetensors import read_header, read_tensor
+from vtx.runtime.session import Prompt, Session
+
+QUESTION = "What is in the picture?"
+SHOWN_ROWS = 8
+# Largest difference allowed, as a share of the largest magnitude of the reference.
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2}
+PIXEL_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison: the largest difference, relative to the reference's largest magnitude, and its limit."""
+
+    name: str
+    difference: float
+    limit: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.limit
+
+
+def golden_image() -> Image.Image:
+    """A fixed picture, 200 x 150, of smooth colours and sharp edges."""
+    y, x = np.mgrid[0:150, 0:200]
+    red, green = x * 255 // 199, y * 255 // 149
+    blue = np.where((x // 25 + y // 25) % 2, 220, 30)
+    return Image.fromarray(np.stack((red, green, blue), -1).astype(np.uint8))
+
+
+def key_of(k: int | None) -> str:
+    """Name of the tensor with the logits at `k`."""
+    return f"logits.{k or 'none'}"
+
+
+def check_golden(model: Model) -> Iterator[Check]:
+    """Recompute every golden vector through the bundle.
+
+    Raises:
+        BundleError: the golden file lacks a vector.
+    """
+    manifest = model.manifest
+    stored = read_header(model.bundle.path(manifest.golden), error=BundleError).tensors
+    ks: list[int | None] = [None, *manifest.variants]
+    missing = {"ids", "pixels", "features", *map(key_of, ks)} - set(stored)
+    if missing:
+        raise BundleError(f"{manifest.golden} lacks {sorted(missing)[0]!r}; export the bundle again")
+    ids, pixels, features = (read_tensor(stored[name]) for name in ("ids", "pixels", "features"))
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    own_ids = model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens)
+    yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
+    own_pixels = preprocess(golden_image(), manifest.image)
+    yield Check("image preprocessing", _distance(own_pixels, pixels), PIXEL_TOLERANCE)
+    limit = TOLERANCE[manifest.precision]
+    rows = model.backend.vision(own_pixels[None])
+    yield Check("vision features", _distance(rows[:SHOWN_ROWS], features), limit)
+    for k in ks:
+        session = Session(model.backend, manifest)
+        prompt = Prompt(own_ids, own_ids == manifest.text.image_token_id, (("golden", lambda: rows),))
+        got = session.prefill(prompt, make_policy(k, manifest)).logits
+        want = read_tensor(stored[key_of(k)])
+        same = "same top token" if got.argmax() == want.argmax() else "another top token"
+        yield Check(f"logits at K = {k or 'none'}", _distance(got, want), limit, same)
+
+
+def _distance(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
+    if got.shape != want.shape:
+        return float("inf")
+    return float(np.abs(got - want).max() / max(1e-9, float(np.abs(want).max())))

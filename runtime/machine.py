@@ -1,0 +1,91 @@
+"""What this machine has: processors, memory, onnxruntime and its providers, the libraries of the extras."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+EXPORT_PACKAGES = ("torch", "transformers", "onnx-ir", "safetensors", "huggingface-hub")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of a report: what was looked at, what was found, and whether it is as it should be."""
+
+    name: str
+    value: str
+    ok: bool = True
+
+
+def look() -> list[Finding]:
+    """Everything that decides what vtx can do here."""
+    return [
+        Finding("vtx", version("vtx-edge") or "not installed as a package"),
+        Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Finding("processor", f"{_processor()}, {os.cpu_count()} cores"),
+        Finding("memory", _memory()),
+        *_onnxruntime(),
+        _extra("export", EXPORT_PACKAGES),
+        _extra("tensorrt", ("polygraphy", "tensorrt"), optional=True),
+    ]
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that a new program could take, or None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    table = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(table["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in table else None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "processor unknown"
+
+
+def _memory() -> str:
+    free = available_memory()
+    return "unknown" if free is None else f"{free / 1e9:.1f} GB available"
+
+
+def _onnxruntime() -> list[Finding]:
+    """The one onnxruntime that should be here; two overwrite each other's files."""
+    cpu, gpu = version("onnxruntime"), version("onnxruntime-gpu")
+    if cpu and gpu:
+        cure = 'pip uninstall -y onnxruntime onnxruntime-gpu, then pip install "vtx-edge[cpu]" or "vtx-edge[gpu]"'
+        return [Finding("onnxruntime", f"both onnxruntime {cpu} and onnxruntime-gpu {gpu}: {cure}", ok=False)]
+    if not (cpu or gpu):
+        return [Finding("onnxruntime", 'missing: pip install "vtx-edge[cpu]" (or "vtx-edge[gpu]")', ok=False)]
+    try:
+        import onnxruntime
+    except Exception as e:
+        return [Finding("onnxruntime", f"{cpu or gpu} does not load ({e}); install it again", ok=False)]
+    providers = ", ".join(p.removesuffix("ExecutionProvider") for p in onnxruntime.get_available_providers())
+    name = "onnxruntime-gpu" if gpu else "onnxruntime"
+    return [Finding(name, f"{cpu or gpu}, providers: {providers}; vtx answers on: CPU")]
+
+
+def _extra(name: str, packages: tuple[str, ...], *, optional: bool = False) -> Finding:
+    found = {package: version(package) for package in packages}
+    missing = [package for package, number in found.items() if number is None]
+    if missing:
+        note = f'not installed ({", ".join(missing)}): pip install "vtx-edge[{name}]"'
+        return Finding(f"[{name}]", note, ok=optional or name == "export")
+    return Finding(f"[{name}]", ", ".join(f"{package} {number}" for package, number in found.items()))

@@ -1,0 +1,47 @@
+"""Names, shapes and element types of everything that goes into or comes out of a graph.
+
+The exporter declares its graphs from these, the manifest records none of them again, and every
+backend binds by them. Layers are numbered from 1, as K is.
+
+    embed    ids [rows] int64                              -> hidden [rows, hidden]
+    vision   pixel_values [images, 3, height, width] f32   -> image_features [images, vision_tokens, hidden]
+    stage    hidden [rows, hidden], position_ids [1, rows] int64,
+             cos and sin [max_context, head_dim / 2] f32,
+             last_slot [1] int32 (index of the last filled KV slot), total_slots [1] int32,
+             past_key.N, past_value.N [1, kv_heads, capacity, head_dim]
+                                                           -> hidden_out [rows, hidden],
+                                                              present_key.N, present_value.N (same buffers)
+    head     hidden [rows, hidden]                         -> logits [rows, vocab] f32
+
+`hidden` is float32 in every graph of the `ort` dialect; K and V have the bundle's KV type.
+"""
+
+from __future__ import annotations
+
+IDS = "ids"
+HIDDEN = "hidden"
+HIDDEN_OUT = "hidden_out"
+PIXELS = "pixel_values"
+FEATURES = "image_features"
+POSITIONS = "position_ids"
+COS = "cos"
+SIN = "sin"
+LAST_SLOT = "last_slot"
+TOTAL_SLOTS = "total_slots"
+LOGITS = "logits"
+
+
+def past_key(layer: int) -> str:
+    return f"past_key.{layer}"
+
+
+def past_value(layer: int) -> str:
+    return f"past_value.{layer}"
+
+
+def present_key(layer: int) -> str:
+    return f"present_key.{layer}"
+
+
+def present_value(layer: int) -> str:
+    return f"present_value.{layer}"

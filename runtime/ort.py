@@ -1,0 +1,182 @@
+"""The onnxruntime backend: one session a graph, one thread pool for all, K/V updated in place."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime import names
+from vtx.runtime.backend import Rows
+from vtx.runtime.bundle import Bundle
+from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.manifest import StageSpec
+
+_pool_lock = threading.Lock()
+_pool_threads: int | None = None
+
+
+def load_onnxruntime() -> Any:
+    """The onnxruntime module, or DeviceError with the command that installs it."""
+    try:
+        import onnxruntime
+    except ImportError as e:
+        raise DeviceError(
+            'onnxruntime is not installed; pip install "vtx-edge[cpu]" (or "vtx-edge[gpu]" with an NVIDIA GPU)'
+        ) from e
+    onnxruntime.set_default_logger_severity(4)  # failures come back as exceptions, once
+    return onnxruntime
+
+
+def _share_threads(ort: Any, threads: int) -> None:
+    """Give all sessions of the process one thread pool. Its size is settled by the first bundle loaded."""
+    global _pool_threads
+    with _pool_lock:
+        if _pool_threads is None:
+            ort.set_global_thread_pool_sizes(threads, 1)
+            _pool_threads = threads
+        elif _pool_threads != threads:
+            raise DeviceError(
+                f"this process already computes with {_pool_threads} threads, {threads} were asked for; "
+                "give the same number to every vtx.load, or use another process"
+            )
+
+
+def _weights_name(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+class OrtBackend:
+    """`Backend` on onnxruntime's CPU provider."""
+
+    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+        self._ort = load_onnxruntime()
+        self._bundle, self._manifest = bundle, bundle.manifest
+        self.device = "cpu"
+        self.threads = threads or _pool_threads or os.cpu_count() or 1
+        _share_threads(self._ort, self.threads)
+        graphs = self._manifest.dialects["ort"]
+        self._options = self._session_options()
+        self._embed, self._head = self._session(graphs.embed), self._session(graphs.head)
+        self._stages = [self._session(stage.graph) for stage in graphs.stages]
+        self._specs = graphs.stages
+        self._vision: Any = None
+        self._vision_lock = threading.Lock()
+        self._rope = self._load_rope()
+
+    def _session_options(self) -> Any:
+        options = self._ort.SessionOptions()
+        options.use_per_session_threads = False
+        options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        options.enable_mem_pattern = False  # row counts change with every prompt
+        return options
+
+    def _session(self, name: str) -> Any:
+        path = self._bundle.path(name)
+        try:
+            return self._ort.InferenceSession(os.fspath(path), self._options, providers=["CPUExecutionProvider"])
+        except MemoryError as e:
+            raise DeviceError(f"not enough memory to load {name}; use a smaller precision or another machine") from e
+        except Exception as e:
+            if "bad_alloc" in str(e) or "allocate" in str(e):
+                raise DeviceError(f"not enough memory to load {name}; use a smaller precision or another machine") from e
+            raise BundleError(f"onnxruntime cannot load {name}: {_weights_name(e)}; export the bundle again") from e
+
+    def _load_rope(self) -> tuple[Any, Any]:
+        from vtx.runtime.safetensors import read_header, read_tensor
+
+        path: Path = self._bundle.path(self._manifest.rope)
+        tensors = read_header(path).tensors
+        want = (self._manifest.max_context, self._manifest.model.head_dim // 2)
+        tables = []
+        for name in (names.COS, names.SIN):
+            if name not in tensors or tensors[name].shape != want or tensors[name].dtype != "F32":
+                raise BundleError(f"{self._manifest.rope}: {name} is not a float32 table {want}; export again")
+            tables.append(self._value(read_tensor(tensors[name])))
+        return tables[0], tables[1]
+
+    def _value(self, array: NDArray[Any]) -> Any:
+        """An OrtValue over the array's own memory."""
+        return self._ort.OrtValue.ortvalue_from_numpy(array)
+
+    def embed(self, ids: NDArray[np.int64]) -> Rows:
+        rows: Rows = self._embed.run(None, {names.IDS: ids})[0]
+        return rows
+
+    def vision(self, pixels: NDArray[np.float32]) -> Rows:
+        with self._vision_lock:
+            if self._vision is None:
+                self._vision = self._session(self._manifest.dialects["ort"].vision)
+        features = self._vision.run(None, {names.PIXELS: pixels})[0]
+        rows: Rows = features.reshape(-1, features.shape[-1])
+        return rows
+
+    def head(self, rows: Rows) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self._head.run(None, {names.HIDDEN: rows})[0]
+        return logits
+
+    def stage(self, index: int, capacity: int) -> OrtStageCache:
+        return OrtStageCache(self, self._stages[index], self._specs[index], capacity)
+
+
+class OrtStageCache:
+    """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.
+
+    One row, as in decoding, runs through a binding made once; nothing is allocated for it.
+    """
+
+    def __init__(self, backend: OrtBackend, session: Any, spec: StageSpec, capacity: int) -> None:
+        self._backend, self._session, self.capacity = backend, session, capacity
+        self.length = 0
+        model, kv_type = backend._manifest.model, np.dtype(backend._manifest.kv_dtype)
+        shape = (spec.layers, 2, 1, model.kv_heads, capacity, model.head_dim)
+        self._kv: NDArray[Any] = np.zeros(shape, kv_type)
+        self._buffers: list[tuple[str, str, Any]] = []
+        for number, layer in enumerate(range(spec.first, spec.last + 1)):
+            key, value = (backend._value(self._kv[number, part]) for part in (0, 1))
+            self._buffers.append((names.past_key(layer), names.present_key(layer), key))
+            self._buffers.append((names.past_value(layer), names.present_value(layer), value))
+        self._last = np.zeros(1, np.int32)
+        self._total = np.zeros(1, np.int32)
+        self._row: Rows = np.zeros((1, model.hidden), np.float32)
+        self._row_out: Rows = np.zeros((1, model.hidden), np.float32)
+        self._row_position = np.zeros((1, 1), np.int64)
+        self._row_binding = self._bind(self._row, self._row_position, self._row_out)
+
+    def append(self, rows: Rows, positions: NDArray[np.int64]) -> Rows:
+        count = len(rows)
+        if self.length + count > self.capacity:
+            raise AssertionError(f"{self.length} + {count} rows in a cache of {self.capacity}")
+        self._last[0], self._total[0] = self.length + count - 1, self.length + count
+        if count == 1:
+            self._row[:], self._row_position[:] = rows, positions
+            self._session.run_with_iobinding(self._row_binding)
+            out = self._row_out
+        else:
+            out = np.empty_like(rows)
+            binding = self._bind(np.ascontiguousarray(rows), positions[None].copy(), out)
+            self._session.run_with_iobinding(binding)
+        self.length += count
+        return out
+
+    def keep(self, length: int) -> None:
+        assert length <= self.length, (length, self.length)
+        self.length = length
+
+    def _bind(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> Any:
+        binding, value = self._session.io_binding(), self._backend._value
+        binding.bind_ortvalue_input(names.HIDDEN, value(rows))
+        binding.bind_ortvalue_input(names.POSITIONS, value(positions))
+        binding.bind_ortvalue_input(names.COS, self._backend._rope[0])
+        binding.bind_ortvalue_input(names.SIN, self._backend._rope[1])
+        binding.bind_ortvalue_input(names.LAST_SLOT, value(self._last))
+        binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
+        binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
+        for past, present, buffer in self._buffers:
+            binding.bind_ortvalue_input(past, buffer)
+            binding.bind_ortvalue_output(present, buffer)
+        return binding

@@ -1,0 +1,364 @@
+"""Safetensors files: one hardened reader for files nobody vouches for, and a small writer.
+
+A file is an 8-byte little-endian length N, N bytes of JSON header, then the tensors' bytes without a gap:
+`{"name": {"dtype": "F16", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {"key": "text"}}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.errors import CheckpointError, ExportError, VtxError
+
+# A tensor takes 100 to 200 bytes of header and a 13B LLaVA has 750 of them; parsed JSON takes up to 30 times its size.
+MAX_HEADER = 8 * 2**20
+MAX_TENSORS = 50_000
+MAX_DEPTH = 64
+MAX_DIMS = 32  # numpy 1.26's own limit
+_MAX_BYTES = 2**63 - 1
+_ALIGNMENT = 64
+
+# Bits per element, and the numpy dtype of the stored bits (None: numpy has none). BF16 is stored as its bits.
+DTYPES: Mapping[str, tuple[int, str | None]] = {
+    "BOOL": (8, "?"),
+    "F4": (4, None),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "F8_E4M3": (8, None),
+    "F8_E4M3FNUZ": (8, None),
+    "F8_E5M2": (8, None),
+    "F8_E5M2FNUZ": (8, None),
+    "F8_E8M0": (8, None),
+    "U8": (8, "u1"),
+    "I8": (8, "i1"),
+    "U16": (16, "<u2"),
+    "I16": (16, "<i2"),
+    "BF16": (16, "<u2"),
+    "F16": (16, "<f2"),
+    "U32": (32, "<u4"),
+    "I32": (32, "<i4"),
+    "F32": (32, "<f4"),
+    "U64": (64, "<u8"),
+    "I64": (64, "<i8"),
+    "F64": (64, "<f8"),
+    "C64": (64, "<c8"),
+}
+_NAMES = {np.dtype(stored): name for name, (_, stored) in DTYPES.items() if stored and name != "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: `offset` and `nbytes` count bytes from the start of `file`, `dtype` is the format's word."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself: its tensors in the order of their bytes, and its free-form metadata."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path, *, error: type[VtxError] = CheckpointError) -> Header:
+    """Read and check the header of `path`, and that the tensors cover its data exactly; reads no tensor.
+
+    Raises `error` for anything but a sound file. Two things the format's own library lets through are refused:
+    a name that appears twice, and a tensor of more than 32 dimensions.
+    """
+    path = Path(path)
+    raw, data_size = _header_bytes(path, error)
+    parsed = parse_json(raw, f"the header of {path.name}", error=error)
+    if not isinstance(parsed, dict):
+        raise error(f"the header of {path.name} is a JSON {type(parsed).__name__}, not an object; download it again")
+    metadata = _metadata(parsed.pop("__metadata__", None), path, error)
+    if len(parsed) > MAX_TENSORS:
+        raise error(f"{path.name} lists {len(parsed):,} tensors, vtx reads at most {MAX_TENSORS:,} in a file")
+    start = 8 + len(raw)
+    infos = sorted(
+        (_tensor_info(name, entry, path, start, error) for name, entry in parsed.items()),
+        key=lambda info: (info.offset, info.nbytes),
+    )
+    _check_coverage(infos, path, start, data_size, error)
+    return Header({info.name: info for info in infos}, metadata)
+
+
+def open_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:
+    """Map a tensor read-only, without a copy: the stored bits, so BF16 comes as uint16 (see `widen_bf16`).
+
+    Raises `error` for a dtype numpy has no word for (the 8-bit floats and smaller), or a file that has shrunk.
+    """
+    dtype = _stored_dtype(info, error)
+    if info.nbytes == 0:
+        empty = np.empty(info.shape, dtype)
+        empty.flags.writeable = False
+        return empty
+    try:
+        return np.memmap(info.file, dtype, mode="r", offset=info.offset, shape=info.shape).view(np.ndarray)
+    except (OSError, ValueError) as cause:
+        raise error(f"cannot map tensor {shown(info.name)} of {info.file.name}: {_reason(cause)}") from cause
+
+
+def read_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:
+    """Read a tensor into memory of its own; BF16 is widened to float32, which loses nothing.
+
+    Raises `error` as `open_tensor` does.
+    """
+    stored = open_tensor(info, error=error)
+    return widen_bf16(stored) if info.dtype == "BF16" else stored.copy()
+
+
+def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return the float32 values of BF16 bits, same shape."""
+    wide = np.left_shift(bits, 16, dtype=np.uint32)
+    return wide.view(np.float32)
+
+
+def layout(
+    path: Path, specs: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[TensorInfo]]:
+    """Plan a file of (name, dtype, shape): the bytes it begins with, and where each tensor goes, in the given order.
+
+    The first tensor begins at a multiple of 64 bytes, each next one where the last ended, as the format demands.
+    Raises `ValueError` for an unknown dtype or a name used twice.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    relative: list[TensorInfo] = []
+    offset = 0
+    for name, dtype, shape in specs:
+        nbytes = _nbytes(dtype, shape)
+        if name in header or name == "__metadata__":
+            raise ValueError(f"tensor {name!r} is there twice, or has a reserved name")
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        relative.append(TensorInfo(name, dtype, tuple(shape), path, offset, nbytes))
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    start = 8 + len(text)
+    placed = [TensorInfo(i.name, i.dtype, i.shape, path, start + i.offset, i.nbytes) for i in relative]
+    return struct.pack("<Q", len(text)) + text, placed
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write `tensors` to `path`, which is replaced only once the new file is complete.
+
+    Raises `ExportError` when the disk refuses, `ValueError` for a dtype the format does not know.
+    """
+    specs = [(name, _dtype_name(array.dtype), array.shape) for name, array in tensors.items()]
+    header, places = layout(path, specs, metadata)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(header)
+            for place in places:
+                file.write(np.asarray(tensors[place.name], DTYPES[place.dtype][1], order="C").tobytes())
+        partial.replace(path)
+    except OSError as cause:
+        raise ExportError(f"cannot write {path}: {cause.strerror}") from cause
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def read_bytes(path: Path, limit: int, *, error: type[VtxError] = CheckpointError) -> bytes:
+    """Read a small regular file whole; raises `error` if it is no such file, or holds more than `limit` bytes."""
+    size = _regular_size(path, error)
+    if size > limit:
+        raise error(f"{path.name} holds {size:,} bytes, vtx reads at most {limit:,} of such a file")
+    return _read_start(path, size, error)
+
+
+def parse_json(raw: bytes, what: str, *, error: type[VtxError] = CheckpointError) -> Any:
+    """Parse UTF-8 JSON that nobody vouches for; `what` names it in messages.
+
+    Raises `error` for anything else, and for what readers disagree about: a key given twice, NaN, Infinity,
+    half a surrogate pair.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=refuse)
+        if b"\\u" in raw:
+            # JSON can spell half of a surrogate pair, which is no text and would fail later, when printed or written.
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except RecursionError as cause:
+        raise error(f"{what} is nested more than {MAX_DEPTH} levels deep, no real one is") from cause
+    except UnicodeDecodeError as cause:
+        raise error(f"{what} is not UTF-8 text (byte {cause.start:,})") from cause
+    except ValueError as cause:
+        raise error(f"{what} is not sound JSON: {cause}") from cause
+    if _deeper_than(MAX_DEPTH, parsed):
+        raise error(f"{what} is nested more than {MAX_DEPTH} levels deep, no real one is")
+    return parsed
+
+
+def shown(name: str) -> str:
+    """Quote a name from a file for a message: one line, printable, at most 120 characters."""
+    return repr(name if len(name) <= 120 else f"{name[:100]}...{name[-17:]}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    seen: set[str] = set()
+    twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    raise ValueError(f"{shown(twice)} is there twice")
+
+
+def _deeper_than(limit: int, value: object) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(item: object) -> Iterable[object]:
+    if isinstance(item, dict):
+        return item.values()
+    return item if isinstance(item, list) else ()
+
+
+def _regular_size(path: Path, error: type[VtxError]) -> int:
+    # stat before open: opening a FIFO would wait for a writer that never comes.
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as cause:
+        raise error(f"cannot read {path}: {_reason(cause)}") from cause
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+        raise error(f"{path} is {kind}, a regular file is needed")
+    return status.st_size
+
+
+def _read_start(path: Path, count: int, error: type[VtxError]) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as cause:
+        raise error(f"cannot read {path}: {_reason(cause)}") from cause
+
+
+def _reason(cause: Exception) -> str:
+    return str(getattr(cause, "strerror", None) or cause)
+
+
+def _header_bytes(path: Path, error: type[VtxError]) -> tuple[bytes, int]:
+    """Return the header's JSON and the number of bytes after it."""
+    size = _regular_size(path, error)
+    if size < 8:
+        raise error(f"{path.name} holds {size} bytes, a safetensors file has at least 8; download it again")
+    (length,) = struct.unpack("<Q", _read_start(path, 8, error).ljust(8, b"\0"))
+    if length > MAX_HEADER:
+        raise error(
+            f"{path.name} announces a header of {length:,} bytes, vtx reads at most {MAX_HEADER:,}; "
+            "it is no safetensors file, or is damaged: download it again"
+        )
+    if length == 0 or 8 + length > size:
+        raise error(
+            f"{path.name} holds {size:,} bytes and announces a header of {length:,}; it is cut off: download it again"
+        )
+    return _read_start(path, 8 + length, error)[8:], size - 8 - length
+
+
+def _metadata(value: object, path: Path, error: type[VtxError]) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise error(f"the __metadata__ of {path.name} is not a table of strings; download it again")
+    return value
+
+
+def _tensor_info(name: str, entry: object, path: Path, start: int, error: type[VtxError]) -> TensorInfo:
+    """Check one entry on its own; its place among the others is `_check_coverage`'s business."""
+    where = f"tensor {shown(name)} in {path.name}"
+    if not isinstance(entry, dict):
+        raise error(f"{where} is not described as the format demands; download it again")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise error(f"{where} has dtype {shown(str(dtype))}, which vtx does not know")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMS:
+        raise error(f"{where} has no valid shape (at most {MAX_DIMS} non-negative integers)")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise error(f"{where} has no valid data_offsets (two integers, begin <= end)")
+    try:
+        nbytes = _nbytes(dtype, shape)
+    except ValueError as cause:
+        raise error(f"{where}: {cause}") from cause
+    if offsets[1] - offsets[0] != nbytes:
+        raise error(
+            f"{where} has {offsets[1] - offsets[0]:,} bytes, dtype {dtype} and shape {shape} need {nbytes:,}; "
+            "download it again"
+        )
+    return TensorInfo(name, dtype, tuple(shape), path, start + offsets[0], nbytes)
+
+
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    # `type`, not `isinstance`: True is an int to Python, and no size.
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= _MAX_BYTES for size in value)
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    bits = DTYPES[dtype][0]
+    # numpy multiplies the non-zero sizes even of an empty array, and refuses when they overflow.
+    if math.prod(size for size in shape if size) * bits > 8 * _MAX_BYTES:
+        raise ValueError(f"shape {list(shape)} needs more bytes than any file holds")
+    total = math.prod(shape) * bits
+    if total % 8:
+        raise ValueError(f"{total} bits of {dtype} are no whole number of bytes")
+    return total // 8
+
+
+def _check_coverage(infos: list[TensorInfo], path: Path, start: int, data_size: int, error: type[VtxError]) -> None:
+    """Require that the sorted tensors follow each other without overlap or gap, and end where the file ends."""
+    end = start
+    for info in infos:
+        if info.offset != end:
+            fault = "overlaps the tensor before it" if info.offset < end else "leaves a gap before it"
+            raise error(f"tensor {shown(info.name)} in {path.name} {fault}; the format forbids that: download it again")
+        end += info.nbytes
+    size = start + data_size
+    if end > size:
+        raise error(f"{path.name} holds {size:,} bytes, its header says {end:,}; download it again")
+    if end < size:
+        raise error(f"{path.name} holds {size - end:,} bytes after its last tensor; download it again")
+
+
+def _stored_dtype(info: TensorInfo, error: type[VtxError]) -> np.dtype[Any]:
+    stored = DTYPES[info.dtype][1]
+    if stored is None:
+        raise error(f"tensor {shown(info.name)} in {info.file.name} is {info.dtype}, which vtx cannot read")
+    return np.dtype(stored)
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    name = _NAMES.get(dtype.newbyteorder("<"))
+    if name is None:
+        raise ValueError(f"safetensors has no dtype for numpy's {dtype}")
+    return name

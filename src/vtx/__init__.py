@@ -1,0 +1,43 @@
+"""vtx: LLaVA-type vision-language models as split engine graphs, visual tokens withdrawn in depth.
+
+`vtx.load` opens a bundle that `vtx-export` made. Names are imported when they are first used, so that
+`import vtx` and every `--help` are quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vtx.runtime.errors import VtxError as VtxError
+    from vtx.runtime.model import Answer as Answer
+    from vtx.runtime.model import Chat as Chat
+    from vtx.runtime.model import Conversation as Conversation
+    from vtx.runtime.model import Model as Model
+    from vtx.runtime.model import Options as Options
+    from vtx.runtime.model import load as load
+    from vtx.runtime.sampling import Sampling as Sampling
+
+__version__ = "0.1.0"
+_HOMES = {
+    "Answer": "model",
+    "Chat": "model",
+    "Conversation": "model",
+    "Model": "model",
+    "Options": "model",
+    "load": "model",
+    "Sampling": "sampling",
+    "VtxError": "errors",
+}
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vtx' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"vtx.runtime.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

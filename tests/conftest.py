@@ -1,0 +1,44 @@
+"""Fixtures shared by the tests: tiny checkpoints and their references, each made once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.tiny import Tiny, make
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.reference import Reference
+
+# Before transformers is imported anywhere: no test may reach for the network.
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoint(tiny=Tiny(), seed=0)`: the folder of that checkpoint; copy it before you change it."""
+
+    @cache
+    def folder(tiny: Tiny = Tiny(), seed: int = 0) -> Path:  # noqa: B008 - frozen
+        return make(tmp_path_factory.mktemp("tiny"), tiny, seed)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
+    """`reference(tiny=Tiny(), seed=0)`: transformers' float32 model of that checkpoint."""
+
+    @cache
+    def load(tiny: Tiny = Tiny(), seed: int = 0) -> Reference:  # noqa: B008 - frozen
+        from tests.reference import Reference
+
+        return Reference(tiny_checkpoint(tiny, seed))
+
+    return load

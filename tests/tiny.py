@@ -1,0 +1,402 @@
+"""Small random LLaVA checkpoints in Hugging Face's layout, the same bytes for the same `Tiny` and seed."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from PIL import Image
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlavaConfig
+
+Message = dict[str, Any]
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] != 'system' %}{{ m['role'] | upper }}: {% endif %}"
+    "{% for part in m['content'] if part['type'] == 'image' %}<image>\n{% endfor %}"
+    "{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+    "{{ eos_token if m['role'] == 'assistant' else ' ' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+WORDS = [
+    "the",
+    "what",
+    "is",
+    "how",
+    "many",
+    "there",
+    "picture",
+    "image",
+    "colour",
+    "shape",
+    "red",
+    "square",
+    "circle",
+    "describe",
+    "which",
+    "left",
+]
+SPECIALS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+IMAGE_TOKEN = "<image>"
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One variant of a tiny checkpoint; every field that a real checkpoint may differ in.
+
+    `names` are the tensor and config names: "hub" as transformers 4 wrote them, "saved" as 5's save_pretrained
+    writes them, "new" as 5's state_dict has them. `layers`, `head_dim` and the like speak of the text model.
+    """
+
+    text: Literal["llama", "mistral", "qwen2"] = "llama"
+    layers: int = 8
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int | None = None
+    ffn: int = 96
+    vocab: int = 320
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    rope: Literal["default", "linear", "llama3", "yarn"] = "default"
+    theta: float = 10_000.0
+    context: int = 256
+    vision: Literal["clip", "siglip"] = "clip"
+    vision_layers: int = 4
+    vision_hidden: int = 32
+    vision_heads: int = 2
+    vision_ffn: int = 48
+    vision_act: str | None = None
+    vision_head: bool = True
+    image: int = 56
+    patch: int = 14
+    feature_layer: int | tuple[int, ...] = -2
+    select: Literal["default", "full"] = "default"
+    projector_act: str = "gelu"
+    projector_bias: bool = True
+    names: Literal["hub", "saved", "new"] = "hub"
+    shards: int = 1
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    template_place: Literal["jinja", "chat_template.json", "tokenizer_config", "processor_config"] = "jinja"
+    tokenizer: Literal["bytes", "metaspace"] = "metaspace"
+    eos: int | tuple[int, ...] = 2
+
+    @property
+    def vision_tokens(self) -> int:
+        """Rows that one image takes in the prompt."""
+        extra = (self.vision == "clip") - (self.select == "default")
+        return (self.image // self.patch) ** 2 + extra
+
+
+def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
+    """Write the checkpoint into `folder`, made if need be, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    image_token = _write_tokenizer(folder, tiny)
+    config = _config(tiny, image_token)
+    written = _hub_config(tiny, image_token) if tiny.names == "hub" else _new_config(config, tiny)
+    _write_json(folder / "config.json", written)
+    eos = tiny.eos if isinstance(tiny.eos, int) else list(tiny.eos)
+    _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 3})
+    _write_processor(folder, tiny)
+    _write_weights(folder, tiny, _weights(config, tiny, seed))
+    return folder
+
+
+def random_image(seed: int, size: tuple[int, int] = (80, 60)) -> Image.Image:
+    """An RGB picture, `size` is (width, height): coarse blocks that survive a resize, and fine noise."""
+    rng = np.random.default_rng(seed)
+    blocks = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(size, Image.Resampling.NEAREST)
+    noise = rng.integers(-30, 31, (size[1], size[0], 3))
+    return Image.fromarray(np.clip(np.asarray(blocks) + noise, 0, 255).astype(np.uint8))
+
+
+def prompt_messages(question: str, images: int = 1) -> list[Message]:
+    """One user turn: the images' placeholders, then the question."""
+    return [{"role": "user", "content": [{"type": "image"}] * images + [{"type": "text", "text": question}]}]
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+
+def _rope(tiny: Tiny) -> dict[str, Any]:
+    # The old context is short, so that short prompts already reach the bands that the scaling changes.
+    more: dict[str, dict[str, Any]] = {
+        "default": {},
+        "linear": {"factor": 2.0},
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    }
+    return {"rope_type": tiny.rope, **more[tiny.rope]}
+
+
+def _text_fields(tiny: Tiny) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "vocab_size": tiny.vocab,
+        "hidden_size": tiny.hidden,
+        "intermediate_size": tiny.ffn,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.kv_heads,
+        "max_position_embeddings": tiny.context,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tiny.tied,
+    }
+    if tiny.head_dim is not None:
+        fields["head_dim"] = tiny.head_dim
+    if tiny.text == "llama":
+        fields |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
+    else:
+        fields["sliding_window"] = tiny.sliding_window
+    if tiny.text == "qwen2":
+        fields |= {"use_sliding_window": tiny.sliding_window is not None, "max_window_layers": 0}
+    return fields
+
+
+def _vision_fields(tiny: Tiny) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "hidden_size": tiny.vision_hidden,
+        "intermediate_size": tiny.vision_ffn,
+        "num_hidden_layers": tiny.vision_layers,
+        "num_attention_heads": tiny.vision_heads,
+        "image_size": tiny.image,
+        "patch_size": tiny.patch,
+    }
+    if tiny.vision == "siglip":
+        fields["vision_use_head"] = tiny.vision_head
+    return fields | ({} if tiny.vision_act is None else {"hidden_act": tiny.vision_act})
+
+
+def _llava_fields(tiny: Tiny) -> dict[str, Any]:
+    layer = tiny.feature_layer
+    return {
+        "image_seq_length": tiny.vision_tokens,
+        "projector_hidden_act": tiny.projector_act,
+        "multimodal_projector_bias": tiny.projector_bias,
+        "vision_feature_layer": layer if isinstance(layer, int) else list(layer),
+        "vision_feature_select_strategy": tiny.select,
+    }
+
+
+def _config(tiny: Tiny, image_token: int) -> LlavaConfig:
+    from transformers import AutoConfig, LlavaConfig
+
+    rope = _rope(tiny) | {"rope_theta": tiny.theta}
+    return LlavaConfig(
+        text_config=AutoConfig.for_model(tiny.text, **_text_fields(tiny), rope_parameters=rope),
+        vision_config=AutoConfig.for_model(f"{tiny.vision}_vision_model", **_vision_fields(tiny)),
+        image_token_index=image_token,
+        tie_word_embeddings=tiny.tied,
+        **_llava_fields(tiny),
+    )
+
+
+def _new_config(config: LlavaConfig, tiny: Tiny) -> dict[str, Any]:
+    written: dict[str, Any] = config.to_dict()
+    written["image_token_id"] = written.pop("image_token_index")
+    return written | {"architectures": ["LlavaForConditionalGeneration"], "dtype": tiny.dtype}
+
+
+def _hub_config(tiny: Tiny, image_token: int) -> dict[str, Any]:
+    """The config as transformers 4 wrote it: few keys, the rest left to the classes' defaults."""
+    text = _text_fields(tiny) | {"model_type": tiny.text, "rope_theta": tiny.theta, "torch_dtype": tiny.dtype}
+    if tiny.kv_heads == tiny.heads and tiny.text == "llama":
+        del text["num_key_value_heads"]  # absent means one per head, here alone
+    if tiny.rope != "default":
+        scaling = _rope(tiny)
+        if tiny.rope == "linear":
+            scaling = {"type": scaling.pop("rope_type"), **scaling}  # the key's first name
+        text["rope_scaling"] = scaling
+    return _llava_fields(tiny) | {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_token_index": image_token,
+        "model_type": "llava",
+        "text_config": text,
+        "tie_word_embeddings": tiny.tied,
+        "torch_dtype": tiny.dtype,
+        "transformers_version": "4.37.2",
+        "vision_config": _vision_fields(tiny) | {"model_type": f"{tiny.vision}_vision_model"},
+    }
+
+
+# ---- tokenizer, template, image processor ----------------------------------------------------------------------------
+
+
+def _merges(count: int, space: str) -> list[tuple[str, str]]:
+    """`count` BPE merges that build whole words letter by letter."""
+    merges: dict[tuple[str, str], None] = {}
+    for word in (space + word for word in WORDS):
+        for end in range(1, len(word)):
+            merges[word[:end], word[end]] = None
+    if count > len(merges):
+        raise ValueError(f"{count} merges are asked for, the words give {len(merges)}; use a smaller vocab")
+    return list(merges)[:count]
+
+
+def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
+    """Write a tokenizer of exactly `tiny.vocab` tokens and return the id of the image token, which is the last."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    metaspace = tiny.tokenizer == "metaspace"
+    if metaspace:
+        base = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *"etaoinshrdlucmfwypvbgkqjxzUSERAITN:?"]
+    else:
+        base = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*SPECIALS.values(), *base]
+    merges = _merges(tiny.vocab - len(pieces) - 1, "▁" if metaspace else "Ġ")
+    pieces += ["".join(pair) for pair in merges]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=metaspace))
+    if metaspace:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", vocab["<s>"])])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    specials = [*SPECIALS.values(), IMAGE_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {
+        **SPECIALS,
+        "image_token": IMAGE_TOKEN,
+        "tokenizer_class": "LlamaTokenizer" if metaspace else "PreTrainedTokenizerFast",
+        "processor_class": "LlavaProcessor",
+        "model_max_length": tiny.context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tiny.template_place == "tokenizer_config":
+        settings["chat_template"] = TEMPLATE
+    _write_json(folder / "tokenizer_config.json", settings)
+    return tiny.vocab - 1
+
+
+def _write_processor(folder: Path, tiny: Tiny) -> None:
+    settings: dict[str, Any] = {
+        "processor_class": "LlavaProcessor",
+        "image_token": IMAGE_TOKEN,
+        "patch_size": tiny.patch,
+        "num_additional_image_tokens": int(tiny.vision == "clip"),
+        "vision_feature_select_strategy": tiny.select,
+    }
+    if tiny.template_place == "processor_config":
+        settings["chat_template"] = TEMPLATE
+    elif tiny.template_place == "chat_template.json":
+        _write_json(folder / "chat_template.json", {"chat_template": TEMPLATE})
+    elif tiny.template_place == "jinja":
+        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    if tiny.names == "hub":
+        _write_json(folder / "preprocessor_config.json", _image_settings(tiny) | {"processor_class": "LlavaProcessor"})
+    else:
+        settings["image_processor"] = _image_settings(tiny)
+    _write_json(folder / "processor_config.json", settings)
+
+
+def _image_settings(tiny: Tiny) -> dict[str, Any]:
+    square = {"height": tiny.image, "width": tiny.image}
+    settings: dict[str, Any] = {
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+    }
+    if tiny.vision == "siglip":
+        half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        return settings | half | {"image_processor_type": "SiglipImageProcessor", "size": square}
+    return settings | {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_center_crop": True,
+        "crop_size": square,
+        "size": {"shortest_edge": tiny.image},
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _weights(config: LlavaConfig, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
+    """Every tensor under transformers 5's name; a tensor depends on seed, name and shape alone."""
+    import torch
+    from transformers import LlavaForConditionalGeneration
+
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in LlavaForConditionalGeneration(config).state_dict().items()}
+    if tiny.tied:
+        del shapes["lm_head.weight"]
+    dtype = getattr(torch, tiny.dtype)
+    return {name: torch.from_numpy(_random(name, shape, seed)).to(dtype) for name, shape in shapes.items()}
+
+
+def _random(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """A float32 tensor of a size that keeps activations near one, attention uneven and logits a few units wide.
+
+    Sharper attention would make the answers more varied, and float32 rounding of the logits larger than 2e-5.
+    """
+    noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
+    if name.endswith(("bias", "in_proj_bias")):
+        return noise * 0.2
+    if "norm" in name or "layrnorm" in name:
+        # The last norm widens the logits, so that embeddings can stay narrow: wide ones, tied, repeat the last token.
+        return (1 + noise * 0.2) * (3 if name == "model.language_model.norm.weight" else 1)
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        noise *= 0.1
+        noise[[0, 1, 3, -1]] *= 0.1  # <unk>, <s>, <pad> and <image> are never the answer
+        return noise
+    if name.endswith(("position_embedding.weight", "class_embedding", "probe")):
+        return noise * 0.5
+    gain = 1.2 if "q_proj" in name or "k_proj" in name else 1.0
+    return noise * np.float32(gain / np.prod(shape[1:]) ** 0.5)
+
+
+def _rename(name: str, tiny: Tiny) -> str:
+    if tiny.names == "new":
+        return name
+    name = name.removeprefix("model.")
+    if name.startswith("language_model."):
+        return name.replace("language_model.", "language_model.model.", 1)
+    if name.startswith("lm_head."):
+        return f"language_model.{name}"
+    return name.replace("vision_tower.", "vision_tower.vision_model.", 1) if tiny.names == "hub" else name
+
+
+def _write_weights(folder: Path, tiny: Tiny, weights: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {_rename(name, tiny): tensor for name, tensor in weights.items()}
+    if tiny.shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = list(tensors)
+    placed: dict[str, str] = {}
+    for i in range(tiny.shards):
+        shard = f"model-{i + 1:05}-of-{tiny.shards:05}.safetensors"
+        mine = names[i * len(names) // tiny.shards : (i + 1) * len(names) // tiny.shards]
+        save_file({name: tensors[name] for name in mine}, folder / shard, metadata={"format": "pt"})
+        placed |= dict.fromkeys(mine, shard)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": placed})
