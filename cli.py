@@ -84,14 +84,22 @@ _command = functools.partial(click.command, cls=Command, context_settings={"help
     "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
     "vtx-export --model ./my-llava --k none --precision fp32 --max-context 2048"
 )
-@click.option("--model", default="demo", show_default=True, help="A local directory or Hugging Face id; demo: built in.")
+@click.option(
+    "--model", default="demo", show_default=True, help="A local directory or Hugging Face id; demo: built in."
+)
 @click.option(
     "--k", "ks", default="none", show_default=True, callback=_k_at_export, metavar="N|N,M,...|none",
     help="First layer without vision tokens, counted from 1. Several share one set of weights; the first is the default.",
 )  # fmt: skip
-@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp16", show_default=True, help="Of the weights.")
-@click.option("--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own].")
-@click.option("--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION].")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "fp16"]), default="fp16", show_default=True, help="Of the weights."
+)
+@click.option(
+    "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own]."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION]."
+)
 @click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
 def export(
@@ -128,7 +136,9 @@ def _export(exporter: Any, plan: Plan, out: Path, *, force: bool) -> Path:
     started, forecast = time.monotonic(), plan.prediction
     linked = f", {size(forecast.linked)} of it linked or copied unchanged" if forecast.linked else ""
     _note(f"predicted: {size(forecast.disk)} of disk{linked}; {size(forecast.export_memory)} of memory to export,")
-    _note(f"           {size(forecast.run_memory)} to run on a CPU, which computes in fp32 and expands the weights to it")
+    _note(
+        f"           {size(forecast.run_memory)} to run on a CPU, which computes in fp32 and expands the weights to it"
+    )
     with _bar() as report:
         bundle = exporter.run_export(plan, out, force=force, report=report)
     weighed = sum(record.bytes for record in bundle.manifest.files.values())
@@ -136,7 +146,7 @@ def _export(exporter: Any, plan: Plan, out: Path, *, force: bool) -> Path:
     _note(f"measured:  {size(weighed)} of disk, {size(peak_memory())} of memory, {seconds:.1f} s")
     _remember(bundle.folder)
     depth = ", ".join(map(str, plan.options.ks)) or "none"
-    _note(f"made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg \"question\"")
+    _note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')
     return Path(bundle.folder)
 
 
@@ -169,7 +179,9 @@ def _bar() -> Iterator[Callable[[str, int, int], None]]:
     'vtx-run --text-only "Who are you?"'
 )
 @click.argument("words", nargs=-1, required=True, metavar="IMAGE QUESTION [QUESTION ...]")
-@click.option("--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]")
+@click.option(
+    "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
+)
 @click.option("--k", callback=_k_at_run, metavar="N|auto|none", help="A prebuilt K [default: the bundle's].")
 @click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
 @click.option("--text-only", is_flag=True, help="There is no IMAGE; all words are questions.")
@@ -289,7 +301,9 @@ def inspect(bundle: str, as_json: bool) -> None:
         f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
         f"{model['kv_heads']} key/value heads of {model['head_dim']}, {model['vision_tokens']} tokens an image"
     )
-    click.echo(f"context {facts['max_context']}; weights {size(facts['bytes']['weights'])}, in all {size(facts['bytes']['all'])}")
+    click.echo(
+        f"context {facts['max_context']}; weights {size(facts['bytes']['weights'])}, in all {size(facts['bytes']['all'])}"
+    )
     stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
     _table("stages", ["layers", "graph", "graph size"], stages)
     variants = [
@@ -301,12 +315,14 @@ def inspect(bundle: str, as_json: bool) -> None:
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(*heads, title=title, title_justify="left")
+    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     Console().print(table)
 
 

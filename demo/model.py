@@ -232,9 +232,7 @@ class Llava(nn.Module):
         dtype = torch.bfloat16 if torch.is_autocast_enabled(positions.device.type) else torch.float32
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def forward(
-        self, ids: Tensor, vision: Tensor, positions: Tensor, mask: Tensor, at: int, k: int | None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, vision: Tensor, positions: Tensor, mask: Tensor, at: int, k: int | None) -> Tensor:
         """Final hidden states of the text rows.
 
         ids [batch, text], vision [batch, patches, hidden] stands after the first `at` text tokens;

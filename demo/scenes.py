@@ -83,10 +83,7 @@ def _outline(shape: str, x: float, y: float, r: float, turn: float) -> list[tupl
     """Corner points of a shape of radius `r` round (x, y)."""
 
     def ring(angles: list[float], radii: list[float]) -> list[tuple[float, float]]:
-        return [
-            (x + q * math.sin(a + turn), y - q * math.cos(a + turn))
-            for a, q in zip(angles, radii, strict=True)
-        ]
+        return [(x + q * math.sin(a + turn), y - q * math.cos(a + turn)) for a, q in zip(angles, radii, strict=True)]
 
     if shape == "square":
         return ring([math.pi / 4 + i * math.pi / 2 for i in range(4)], [r * 1.2] * 4)
@@ -278,9 +275,7 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> Item | None:
     return Item(kind, _as_typed(pair[0], rng), pair[1]) if pair else None
 
 
-def ask_some(
-    scene: Scene, count: int, rng: random.Random, weights: dict[str, float] | None = None
-) -> list[Item]:
+def ask_some(scene: Scene, count: int, rng: random.Random, weights: dict[str, float] | None = None) -> list[Item]:
     """`count` questions of kinds drawn by `weights` (even when not given)."""
     kinds = list(KINDS)
     odds = [weights[k] if weights else 1.0 for k in kinds]

@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
-from torch import Tensor, nn
-
 from model import Layer, Llava, Shape, VisionLayer, init_linear
+from PIL import Image
 from scenes import COLORS, GRID, KINDS, SHAPES, Scene, ask_some, photograph, random_scene
+from torch import Tensor, nn
 from words import Packer, train_tokenizer
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)

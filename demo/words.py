@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from scenes import COLORS, KINDS, PLACES, SHAPES, Item, ask_some, random_scene
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-
-from scenes import COLORS, KINDS, PLACES, SHAPES, Item, ask_some, random_scene
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 TEMPLATE = (
@@ -55,7 +54,10 @@ def train_tokenizer(vocab: int) -> Tokenizer:
     for word in (*COLORS, *SHAPES, *PLACES, "crosses", "nothing"):
         lines += [f" {word}"] * 50
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tok.train_from_iterator(lines, trainer)
     tok.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -103,7 +105,13 @@ class Packer:
             blocks += [0 if talk else number + 1] * len(turn)
             owner += [number] * len(turn)
         pad = self.length - len(ids)
-        columns = (ids + [3] * pad, labels + [-100] * pad, positions + [0] * pad, blocks + [99] * pad, owner + [-1] * pad)
+        columns = (
+            ids + [3] * pad,
+            labels + [-100] * pad,
+            positions + [0] * pad,
+            blocks + [99] * pad,
+            owner + [-1] * pad,
+        )
         return tuple(np.array(c, np.int64) for c in columns)
 
 

@@ -16,7 +16,7 @@ def _scalar(b: Builder, value: float) -> ir.Value:
 
 
 def _swish(b: Builder, x: ir.Value, rate: float) -> ir.Value:
-    """x * sigmoid(rate * x), one fused kernel in onnxruntime."""
+    """X * sigmoid(rate * x), one fused kernel in onnxruntime."""
     return b.op("QuickGelu", x, domain=MICROSOFT, alpha=rate)
 
 

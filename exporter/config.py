@@ -27,7 +27,7 @@ class Rope:
     inverse_frequencies: tuple[float, ...]
 
     def tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """cos and sin, each [positions, head_dim / 2] float32."""
+        """Cos and sin, each [positions, head_dim / 2] float32."""
         rates = np.array(self.inverse_frequencies, np.float32)
         angles = np.arange(positions, dtype=np.float32)[:, None] * rates
         return np.cos(angles), np.sin(angles)
@@ -103,6 +103,7 @@ class ModelConfig:
         Raises:
             UnsupportedModelError: a part that vtx does not export, by name.
             CheckpointError: values that are no sizes of a model.
+
         """
         text, vision = (config.get(key) or {} for key in ("text_config", "vision_config"))
         _known_family("text model", _model_type(text, "llama"), TEXT_FAMILIES)

@@ -100,6 +100,7 @@ def plan_export(options: ExportOptions) -> Plan:
         CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError where vtx
             does not export this kind of model.
         RequestError: a K out of range, or a context the model was not made for.
+
     """
     checkpoint = open_checkpoint(str(demo_checkpoint()) if options.model == DEMO else options.model)
     config = ModelConfig.from_hf(checkpoint.config)
@@ -153,6 +154,7 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
     Raises:
         ExportError: `out` exists, the disk is too small or full; nothing is left behind.
         CheckpointError: a weight is NaN, or a file changed underway.
+
     """
     out = out.expanduser().absolute()
     _check_target(out, force)

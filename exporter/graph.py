@@ -101,7 +101,7 @@ class Builder:
         return self._cast[name]
 
     def linear(self, x: ir.Value, name: str, *, bias: bool) -> ir.Value:
-        """x @ W^T (+ b) for [rows, in], with W as Hugging Face stores it, [out, in]."""
+        """X @ W^T (+ b) for [rows, in], with W as Hugging Face stores it, [out, in]."""
         inputs = [x, self.weight(f"{name}.weight")] + ([self.weight(f"{name}.bias")] if bias else [])
         return self.op("Gemm", *inputs, transB=1)
 

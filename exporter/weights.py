@@ -66,6 +66,7 @@ def plan_weights(checkpoint: Checkpoint, needed: Iterable[tuple[str, tuple[int, 
 
     Raises:
         CheckpointError: a tensor is missing or has another shape than the configuration promises.
+
     """
     by_source: dict[Path, list[tuple[str, TensorInfo]]] = {}
     for name, shape in needed:
@@ -91,6 +92,7 @@ def write_weights(plan: WeightPlan, folder: Path, report: Report) -> None:
     Raises:
         CheckpointError: a weight is NaN or infinite.
         ExportError: the disk is full, or a value does not fit the precision.
+
     """
     (folder / "weights").mkdir()
     for file in plan.files:

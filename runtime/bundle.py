@@ -32,6 +32,7 @@ class Bundle:
 
         Raises:
             BundleError: no bundle, a damaged or hostile one, or one from another version.
+
         """
         path = Path(folder).expanduser().absolute()
         bundle = cls(path, _read_manifest(path))

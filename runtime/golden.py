@@ -55,6 +55,7 @@ def check_golden(model: Model) -> Iterator[Check]:
 
     Raises:
         BundleError: the golden file lacks a vector.
+
     """
     manifest = model.manifest
     stored = read_header(model.bundle.path(manifest.golden), error=BundleError).tensors

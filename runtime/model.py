@@ -1,10 +1,10 @@
 """The Python API: load a bundle, open images, ask.
 
-    model = vtx.load("bundle/")
-    with model.open("image.jpg") as image:
-        for piece in image.stream("What is on the table?", k=16):
-            print(piece, end="")
-        answer = image.ask("What colour is it?")   # the image's part of the caches is reused
+model = vtx.load("bundle/")
+with model.open("image.jpg") as image:
+for piece in image.stream("What is on the table?", k=16):
+print(piece, end="")
+answer = image.ask("What colour is it?")   # the image's part of the caches is reused
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Model:
 
         Raises:
             ImageError: an image cannot be read or is beyond the limits.
+
         """
         many = images if isinstance(images, list | tuple) else [images]
         return Conversation(self, tuple(self.picture(source) for source in many))
@@ -189,6 +190,7 @@ class Conversation:
         Raises:
             RequestError: an empty question, or a K the bundle was not cut at.
             ContextError: the question does not fit.
+
         """
         return self.stream(question, k, options).read()
 
@@ -230,9 +232,7 @@ class Conversation:
         end_ids = () if options.ignore_eos else self._model.manifest.text.end_ids
         sampler = Sampler(options.sampling)
         shown: list[str] = []
-        tokens = generate(
-            self._session, done.logits, sampler, end_ids=end_ids, max_new_tokens=options.max_new_tokens
-        )
+        tokens = generate(self._session, done.logits, sampler, end_ids=end_ids, max_new_tokens=options.max_new_tokens)
         for token in tokens:
             clock.token()
             ids.append(token)
@@ -337,6 +337,7 @@ def load(bundle: str | os.PathLike[str], *, device: str = "auto", threads: int |
     Raises:
         BundleError: no bundle, or a damaged one.
         DeviceError: the device is not there, or onnxruntime is not installed.
+
     """
     start = time.perf_counter()
     if device not in DEVICES:

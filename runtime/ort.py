@@ -83,7 +83,9 @@ class OrtBackend:
             raise DeviceError(f"not enough memory to load {name}; use a smaller precision or another machine") from e
         except Exception as e:
             if "bad_alloc" in str(e) or "allocate" in str(e):
-                raise DeviceError(f"not enough memory to load {name}; use a smaller precision or another machine") from e
+                raise DeviceError(
+                    f"not enough memory to load {name}; use a smaller precision or another machine"
+                ) from e
             raise BundleError(f"onnxruntime cannot load {name}: {_weights_name(e)}; export the bundle again") from e
 
     def _load_rope(self) -> tuple[Any, Any]:

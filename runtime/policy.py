@@ -54,6 +54,7 @@ def make_policy(k: int | str | None, manifest: Manifest) -> Policy:
 
     Raises:
         RequestError: a K out of range, or one the bundle was not cut at.
+
     """
     if k is None or k == "none":
         return Full()
@@ -66,5 +67,7 @@ def make_policy(k: int | str | None, manifest: Manifest) -> Policy:
         raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
     if k not in manifest.variants:
         built = ", ".join(map(str, manifest.variants)) or "none at all"
-        raise RequestError(f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}")
+        raise RequestError(
+            f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
+        )
     return Withdraw(k)

@@ -117,6 +117,7 @@ class Session:
 
         Raises:
             ContextError: the prompt and one new token do not fit.
+
         """
         self._check_room(len(prompt.ids), int(prompt.is_vision.sum()))
         front = prompt.front

@@ -297,7 +297,7 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _through(name: str, node: nodes.Expr, *args: nodes.Expr) -> nodes.Expr:
+def _through(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Expr:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 

@@ -1,0 +1,55 @@
+# `make demo` and `make test` are all a fresh clone needs: either sets up .venv first.
+
+PYTHON ?= python3
+# Installed before everything that depends on it, so that you choose the build: CUDA, or the far smaller one for CPUs.
+TORCH ?= torch==2.13.0
+EXTRAS ?= cpu,export,dev
+QUESTIONS ?= "How many shapes are there?" "Is there a red circle?"
+
+BIN := .venv/bin
+READY := .venv/.ready
+DEMO := build/demo
+
+.PHONY: help setup demo test lint types imports pytest format wheel clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(READY) ## make .venv with the package and all its tools, once
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $@
+
+demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model and ask it about a picture
+	$(BIN)/vtx-run --bundle $(DEMO) examples/scene-1.jpg $(QUESTIONS)
+
+$(DEMO)/vtx.json: | $(READY)
+	$(BIN)/vtx-export --k 16 --precision fp16 --out $(DEMO)
+
+test: lint types imports pytest ## everything CI runs
+
+lint: $(READY) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy --strict
+	$(BIN)/mypy
+
+imports: $(READY) ## import-linter: who may import whom
+	$(BIN)/lint-imports
+
+pytest: $(READY) ## the tests
+	$(BIN)/pytest
+
+format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(READY) ## the distribution, into dist/
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+clean: ## remove what was built, .venv included
+	rm -rf .venv build dist src/*.egg-info
