@@ -84,12 +84,10 @@ _command = functools.partial(click.command, cls=Command, context_settings={"help
     "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
     "vtx-export --model ./my-llava --k none --precision fp32 --max-context 2048"
 )
-@click.option(
-    "--model", default="demo", show_default=True, help="A local directory or Hugging Face id; demo: built in."
-)
+@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
 @click.option(
     "--k", "ks", default="none", show_default=True, callback=_k_at_export, metavar="N|N,M,...|none",
-    help="First layer without vision tokens, counted from 1. Several share one set of weights; the first is the default.",
+    help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
 )  # fmt: skip
 @click.option(
     "--precision", type=click.Choice(["fp32", "fp16"]), default="fp16", show_default=True, help="Of the weights."
@@ -301,9 +299,8 @@ def inspect(bundle: str, as_json: bool) -> None:
         f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
         f"{model['kv_heads']} key/value heads of {model['head_dim']}, {model['vision_tokens']} tokens an image"
     )
-    click.echo(
-        f"context {facts['max_context']}; weights {size(facts['bytes']['weights'])}, in all {size(facts['bytes']['all'])}"
-    )
+    whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
+    click.echo(f"context {facts['max_context']}; {whole}, {weights} of it weights")
     stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
     _table("stages", ["layers", "graph", "graph size"], stages)
     variants = [

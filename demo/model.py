@@ -236,7 +236,8 @@ class Llava(nn.Module):
         """Final hidden states of the text rows.
 
         ids [batch, text], vision [batch, patches, hidden] stands after the first `at` text tokens;
-        positions [batch, rows] and mask [batch, 1, rows, rows] (0 or -30000, added to the scores) count text and vision rows.
+        positions [batch, rows] and mask [batch, 1, rows, rows] (0 or -30000, added to the scores)
+        count text and vision rows.
         """
         n = vision.shape[1]
         text = self.model.language_model.embed_tokens(ids).to(vision.dtype)

@@ -180,11 +180,6 @@ def pick_k(rng: random.Random, layers: int, first: int, none: float) -> int | No
     return None if rng.random() < none else rng.randint(first, layers)
 
 
-def save(path: Path, **state: Any) -> None:
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/demo-train"))
@@ -228,6 +223,13 @@ def main() -> None:
         batches.right.update(state["right"])
     rng, began, losses, tick = random.Random(step), time.time() - spent, [0.0, 0.0], time.time()
     log = (args.out / "log.jsonl").open("a")
+
+    def checkpoint() -> None:
+        state = {"model": model.state_dict(), "aux": aux.state_dict(), "layers": model.shape.layers, "step": step}
+        state |= {"spent": time.time() - began, "right": batches.right}
+        torch.save({**state, "optimizers": [o.state_dict() for o in optimizers]}, last.with_suffix(".tmp"))
+        last.with_suffix(".tmp").replace(last)
+
     for batch in batches:
         share = (time.time() - began) / (60 * args.minutes)
         if share >= 1 or (args.steps and step >= args.steps):
@@ -261,12 +263,10 @@ def main() -> None:
             log.write(json.dumps(line) + "\n")
             log.flush()
         if step % 500 == 0:
-            save(last, model=model.state_dict(), aux=aux.state_dict(), layers=model.shape.layers, step=step,
-                 spent=time.time() - began, right=batches.right, optimizers=[o.state_dict() for o in optimizers])  # fmt: skip
+            checkpoint()
         if not math.isfinite(losses[0]):
             raise SystemExit(f"the loss is {losses[0]} at step {step}: lower --lr")
-    save(last, model=model.state_dict(), aux=aux.state_dict(), layers=model.shape.layers, step=step,
-         spent=time.time() - began, right=batches.right, optimizers=[o.state_dict() for o in optimizers])  # fmt: skip
+    checkpoint()
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.Da
     delta: ir.Value | None = None
     presents = []
     for layer in range(first, last + 1):
-        prefix, shape = f"text.layers.{layer - 1}", [1, c.kv_heads, "capacity", c.head_dim]
+        prefix, shape = f"text.layers.{layer - 1}", (1, c.kv_heads, "capacity", c.head_dim)
         past = (b.input(names.past_key(layer), kv_type, shape), b.input(names.past_value(layer), kv_type, shape))
         x, total = _add_norm(b, c, delta, total, f"{prefix}.input_layernorm.weight")
         delta, key, value = _attention(b, c, x, f"{prefix}.self_attn", rope, slots, past, kv_type)

@@ -9,11 +9,12 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Plan:
     @property
     def stages(self) -> tuple[StageSpec, ...]:
         cuts = [1, *sorted(self.options.ks), self.config.text.layers + 1]
-        spans = [(a, b - 1) for a, b in zip(cuts, cuts[1:], strict=False)]
+        spans = [(a, b - 1) for a, b in pairwise(cuts)]
         return tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.ort.onnx") for a, b in spans)
 
 
@@ -319,7 +320,7 @@ def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manif
     )
 
 
-def _record(plan: Plan, started: float) -> Mapping[str, Any] | Any:
+def _record(plan: Plan, started: float) -> dict[str, Any]:
     """How the bundle was made: enough to make it again."""
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),

@@ -15,7 +15,7 @@ from vtx.exporter.reference import Reference
 from vtx.runtime.golden import QUESTION, SHOWN_ROWS, golden_image, key_of
 from vtx.runtime.image import ImageSettings, preprocess
 from vtx.runtime.safetensors import write_safetensors
-from vtx.runtime.text import Text
+from vtx.runtime.text import Part, Text
 
 
 def record_golden(
@@ -28,8 +28,8 @@ def record_golden(
     report: Callable[[int], None],
 ) -> None:
     """Run the reference at every K of `ks` and write what it gives to `path`."""
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
-    ids = text.prompt([message], vision_tokens)  # type: ignore[list-item]
+    content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    ids = text.prompt([{"role": "user", "content": content}], vision_tokens)
     pixels = preprocess(golden_image(), settings)
     with torch.inference_mode():
         features = reference.features(pixels[None])

@@ -29,14 +29,13 @@ class Reference:
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
         """Images [images, 3, side, side] to rows [images * vision_tokens, hidden]."""
         c, v = self._config, self._config.vision
-        w = self._weights("vision.embeddings")
-        x = F.conv2d(torch.from_numpy(pixels), w("patch_embedding.weight"), w("patch_embedding.bias"), stride=v.patch)
+        w, name = self._tensor, "vision.embeddings"
+        bias = w(f"{name}.patch_embedding.bias") if v.family == "siglip" else None
+        x = F.conv2d(torch.from_numpy(pixels), w(f"{name}.patch_embedding.weight"), bias, stride=v.patch)
         x = x.flatten(2).transpose(1, 2)
         if v.family == "clip":
-            cls = w("class_embedding")
-            assert cls is not None
-            x = torch.cat((cls.expand(len(x), 1, -1), x), 1)
-        x = x + w("position_embedding.weight")
+            x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
+        x = x + w(f"{name}.position_embedding.weight")
         if v.family == "clip":
             x = self._layer_norm(x, "vision.pre_layrnorm")
         states = [x]
@@ -78,11 +77,11 @@ class Reference:
     def _vision_layer(self, x: Tensor, name: str) -> Tensor:
         v = self._config.vision
         y = self._layer_norm(x, f"{name}.layer_norm1")
-        heads = (
-            self._linear(y, f"{name}.self_attn.{part}_proj").unflatten(-1, (v.heads, -1)).transpose(1, 2)
+        q, k, w = (
+            self._linear(y, f"{name}.self_attn.{part}_proj").reshape(*y.shape[:2], v.heads, -1).transpose(1, 2)
             for part in "qkv"
         )
-        y = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        y = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
         x = x + self._linear(y, f"{name}.self_attn.out_proj")
         y = self._linear(self._layer_norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")
         return x + self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
@@ -119,7 +118,7 @@ def _decoder_layer(c: TextConfig, x: Tensor, positions: Tensor, read: Callable[[
         return F.linear(y, weight, read(f"{name}.bias"))
 
     y = _rms(x, read("input_layernorm.weight"), c.eps)
-    q, k, v = (linear(y, f"self_attn.{part}_proj").unflatten(-1, (-1, c.head_dim)).transpose(0, 1) for part in "qkv")
+    q, k, v = (linear(y, f"self_attn.{part}_proj").reshape(len(x), -1, c.head_dim).transpose(0, 1) for part in "qkv")
     q, k = _rotate(c, q, positions), _rotate(c, k, positions)
     groups = c.heads // c.kv_heads
     y = F.scaled_dot_product_attention(

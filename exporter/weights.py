@@ -24,7 +24,7 @@ from vtx.runtime.safetensors import TensorInfo, layout, open_tensor, widen_bf16
 
 BLOCK = 1 << 22  # elements converted at a time
 STORED = {"fp32": "F32", "fp16": "F16"}
-NUMPY = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+NUMPY: dict[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 Report = Callable[[int], None]
 
 

@@ -15,6 +15,7 @@ from vtx.runtime.model import Model
 from vtx.runtime.policy import make_policy
 from vtx.runtime.safetensors import read_header, read_tensor
 from vtx.runtime.session import Prompt, Session
+from vtx.runtime.text import Part
 
 QUESTION = "What is in the picture?"
 SHOWN_ROWS = 8
@@ -64,7 +65,7 @@ def check_golden(model: Model) -> Iterator[Check]:
     if missing:
         raise BundleError(f"{manifest.golden} lacks {sorted(missing)[0]!r}; export the bundle again")
     ids, pixels, features = (read_tensor(stored[name]) for name in ("ids", "pixels", "features"))
-    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     own_ids = model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens)
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
     own_pixels = preprocess(golden_image(), manifest.image)

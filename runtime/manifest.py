@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
@@ -120,7 +121,7 @@ class Manifest:
     def _check_stages(self, stages: tuple[StageSpec, ...]) -> None:
         spans = [(s.first, s.last) for s in stages]
         cuts = [1, *self.variants, self.model.layers + 1]
-        if spans != [(a, b - 1) for a, b in zip(cuts, cuts[1:], strict=False)] or cuts != sorted(set(cuts)):
+        if spans != [(a, b - 1) for a, b in pairwise(cuts)] or cuts != sorted(set(cuts)):
             raise BundleError(
                 f"vtx.json: stages {spans} do not cut {self.model.layers} layers at K = {list(self.variants)}; "
                 "export again"
@@ -183,7 +184,7 @@ def _read(kind: type[T], data: Any, where: str) -> T:
     if not isinstance(data, dict):
         raise BundleError(f"{where} is {type(data).__name__}, not an object; export again")
     if hasattr(kind, "from_dict"):
-        return cast(T, kind.from_dict(data))
+        return cast(T, cast(Any, kind).from_dict(data))
     fields = typing.get_type_hints(kind)
     unknown, missing = sorted(set(data) - set(fields)), sorted(set(fields) - set(data))
     if unknown or missing:

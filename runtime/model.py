@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from vtx.runtime.manifest import Manifest
 from vtx.runtime.policy import make_policy
 from vtx.runtime.sampling import Sampler, Sampling
 from vtx.runtime.session import Prefilled, Prompt, Session
-from vtx.runtime.text import Message, Text
+from vtx.runtime.text import Message, Part, Text
 
 K = int | str | None
 DEFAULT = "default"
@@ -142,7 +142,7 @@ class Model:
             ImageError: an image cannot be read or is beyond the limits.
 
         """
-        many = images if isinstance(images, list | tuple) else [images]
+        many = cast(Sequence[ImageSource], images if isinstance(images, list | tuple) else [images])
         return Conversation(self, tuple(self.picture(source) for source in many))
 
     def ask(self, question: str, k: K = DEFAULT, options: Options | None = None) -> Answer:
@@ -203,7 +203,7 @@ class Conversation:
         return Chat(self, k)
 
     def _user(self, question: str, *, with_images: bool = True) -> Message:
-        parts: list[dict[str, str]] = [{"type": "image"} for _ in self._pictures] if with_images else []
+        parts: list[Part] = [{"type": "image"} for _ in self._pictures] if with_images else []
         return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
     def _stream(self, messages: Sequence[Message], k: K, options: Options, *, go_on: bool) -> AnswerStream:

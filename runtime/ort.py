@@ -16,6 +16,7 @@ from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.manifest import StageSpec
 
+_SMALLER = "use a smaller precision or a machine with more"
 _pool_lock = threading.Lock()
 _pool_threads: int | None = None
 
@@ -46,7 +47,7 @@ def _share_threads(ort: Any, threads: int) -> None:
             )
 
 
-def _weights_name(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
@@ -80,13 +81,13 @@ class OrtBackend:
         try:
             return self._ort.InferenceSession(os.fspath(path), self._options, providers=["CPUExecutionProvider"])
         except MemoryError as e:
-            raise DeviceError(f"not enough memory to load {name}; use a smaller precision or another machine") from e
+            raise DeviceError(f"not enough memory to load {name}; {_SMALLER}") from e
         except Exception as e:
             if "bad_alloc" in str(e) or "allocate" in str(e):
                 raise DeviceError(
                     f"not enough memory to load {name}; use a smaller precision or another machine"
                 ) from e
-            raise BundleError(f"onnxruntime cannot load {name}: {_weights_name(e)}; export the bundle again") from e
+            raise BundleError(f"onnxruntime cannot load {name}: {_one_line(e)}; export the bundle again") from e
 
     def _load_rope(self) -> tuple[Any, Any]:
         from vtx.runtime.safetensors import read_header, read_tensor

@@ -1,4 +1,4 @@
-"""Policies: the one question asked between two stages. Do the vision rows go on?"""
+"""Policies answer the one question asked between two stages: which vision rows go on."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ class Session:
         for number in range(len(self._stages)):
             rows = self._cache(number).append(rows, position)
         self._tail.append(token)
-        return self._backend.head(rows)[0]
+        logits: NDArray[np.float32] = self._backend.head(rows)[0]
+        return logits
 
     def _check_room(self, rows: int, vision: int = 0) -> None:
         if rows + 1 > self.capacity:

@@ -7,8 +7,5 @@ def size(count: float) -> str:
     """Bytes with three figures: 9.41 MB."""
     if count < 1000:
         return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        count /= 1000
-        if count < 1000:
-            break
-    return f"{count:.3g} {unit}"
+    power = min(4, (len(str(int(count))) - 1) // 3)
+    return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
