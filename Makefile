@@ -4,7 +4,7 @@ PYTHON ?= python3
 # Installed before everything that depends on it, so that you choose the build: CUDA, or the far smaller one for CPUs.
 TORCH ?= torch==2.13.0
 EXTRAS ?= cpu,export,dev
-QUESTIONS ?= "How many shapes are there?" "Is there a red circle?"
+QUESTIONS ?= "How many shapes are there?" "What is in the middle?"
 
 BIN := .venv/bin
 READY := .venv/.ready

@@ -51,15 +51,15 @@ def _note(message: str) -> None:
     click.echo(message, err=True)
 
 
-def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...] | str:
     if value == "none":
         return ()
     if value == "auto":
-        raise click.BadParameter("auto needs a calibration and is not in this version; name one or more numbers")
+        return value
     try:
         return tuple(int(part) for part in value.split(","))
     except ValueError as e:
-        raise click.BadParameter(f"{value!r} is not a number, a list like 8,16, or none") from e
+        raise click.BadParameter(f"{value!r} is not a number, a list like 8,16, auto, or none") from e
 
 
 def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int | str:
@@ -86,7 +86,7 @@ _command = functools.partial(click.command, cls=Command, context_settings={"help
 )
 @click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
 @click.option(
-    "--k", "ks", default="none", show_default=True, callback=_k_at_export, metavar="N|N,M,...|none",
+    "--k", "ks", default="none", show_default=True, callback=_k_at_export, metavar="N|N,M,...|auto|none",
     help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
 )  # fmt: skip
 @click.option(
@@ -99,20 +99,23 @@ _command = functools.partial(click.command, cls=Command, context_settings={"help
     "--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION]."
 )
 @click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
+@click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto takes all of them.")
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
 def export(
-    model: str, ks: tuple[int, ...], precision: str, max_context: int | None, out: Path | None,
-    chat_template: Path | None, force: bool,
+    model: str, ks: tuple[int, ...] | str, precision: str, max_context: int | None, out: Path | None,
+    chat_template: Path | None, gates: Path | None, force: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     exporter = _exporter()
     template = exporter.load_template(chat_template) if chat_template else None
-    options = exporter.ExportOptions(model, ks, precision, max_context, template)
+    options = exporter.ExportOptions(model, ks, precision, max_context, template, gates)
     if model == exporter.DEMO:
         _note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
     plan = exporter.plan_export(options)
-    depth = "-".join(f"{k}" for k in ks) or "none"
+    for warning in plan.gates.warnings if plan.gates else ():
+        _note(f"warning: {warning}")
+    depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
     _export(exporter, plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), force=force)
 
 
@@ -143,7 +146,7 @@ def _export(exporter: Any, plan: Plan, out: Path, *, force: bool) -> Path:
     seconds = time.monotonic() - started
     _note(f"measured:  {size(weighed)} of disk, {size(peak_memory())} of memory, {seconds:.1f} s")
     _remember(bundle.folder)
-    depth = ", ".join(map(str, plan.options.ks)) or "none"
+    depth = ", ".join(map(str, plan.ks)) or "none"
     _note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')
     return Path(bundle.folder)
 
@@ -181,6 +184,7 @@ def _bar() -> Iterator[Callable[[str, int, int], None]]:
     "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
 )
 @click.option("--k", callback=_k_at_run, metavar="N|auto|none", help="A prebuilt K [default: the bundle's].")
+@click.option("--gate-threshold", type=float, default=0.5, show_default=True, help="With --k auto: exit above this.")
 @click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
 @click.option("--text-only", is_flag=True, help="There is no IMAGE; all words are questions.")
 @click.option("--chat", is_flag=True, help="The questions are turns of one conversation, not independent.")
@@ -194,7 +198,8 @@ def _bar() -> Iterator[Callable[[str, int, int], None]]:
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu", help="Where to compute.")
 @click.option("--threads", type=int, help="[default: all cores]")
 def run(
-    words: tuple[str, ...], bundle: str | None, k: int | str, more: tuple[str, ...], text_only: bool, chat: bool,
+    words: tuple[str, ...], bundle: str | None, k: int | str, gate_threshold: float,
+    more: tuple[str, ...], text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, device: str, threads: int | None,
 ) -> None:  # fmt: skip
@@ -205,7 +210,7 @@ def run(
     from vtx.runtime.model import Options, load
     from vtx.runtime.sampling import Sampling
 
-    options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed))
+    options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
     model = load(_find_bundle(bundle), device=device, threads=threads)
     if device == "auto" and not as_json:
         _note(f"{model.manifest.model.name} on {model.backend.device}, {model.manifest.precision} weights")

@@ -19,7 +19,7 @@ import torch
 from model import Llava, Shape
 from publish import HERE, hub_name
 from safetensors.torch import load_file
-from scenes import KINDS, ask, photograph, random_scene
+from vtx.exporter.scenes import KINDS, ask, photograph, random_scene
 from tokenizers import Tokenizer
 from train import attention_mask, pixels_of, with_vision
 from words import Packer

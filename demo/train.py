@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from model import Layer, Llava, Shape, VisionLayer, init_linear
 from PIL import Image
-from scenes import COLORS, GRID, KINDS, SHAPES, Scene, ask_some, photograph, random_scene
+from vtx.exporter.scenes import COLORS, GRID, KINDS, SHAPES, Scene, ask_some, photograph, random_scene
 from torch import Tensor, nn
 from words import Packer, train_tokenizer
 

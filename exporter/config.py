@@ -14,6 +14,8 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 MAX_LAYERS = 512
 MAX_WIDTH = 1 << 20
+MAX_POSITIONS = (1 << 24) - 1
+NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
 TEXT_FAMILIES = ("llama", "mistral", "qwen2")
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
@@ -108,6 +110,8 @@ class ModelConfig:
         text, vision = (config.get(key) or {} for key in ("text_config", "vision_config"))
         _known_family("text model", _model_type(text, "llama"), TEXT_FAMILIES)
         _known_family("vision tower", _model_type(vision, "clip_vision_model"), tuple(VISION_FAMILIES))
+        for part in (text, vision):
+            _check_layers(part)
         parsed = _parse(config)
         text_config, vision_config = _text(parsed), _vision(parsed.vision_config)
         select = parsed.vision_feature_select_strategy
@@ -118,7 +122,7 @@ class ModelConfig:
         token = parsed.image_token_id
         if not isinstance(token, int) or not 0 <= token < text_config.vocab:
             raise CheckpointError(
-                f"image_token_index {token!r} is not a token id below the vocabulary's {text_config.vocab}; "
+                f"image_token_index {token!r:.60} is not a token id below the vocabulary's {text_config.vocab}; "
                 "correct config.json"
             )
         return cls(
@@ -143,13 +147,27 @@ def _known_family(part: str, name: str, known: tuple[str, ...]) -> None:
         raise UnsupportedModelError(f"the {part} {name!r} is not supported; vtx exports {', '.join(known)}")
 
 
+def _check_layers(part: Mapping[str, Any]) -> None:
+    """Refuse absurd counts before transformers makes lists of that length."""
+    layers = part.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {layers!r:.60}, not a number from 1 to {MAX_LAYERS}; correct config.json"
+        )
+
+
+def _without_labels(part: Any) -> Any:
+    """A classifier's labels are nothing to us, and transformers makes a table of `num_labels` entries."""
+    return {k: v for k, v in part.items() if k != "num_labels"} if isinstance(part, Mapping) else part
+
+
 def _parse(config: Mapping[str, Any]) -> Any:
     try:
         from transformers import LlavaConfig
     except ImportError as e:
         raise CheckpointError('exporting needs transformers; pip install "vtx-edge[export]"') from e
     try:
-        return LlavaConfig.from_dict(dict(config))
+        return LlavaConfig.from_dict(_without_labels({key: _without_labels(part) for key, part in config.items()}))
     except Exception as e:
         reason = " ".join(str(e).split())[:300]
         raise CheckpointError(f"config.json is not a LLaVA configuration ({reason}); download it again") from e
@@ -158,7 +176,9 @@ def _parse(config: Mapping[str, Any]) -> Any:
 def _size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise CheckpointError(f"config.json: {name} is {value!r}, not a number from 1 to {limit}; correct config.json")
+        raise CheckpointError(
+            f"config.json: {name} is {value!r:.60}, not a number from 1 to {limit}; correct config.json"
+        )
     return value
 
 
@@ -169,11 +189,11 @@ def _text(parsed: Any) -> TextConfig:
     kv_heads = _size(config, "num_key_value_heads")
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
-    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 8 or head_dim % 8:
+    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or not 8 <= head_dim <= MAX_WIDTH or head_dim % 8:
         raise UnsupportedModelError(
-            f"head_dim {head_dim} is not supported: onnxruntime's GroupQueryAttention wants a multiple of 8"
+            f"head_dim {head_dim!r:.60} is not supported: onnxruntime's GroupQueryAttention wants a multiple of 8"
         )
-    family, positions = config.model_type, _size(config, "max_position_embeddings", 1 << 24)
+    family, positions = config.model_type, _size(config, "max_position_embeddings", MAX_POSITIONS)
     return TextConfig(
         family=family,
         layers=_size(config, "num_hidden_layers", MAX_LAYERS),
@@ -183,7 +203,7 @@ def _text(parsed: Any) -> TextConfig:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=_size(config, "vocab_size", 1 << 22),
-        eps=float(config.rms_norm_eps),
+        eps=_number(vars(config), "rms_norm_eps"),
         activation=str(config.hidden_act),
         qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
         o_bias=family == "llama" and bool(getattr(config, "attention_bias", False)),
@@ -208,6 +228,8 @@ def _rope(config: Any, head_dim: int) -> Rope:
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind not in ("default", "linear", "llama3"):
         raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx knows default, linear and llama3")
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedModelError("rope parameters that differ between layers are not supported")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor is not supported for llama, mistral and qwen2 models")
     theta = _number(parameters, "rope_theta", 10000.0)
@@ -221,8 +243,11 @@ def _rope(config: Any, head_dim: int) -> Rope:
 
 def _number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = parameters.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise CheckpointError(f"config.json: rope parameter {name} is {value!r}, not a positive number")
+    low, high = NUMBERS
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise CheckpointError(
+            f"config.json: {name} is {value!r:.60}, not a number from {low:g} to {high:g}; correct config.json"
+        )
     return float(value)
 
 
@@ -255,7 +280,7 @@ def _vision(config: Any) -> VisionConfig:
         heads=heads,
         image=image,
         patch=patch,
-        eps=float(config.layer_norm_eps),
+        eps=_number(vars(config), "layer_norm_eps"),
         activation=str(config.hidden_act),
     )
 
@@ -267,7 +292,7 @@ def _feature_layers(value: Any, layers: int) -> tuple[int, ...]:
     for number in chosen:
         if isinstance(number, bool) or not isinstance(number, int) or not -states <= number < states:
             raise CheckpointError(
-                f"config.json: vision_feature_layer {number!r} is outside the tower's {states} hidden states"
+                f"config.json: vision_feature_layer {number!r:.60} is outside the tower's {states} hidden states"
             )
     if not chosen:
         raise CheckpointError("config.json: vision_feature_layer is an empty list")

@@ -16,15 +16,18 @@ from importlib import metadata
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from vtx.exporter.activations import check_activation
 from vtx.exporter.checkpoint import Checkpoint, open_checkpoint
 from vtx.exporter.config import ModelConfig
 from vtx.exporter.decoder import build_embed, build_head, build_stage, decoder_tensors
-from vtx.exporter.graph import Builder
+from vtx.exporter.gates import FEATURES, Gates, build_gate, gate_tensors, read_gates
+from vtx.exporter.graph import Builder, StoredTensor
 from vtx.exporter.predict import Prediction, check_disk, predict
 from vtx.exporter.processor import read_image_settings
 from vtx.exporter.text import read_text
@@ -34,11 +37,12 @@ from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, Bundle, sha256
 from vtx.runtime.errors import ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.image import ImageSettings
-from vtx.runtime.manifest import FORMAT, PRECISIONS, FileRecord, Graphs, Manifest, ModelSpec, StageSpec
-from vtx.runtime.safetensors import write_safetensors
+from vtx.runtime.manifest import FORMAT, PRECISIONS, FileRecord, GateSpec, Graphs, Manifest, ModelSpec, StageSpec
+from vtx.runtime.safetensors import read_header, write_safetensors
 from vtx.runtime.text import Text, TextSettings
 
 DEMO = "demo"
+GATES = "gates.safetensors"
 DEFAULT_CONTEXT = 4096
 KV_TYPES = {"fp32": "float32", "fp16": "float16"}
 KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
@@ -48,19 +52,25 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none."""
+    """What to export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
+
+    "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
+    """
 
     model: str = DEMO
-    ks: tuple[int, ...] = ()
+    ks: tuple[int, ...] | Literal["auto"] = ()
     precision: str = "fp16"
     max_context: int | None = None
     template: str | None = None
+    gates: Path | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise RequestError(f"precision {self.precision!r} is not among {', '.join(PRECISIONS)}")
         if self.max_context is not None and self.max_context < 2:
             raise RequestError(f"--max-context is {self.max_context}; give at least 2")
+        if self.ks == "auto" and self.gates is None:
+            raise RequestError("--k auto needs trained gates; add --gates FILE (vtx-train-gate makes one), or name K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,8 @@ class Plan:
     options: ExportOptions
     checkpoint: Checkpoint
     config: ModelConfig
+    ks: tuple[int, ...]
+    gates: Gates | None
     weights: WeightPlan
     image: ImageSettings
     tokenizer: str
@@ -88,8 +100,20 @@ class Plan:
         return KV_TYPES[self.options.precision]
 
     @property
+    def default_k(self) -> int | str | None:
+        if self.options.ks == "auto":
+            return "auto"
+        return self.ks[0] if self.ks else None
+
+    @property
+    def gate_specs(self) -> tuple[GateSpec, ...]:
+        """The gates of the prebuilt depths; those of other layers are left out."""
+        gated = self.gates.by_k if self.gates else {}
+        return tuple(GateSpec(k, f"gate-{k:02d}.ort.onnx") for k in sorted(self.ks) if k in gated)
+
+    @property
     def stages(self) -> tuple[StageSpec, ...]:
-        cuts = [1, *sorted(self.options.ks), self.config.text.layers + 1]
+        cuts = [1, *sorted(self.ks), self.config.text.layers + 1]
         spans = [(a, b - 1) for a, b in pairwise(cuts)]
         return tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.ort.onnx") for a, b in spans)
 
@@ -107,7 +131,11 @@ def plan_export(options: ExportOptions) -> Plan:
     config = ModelConfig.from_hf(checkpoint.config)
     for activation in (config.text.activation, config.vision.activation, config.projector_activation):
         check_activation(activation)
-    _check_ks(options.ks, config.text.layers)
+    gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
+    ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
+    _check_ks(ks, config.text.layers)
+    if gates and not set(ks) & set(gates.by_k):
+        raise RequestError(f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one")
     context = _context(options.max_context, config)
     image = read_image_settings(checkpoint.folder)
     if (image.height, image.width) != (config.vision.image, config.vision.image):
@@ -121,7 +149,7 @@ def plan_export(options: ExportOptions) -> Plan:
     )
     weights = plan_weights(checkpoint, [*vision_tensors(config), *decoder_tensors(config.text)], options.precision)
     prediction = predict(config, weights, context, KV_TYPES[options.precision])
-    return Plan(options, checkpoint, config, weights, image, tokenizer, template, text, context, prediction)
+    return Plan(options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction)
 
 
 def demo_checkpoint() -> Path:
@@ -249,8 +277,10 @@ def _write_text(folder: Path, plan: Plan) -> None:
 def _write_graphs(folder: Path, plan: Plan) -> None:
     text, kv = plan.config.text, KV_ELEMENTS[plan.kv_dtype]
 
+    weights = {**plan.weights.stored, **_write_gates(folder, plan)}
+
     def write(name: str, build: Callable[[Builder], None]) -> None:
-        builder = Builder(name.partition(".")[0], plan.weights.stored, folder)
+        builder = Builder(name.partition(".")[0], weights, folder)
         build(builder)
         builder.write(folder / name)
 
@@ -259,6 +289,20 @@ def _write_graphs(folder: Path, plan: Plan) -> None:
     for stage in plan.stages:
         write(stage.graph, lambda b, s=stage: build_stage(b, text, s.first, s.last, kv))  # type: ignore[misc]
     write("head.ort.onnx", lambda b: build_head(b, text))
+    for gate in plan.gate_specs:
+        write(gate.graph, lambda b, k=gate.k: build_gate(b, text, k))  # type: ignore[misc]
+
+
+def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
+    """Write the weights of the gates that are used, and say where they lie."""
+    if plan.gates is None:
+        return {}
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for spec in plan.gate_specs:
+        tensors.update(zip(gate_tensors(spec.k), plan.gates.by_k[spec.k], strict=True))
+    write_safetensors(folder / GATES, tensors, plan.gates.metadata)
+    places = read_header(folder / GATES).tensors.values()
+    return {p.name: StoredTensor(GATES, p.offset, p.nbytes, p.dtype, p.shape) for p in places}
 
 
 def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
@@ -279,7 +323,7 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
         Text.load(folder, plan.text),
         plan.image,
         plan.config.vision_tokens,
-        [None, *plan.options.ks],
+        [None, *plan.ks],
         layer,
     )
 
@@ -296,7 +340,7 @@ def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manif
 
     for path in paths:
         records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, sha256(path, hashed))
-    graphs = Graphs("vision.ort.onnx", "embed.ort.onnx", "head.ort.onnx", plan.stages)
+    graphs = Graphs("vision.ort.onnx", "embed.ort.onnx", "head.ort.onnx", plan.stages, plan.gate_specs)
     spec = ModelSpec(
         plan.name, text.family, text.layers, text.hidden, text.heads, text.kv_heads, text.head_dim, text.vocab,
         plan.config.vision_tokens,
@@ -308,8 +352,8 @@ def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manif
         precision=options.precision,
         kv_dtype=plan.kv_dtype,
         max_context=plan.max_context,
-        variants=tuple(sorted(options.ks)),
-        default_k=options.ks[0] if options.ks else None,
+        variants=tuple(sorted(plan.ks)),
+        default_k=plan.default_k,
         dialects={"ort": graphs},
         rope="rope.safetensors",
         golden="golden.safetensors",
@@ -333,10 +377,11 @@ def _record(plan: Plan, started: float) -> dict[str, Any]:
             "parameters": plan.weights.parameters,
         },
         "options": {
-            "k": list(plan.options.ks),
+            "k": list(plan.ks),
             "precision": plan.options.precision,
             "max_context": plan.options.max_context,
         },
+        **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in RECORDED}},
     }
 

@@ -1,12 +1,13 @@
 """The model and the method stated plainly in PyTorch, one layer in memory at a time.
 
-This is what a bundle is judged by: no graph, no cache, no onnxruntime. All asked K share one pass, since
-the rows that enter layer K are those of the unwithdrawn pass.
+This is what a bundle is judged by and what calibration measures: no graph, no cache, no onnxruntime. All asked
+K share one pass, since the rows that enter layer K are those of the unwithdrawn pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,37 @@ from torch import Tensor
 
 from vtx.exporter.checkpoint import Checkpoint
 from vtx.exporter.config import ModelConfig, TextConfig
+from vtx.exporter.decoder import decoder_tensors, layer_tensors
+from vtx.exporter.vision import vision_tensors
 from vtx.runtime.safetensors import read_tensor
+
+Report = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence: `ids` [n], and `features` [images * vision_tokens, hidden] for its image tokens.
+
+    The hidden states of the last `last` rows are asked for: 1 is the prompt's end, more with an answer appended.
+    """
+
+    ids: NDArray[np.int64]
+    features: Tensor
+    last: int = 1
+
+
+@dataclass(slots=True)
+class _Streams:
+    """The rows of one sample on their way: `full` [n, hidden], and `tails` [K's met so far, text rows, hidden]."""
+
+    full: Tensor
+    tails: Tensor
+    is_vision: Tensor
+    positions: Tensor
+
+    @property
+    def text_positions(self) -> Tensor:
+        return self.positions[~self.is_vision]
 
 
 class Reference:
@@ -25,6 +56,7 @@ class Reference:
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self._checkpoint, self._config = checkpoint, config
+        self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
         """Images [images, 3, side, side] to rows [images * vision_tokens, hidden]."""
@@ -46,33 +78,54 @@ class Reference:
         hidden = _activate(self._linear(chosen, "projector.linear_1"), c.projector_activation)
         return self._linear(hidden, "projector.linear_2").flatten(0, 1)
 
+    def hidden(
+        self, samples: Sequence[Sample], ks: Sequence[int | None], report: Report = lambda _: None
+    ) -> list[dict[int | None, Tensor]]:
+        """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
+
+        Each layer's weights are read once for all samples and all K. `report` gets 1 a layer.
+        """
+        text = self._config.text
+        depths = sorted(k for k in ks if k is not None)
+        streams = self._enter(samples)
+        for layer in range(1, text.layers + 1):
+            weights = self._layer_weights(layer)
+            for stream in streams:
+                if layer in depths:
+                    stream.tails = torch.cat((stream.tails, stream.full[~stream.is_vision][None]))
+                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights)[0]
+                if len(stream.tails):
+                    stream.tails = _decoder_layer(text, stream.tails, stream.text_positions, weights)
+            report(1)
+        order: list[int | None] = [None, *depths]
+        return [
+            dict(zip(order, (s.full[-sample.last :], *s.tails[:, -sample.last :]), strict=True))
+            for s, sample in zip(streams, samples, strict=True)
+        ]
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Hidden states [..., hidden] to logits [..., vocab]."""
+        text = self._config.text
+        matrix = self._tensor("text.embed_tokens.weight" if text.tied else "head.weight")
+        return F.linear(_rms(rows, self._tensor("text.norm.weight"), text.eps), matrix)
+
     def logits(
-        self,
-        ids: NDArray[np.int64],
-        features: Tensor,
-        ks: Sequence[int | None],
-        report: Callable[[int], None] = lambda _: None,
+        self, ids: NDArray[np.int64], features: Tensor, ks: Sequence[int | None], report: Report = lambda _: None
     ) -> dict[int | None, Tensor]:
         """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
-        text = self._config.text
-        is_vision = torch.from_numpy(ids == self._config.image_token_id)
-        table = self._tensor("text.embed_tokens.weight")
-        x = F.embedding(torch.from_numpy(ids), table)
-        x[is_vision] = features
-        del table
-        positions = torch.arange(len(ids))
-        streams: dict[int | None, Tensor] = {None: x}
-        for layer in range(1, text.layers + 1):
-            if layer in ks:
-                streams[layer] = streams[None][~is_vision]
-            weights = self._weights(f"text.layers.{layer - 1}")
-            for k, rows in streams.items():
-                at = positions if k is None else positions[~is_vision]
-                streams[k] = _decoder_layer(text, rows, at, weights)
-            report(1)
-        norm = self._tensor("text.norm.weight")
-        head = self._tensor("text.embed_tokens.weight" if text.tied else "head.weight")
-        return {k: F.linear(_rms(streams[k][-1], norm, text.eps), head) for k in ks}
+        hidden = self.hidden([Sample(ids, features)], ks, report)[0]
+        rows = self.head(torch.cat([hidden[k] for k in ks]))
+        return dict(zip(ks, rows, strict=True))
+
+    def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
+        table, streams = self._tensor("text.embed_tokens.weight"), []
+        for sample in samples:
+            is_vision = torch.from_numpy(sample.ids == self._config.image_token_id)
+            rows = F.embedding(torch.from_numpy(sample.ids), table)
+            rows[is_vision] = sample.features
+            tails = rows.new_zeros(0, int((~is_vision).sum()), rows.shape[1])
+            streams.append(_Streams(rows, tails, is_vision, torch.arange(len(rows))))
+        return streams
 
     def _vision_layer(self, x: Tensor, name: str) -> Tensor:
         v = self._config.vision
@@ -87,49 +140,43 @@ class Reference:
         return x + self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
 
     def _layer_norm(self, x: Tensor, name: str) -> Tensor:
-        w = self._weights(name)
-        return F.layer_norm(x, x.shape[-1:], w("weight"), w("bias"), self._config.vision.eps)
+        weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")
+        return F.layer_norm(x, x.shape[-1:], weight, bias, self._config.vision.eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        w = self._weights(name)
-        weight = w("weight")
-        assert weight is not None
-        return F.linear(x, weight, w("bias"))
+        bias = f"{name}.bias"
+        return F.linear(x, self._tensor(f"{name}.weight"), self._tensor(bias) if bias in self._names else None)
 
     def _tensor(self, name: str) -> Tensor:
         return torch.from_numpy(read_tensor(self._checkpoint.tensors[name]).astype(np.float32, copy=False))
 
-    def _weights(self, prefix: str) -> Callable[[str], Tensor | None]:
-        """A reader of the weights under `prefix`; one that is not there, such as a bias, is None."""
-
-        def read(name: str) -> Tensor | None:
-            full = f"{prefix}.{name}"
-            return self._tensor(full) if full in self._checkpoint.tensors else None
-
-        return read
+    def _layer_weights(self, layer: int) -> dict[str, Tensor]:
+        """The weights of one decoder layer, counted from 1, by their names inside it."""
+        prefix = f"text.layers.{layer - 1}."
+        return {n.removeprefix(prefix): self._tensor(n) for n, _ in layer_tensors(self._config.text, layer)}
 
 
-def _decoder_layer(c: TextConfig, x: Tensor, positions: Tensor, read: Callable[[str], Tensor | None]) -> Tensor:
-    """One layer of the llama family over rows [n, hidden] at `positions` [n]; causal among these rows."""
+def _decoder_layer(c: TextConfig, x: Tensor, positions: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """One layer of the llama family over rows [batch, n, hidden] at `positions` [n]; causal among these rows."""
 
     def linear(y: Tensor, name: str) -> Tensor:
-        weight = read(f"{name}.weight")
-        assert weight is not None
-        return F.linear(y, weight, read(f"{name}.bias"))
+        return F.linear(y, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    y = _rms(x, read("input_layernorm.weight"), c.eps)
-    q, k, v = (linear(y, f"self_attn.{part}_proj").reshape(len(x), -1, c.head_dim).transpose(0, 1) for part in "qkv")
+    def heads(y: Tensor) -> Tensor:
+        return y.reshape(*y.shape[:2], -1, c.head_dim).transpose(1, 2)
+
+    y = _rms(x, weights["input_layernorm.weight"], c.eps)
+    q, k, v = (heads(linear(y, f"self_attn.{part}_proj")) for part in "qkv")
     q, k = _rotate(c, q, positions), _rotate(c, k, positions)
     groups = c.heads // c.kv_heads
-    y = F.scaled_dot_product_attention(
-        q[None], k.repeat_interleave(groups, 0)[None], v.repeat_interleave(groups, 0)[None], is_causal=True
-    )[0]
-    x = x + linear(y.transpose(0, 1).flatten(1), "self_attn.o_proj")
-    y = _rms(x, read("post_attention_layernorm.weight"), c.eps)
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
+    y = _rms(x, weights["post_attention_layernorm.weight"], c.eps)
     return x + linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
 
 
-def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 

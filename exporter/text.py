@@ -39,7 +39,7 @@ def read_text(
     be asked is refused here. Raises `CheckpointError`, `TemplateError`.
     """
     template = template if template is not None else read_template(folder)
-    tokenizer = _load_tokenizer(folder, top_config)
+    tokenizer = _load_tokenizer(folder, text_config, top_config)
     backend = parse_tokenizer(tokenizer.backend_tokenizer.to_str(), CheckpointError)
     settings = TextSettings(
         image_token=_image_token(backend, image_token_id),
@@ -90,20 +90,23 @@ def _template_in(path: Path) -> str | None:
     return found
 
 
-def _load_tokenizer(folder: Path, top_config: Mapping[str, Any]) -> Any:
+def _load_tokenizer(folder: Path, text_config: Mapping[str, Any], top_config: Mapping[str, Any]) -> Any:
     """AutoTokenizer's tokenizer, made from copies of the data files in an otherwise empty folder."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     with TemporaryDirectory(prefix="vtx-tokenizer-") as name:
         clean = Path(name)
-        _copy_data(folder, clean, top_config)
+        _copy_data(folder, clean, text_config, top_config)
         try:
             tokenizer = AutoTokenizer.from_pretrained(clean, local_files_only=True, trust_remote_code=False)
         except BaseException as error:  # tokenizers' panics derive from BaseException
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"transformers cannot load the tokenizer of {folder}: {reason}") from error
+            raise CheckpointError(
+                f"transformers cannot load the tokenizer of {folder}: {reason}; save it as a tokenizer.json "
+                "(a tokenizer.model alone needs the sentencepiece package)"
+            ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(tokenizer, "backend_tokenizer"):
         raise CheckpointError(
             f"the tokenizer of {folder} is a {type(tokenizer).__name__}, which has no tokenizer.json form; "
@@ -112,7 +115,7 @@ def _load_tokenizer(folder: Path, top_config: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _copy_data(folder: Path, clean: Path, top_config: Mapping[str, Any]) -> None:
+def _copy_data(folder: Path, clean: Path, text_config: Mapping[str, Any], top_config: Mapping[str, Any]) -> None:
     found = [name for name in _VOCABULARIES if (folder / name).exists()]
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(found):
         raise CheckpointError(f"{folder} has no tokenizer.json, tokenizer.model, or vocab.json with merges.txt")
@@ -124,8 +127,10 @@ def _copy_data(folder: Path, clean: Path, top_config: Mapping[str, Any]) -> None
             _write_json(clean / name, _read_json(folder / name))
     config = _read_json(folder / "tokenizer_config.json")
     _write_json(clean / "tokenizer_config.json", {key: config[key] for key in _TOKENIZER_KEYS & config.keys()})
-    # The class of tokenizer hangs on these two of the model's settings.
+    # The class of tokenizer hangs on these two of the model's settings. A LLaVA's own class reads no vocab.json.
     model = {key: top_config[key] for key in ("model_type", "transformers_version") if key in top_config}
+    if not {"tokenizer.json", "tokenizer.model"} & set(found):
+        model["model_type"] = text_config.get("model_type")
     _write_json(clean / "config.json", {key: value for key, value in model.items() if isinstance(value, str)})
 
 

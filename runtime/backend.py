@@ -45,6 +45,10 @@ class Backend(Protocol):
         """Rows [n, hidden] to logits [n, vocab]."""
         ...
 
+    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
+        """The odds [2] (stay, withdraw) that the gate before layer `k` gives for a question's rows [n, hidden]."""
+        ...
+
     def stage(self, index: int, capacity: int) -> StageCache:
         """An empty cache of `capacity` slots for stage `index` (from 0)."""
         ...

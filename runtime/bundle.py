@@ -34,8 +34,11 @@ class Bundle:
             BundleError: no bundle, a damaged or hostile one, or one from another version.
 
         """
-        path = Path(folder).expanduser().absolute()
-        bundle = cls(path, _read_manifest(path))
+        try:
+            path = Path(folder).expanduser().absolute()
+            bundle = cls(path, _read_manifest(path))
+        except (OSError, RuntimeError) as e:
+            raise BundleError(f"{folder} cannot be read ({_reason(e)}); check its name and permissions") from e
         if check:
             for name in bundle.manifest.files:
                 bundle._check(name, whole=False)
@@ -55,8 +58,13 @@ class Bundle:
                 yield name, None
 
     def _check(self, name: str, *, whole: bool, progress: Callable[[int], None] = lambda _: None) -> None:
-        record, path = self.manifest.files[name], self.folder / name
-        cure = "copy the bundle again, or export it again"
+        try:
+            self._compare(name, self.folder / name, whole, progress)
+        except (OSError, RuntimeError) as e:
+            raise BundleError(f"{name} cannot be read ({_reason(e)}); check its permissions") from e
+
+    def _compare(self, name: str, path: Path, whole: bool, progress: Callable[[int], None]) -> None:
+        record, cure = self.manifest.files[name], "copy the bundle again, or export it again"
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise BundleError(f"{name} is a link that leaves the bundle; do not use this bundle")
         if not path.is_file():
@@ -74,13 +82,14 @@ def _read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"{folder} is no directory; make a bundle with vtx-export --out {folder.name}")
     if not path.is_file():
         raise BundleError(f"{folder} holds no {MANIFEST}, so it is no bundle; make one with vtx-export")
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise BundleError(f"{MANIFEST} holds {size:,} bytes, the limit is {MAX_BYTES:,}; export again")
-        return Manifest.from_json(path.read_bytes())
-    except OSError as e:
-        raise BundleError(f"{path} cannot be read ({e.strerror}); check its permissions") from e
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise BundleError(f"{MANIFEST} holds {size:,} bytes, the limit is {MAX_BYTES:,}; export again")
+    return Manifest.from_json(path.read_bytes())
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def sha256(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:

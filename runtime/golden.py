@@ -76,7 +76,7 @@ def check_golden(model: Model) -> Iterator[Check]:
     for k in ks:
         session = Session(model.backend, manifest)
         prompt = Prompt(own_ids, own_ids == manifest.text.image_token_id, (("golden", lambda: rows),))
-        got = session.prefill(prompt, make_policy(k, manifest)).logits
+        got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits
         want = read_tensor(stored[key_of(k)])
         same = "same top token" if got.argmax() == want.argmax() else "another top token"
         yield Check(f"logits at K = {k or 'none'}", _distance(got, want), limit, same)

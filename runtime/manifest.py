@@ -62,6 +62,14 @@ class StageSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GateSpec:
+    """The gate that is asked before layer `k`, on the question's rows there."""
+
+    k: int
+    graph: str
+
+
+@dataclass(frozen=True, slots=True)
 class Graphs:
     """Files of the graphs of one dialect, relative to the bundle."""
 
@@ -69,6 +77,7 @@ class Graphs:
     embed: str
     head: str
     stages: tuple[StageSpec, ...]
+    gates: tuple[GateSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +93,9 @@ class Manifest:
     """Everything a runtime must know of a bundle before it opens another file of it.
 
     `variants` are the prebuilt K in rising order and `default_k` the one used when none is asked for
-    (None: no withdrawal). `kv_dtype` is numpy's word for the type of K and V. `files` covers every file
-    of the bundle but the manifest. `record` says how the bundle was made and is not interpreted.
+    (None: no withdrawal; "auto": the gates decide). `kv_dtype` is numpy's word for the type of K and V.
+    `files` covers every file of the bundle but the manifest. `record` says how the bundle was made and is
+    not interpreted.
     """
 
     format: int
@@ -95,7 +105,7 @@ class Manifest:
     kv_dtype: str
     max_context: int
     variants: tuple[int, ...]
-    default_k: int | None
+    default_k: int | str | None
     dialects: dict[str, Graphs]
     rope: str
     golden: str
@@ -112,6 +122,11 @@ class Manifest:
             )
         if not 1 <= self.max_context < 1 << 24:
             raise BundleError(f"vtx.json: max_context {self.max_context} is outside 1..16777215; export again")
+        if self.model.vision_tokens >= self.max_context:
+            raise BundleError(
+                f"vtx.json: an image of {self.model.vision_tokens} tokens does not fit max_context {self.max_context}; "
+                "export again"
+            )
         if "ort" not in self.dialects:
             raise BundleError("vtx.json: the bundle holds no graphs of the 'ort' dialect; export again")
         for dialect in self.dialects.values():
@@ -126,15 +141,21 @@ class Manifest:
                 f"vtx.json: stages {spans} do not cut {self.model.layers} layers at K = {list(self.variants)}; "
                 "export again"
             )
-        if self.default_k is not None and self.default_k not in self.variants:
-            raise BundleError(f"vtx.json: default_k {self.default_k} is not among {list(self.variants)}; export again")
+        gated = {gate.k for graphs in self.dialects.values() for gate in graphs.gates}
+        known = {None, *self.variants, *(["auto"] if gated else [])}
+        if self.default_k not in known or not gated <= set(self.variants):
+            raise BundleError(
+                f"vtx.json: default_k {self.default_k!r} and gates at {sorted(gated)} do not fit the variants "
+                f"{list(self.variants)}; export again"
+            )
 
     def _check_files(self) -> None:
         for name in self.files:
             check_inside(name)
         used = [self.rope, self.golden, "tokenizer.json", "chat_template.jinja"]
         for graphs in self.dialects.values():
-            used += [graphs.vision, graphs.embed, graphs.head, *(s.graph for s in graphs.stages)]
+            used += [graphs.vision, graphs.embed, graphs.head]
+            used += [*(s.graph for s in graphs.stages), *(g.graph for g in graphs.gates)]
         for name in used:
             if name not in self.files:
                 raise BundleError(f"vtx.json: {name!r} has no checksum in 'files'; export again")
@@ -199,8 +220,8 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         return tuple(_value(args[0], item, where) for item in data)
     if origin is dict and isinstance(data, dict):
         return {key: _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    if origin is types.UnionType:
-        return None if data is None else _value(args[0], data, where)
+    if origin is types.UnionType and type(data) in args:
+        return data
     if dataclasses.is_dataclass(hint):
         return _read(cast(type, hint), data, where)
     if hint is Any or (isinstance(hint, type) and type(data) is hint):

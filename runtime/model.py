@@ -27,7 +27,7 @@ from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.generate import generate
 from vtx.runtime.image import ImageSource, load_image, preprocess
 from vtx.runtime.manifest import Manifest
-from vtx.runtime.policy import make_policy
+from vtx.runtime.policy import Decision, Gate, make_policy
 from vtx.runtime.sampling import Sampler, Sampling
 from vtx.runtime.session import Prefilled, Prompt, Session
 from vtx.runtime.text import Message, Part, Text
@@ -44,6 +44,7 @@ class Stats:
     `k` is the first layer without vision rows and None where they stayed; `exit_layer` is the last layer
     with them, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the prompt.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
+    `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
     """
 
     k: int | None
@@ -58,6 +59,7 @@ class Stats:
     device: str
     precision: str
     timings_ms: dict[str, float]
+    gate: tuple[Decision, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `vtx-run --json` prints."""
-        return {"text": self.text, "token_ids": self.token_ids, **dataclasses.asdict(self.stats)}
+        facts = {"text": self.text, "token_ids": self.token_ids, **dataclasses.asdict(self.stats)}
+        return facts if facts["gate"] is not None else {k: v for k, v in facts.items() if k != "gate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Options:
     max_new_tokens: int = 256
     ignore_eos: bool = False
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    gate_threshold: float = 0.5
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -208,7 +212,8 @@ class Conversation:
 
     def _stream(self, messages: Sequence[Message], k: K, options: Options, *, go_on: bool) -> AnswerStream:
         manifest = self._model.manifest
-        policy = make_policy(manifest.default_k if k == DEFAULT else k, manifest)
+        chosen = manifest.default_k if k == DEFAULT else k
+        policy = make_policy(chosen, manifest, self._model.backend.gate, options.gate_threshold)
         ids = self._model.text.prompt(messages, manifest.model.vision_tokens)
 
         def pieces(stream: AnswerStream) -> Iterator[str]:
@@ -218,7 +223,8 @@ class Conversation:
                 prompt = Prompt(ids, ids == manifest.text.image_token_id, pictures)
                 done = self._session.prefill(prompt, policy, go_on=go_on)
                 clock.prefilled()
-                yield from self._generate(stream, done, len(ids), options, clock)
+                gate = policy.asked if isinstance(policy, Gate) else None
+                yield from self._generate(stream, done, len(ids), options, clock, gate)
 
         return AnswerStream(pieces)
 
@@ -226,7 +232,13 @@ class Conversation:
         return self._model.backend.vision(picture.pixels[None])
 
     def _generate(
-        self, stream: AnswerStream, done: Prefilled, prompt_tokens: int, options: Options, clock: _Clock
+        self,
+        stream: AnswerStream,
+        done: Prefilled,
+        prompt_tokens: int,
+        options: Options,
+        clock: _Clock,
+        gate: list[Decision] | None,
     ) -> Iterator[str]:
         text, ids = self._model.text.stream(), list[int]()
         end_ids = () if options.ignore_eos else self._model.manifest.text.end_ids
@@ -247,10 +259,10 @@ class Conversation:
             shown.append(rest)
             yield rest
         stopped = "end" if ids[-1] in end_ids else "length" if len(ids) == options.max_new_tokens else "context"
-        stats = self._stats(done, prompt_tokens, clock)
+        stats = self._stats(done, prompt_tokens, clock, gate)
         stream._answer = Answer("".join(shown), tuple(ids), stats, stopped)
 
-    def _stats(self, done: Prefilled, prompt_tokens: int, clock: _Clock) -> Stats:
+    def _stats(self, done: Prefilled, prompt_tokens: int, clock: _Clock, gate: list[Decision] | None) -> Stats:
         manifest = self._model.manifest
         return Stats(
             k=done.k,
@@ -265,6 +277,7 @@ class Conversation:
             device=self._model.backend.device,
             precision=manifest.precision,
             timings_ms={"load": round(self._model.load_ms, 3), **clock.timings()},
+            gate=None if gate is None else tuple(gate),
         )
 
 

@@ -12,6 +12,7 @@ backend binds by them. Layers are numbered from 1, as K is.
                                                            -> hidden_out [rows, hidden],
                                                               present_key.N, present_value.N (same buffers)
     head     hidden [rows, hidden]                         -> logits [rows, vocab] f32
+    gate     hidden [rows, hidden], a question's rows      -> odds [2] f32: stay, withdraw
 
 `hidden` is float32 in every graph of the `ort` dialect; K and V have the bundle's KV type.
 """
@@ -29,6 +30,7 @@ SIN = "sin"
 LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
 LOGITS = "logits"
+ODDS = "odds"
 
 
 def past_key(layer: int) -> str:

@@ -65,6 +65,7 @@ class OrtBackend:
         self._embed, self._head = self._session(graphs.embed), self._session(graphs.head)
         self._stages = [self._session(stage.graph) for stage in graphs.stages]
         self._specs = graphs.stages
+        self._gates = {gate.k: self._session(gate.graph) for gate in graphs.gates}
         self._vision: Any = None
         self._vision_lock = threading.Lock()
         self._rope = self._load_rope()
@@ -121,6 +122,10 @@ class OrtBackend:
     def head(self, rows: Rows) -> NDArray[np.float32]:
         logits: NDArray[np.float32] = self._head.run(None, {names.HIDDEN: rows})[0]
         return logits
+
+    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
+        odds: NDArray[np.float32] = self._gates[k].run(None, {names.HIDDEN: rows})[0]
+        return odds
 
     def stage(self, index: int, capacity: int) -> OrtStageCache:
         return OrtStageCache(self, self._stages[index], self._specs[index], capacity)

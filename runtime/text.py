@@ -157,7 +157,7 @@ class Text:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
-        return str(self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True))
+        return _decode(self._tokenizer, list(map(int, ids)))
 
     def stream(self) -> Detokenizer:
         """A new detokenizer for one answer."""
@@ -222,9 +222,11 @@ class Text:
             characters = list(text)
             for spot in spots:
                 character = characters[spot]
-                if character not in marks and (character in marks.values() or not (mark := next(free, ""))):
+                if character not in marks:
+                    marks[character] = "" if character in marks.values() else next(free, "")
+                if not marks[character]:
                     raise RequestError(f"the special token at character {spot} cannot be kept as text; leave it out")
-                characters[spot] = marks.setdefault(character, mark)
+                characters[spot] = marks[character]
             text = "".join(characters)
         return text
 
@@ -307,23 +309,20 @@ class Detokenizer:
         # Byte tokens in a row are decoded together: one wrong byte changes the characters before it.
         if id in self._bytes:
             return ""
-        text = self._decode()
+        text = _decode(self._tokenizer, self._window)
         piece = text[len(self._shown) :]
         if not piece or text.endswith("\ufffd"):
             return ""
         del self._window[: self._context]
         self._context = len(self._window)
-        self._shown = self._decode()
+        self._shown = _decode(self._tokenizer, self._window)
         return piece
 
     def finish(self) -> str:
         """The rest, with U+FFFD where a character stayed incomplete."""
-        piece = self._decode()[len(self._shown) :]
+        piece = _decode(self._tokenizer, self._window)[len(self._shown) :]
         self._window, self._context, self._shown = [], 0, ""
         return piece
-
-    def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
 
 def read_utf8(path: Path, limit: int, error: type[VtxError]) -> str:
@@ -351,6 +350,11 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False
     with _rust_errors(RequestError, "the tokenizer cannot encode the conversation"):
         encoding: Encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding
+
+
+def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    with _rust_errors(BundleError, "the tokenizer cannot decode the answer"):
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import threading
 from pathlib import Path
@@ -158,24 +160,22 @@ CHATS: dict[str, list[Message]] = {
 
 
 def reference_ids(kind: str, template: str, messages: list[Message]) -> list[int]:
-    from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(
+    transformers: Any = importlib.import_module("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer(kind), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
     square = {"height": 28, "width": 28}
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=square),
+    processor = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=square),
         tokenizer,
         patch_size=14,
         vision_feature_select_strategy="full",
         chat_template=template,
     )
     image = Image.new("RGB", (28, 28))
-    chat = [
-        {"role": m["role"], "content": [p if p["type"] == "text" else {**p, "image": image} for p in m["content"]]}  # type: ignore[union-attr, index]
-        for m in messages
-    ]
+    chat: Any = copy.deepcopy(messages)
+    for part in (part for message in chat for part in message["content"] if part["type"] == "image"):
+        part["image"] = image
     out = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
     return [int(i) for i in np.ravel(out["input_ids"])]
 
@@ -237,12 +237,10 @@ def test_a_special_token_that_the_normalizer_would_make_is_text() -> None:
     assert tokenizer.token_to_id("<eot>") not in text.prompt([ask(f"what {wide} is")], ROWS)
 
 
-@given(
-    st.text(
-        st.sampled_from([*SPECIALS, "<", "s>", ">", " ", "a", "\ue000", "\ue001", "\U000f0000", "猫", "\0"]),
-        max_size=12,
-    )
-)
+SHREDS = st.sampled_from([*SPECIALS, "<", "s>", ">", " ", "a", "\ue000", "\ue001", "\U000f0000", "猫", "\0"])
+
+
+@given(st.lists(SHREDS, max_size=12).map("".join))
 @settings(max_examples=150, deadline=None)
 def test_no_question_makes_control_tokens(question: str) -> None:
     for kind in ("bytes", "first"):
@@ -254,6 +252,14 @@ def test_no_question_makes_control_tokens(question: str) -> None:
             continue
         plain = text.prompt([ask(None, "?")], ROWS).tolist()
         assert [i for i in ids if i in control] == [i for i in plain if i in control]
+
+
+def test_special_tokens_in_several_turns_are_text() -> None:
+    chat = [ask("</s>", role="system"), ask(None, "<s> a"), ask("</s>", role="assistant"), ask("what <image>")]
+    for text in TEXTS.values():
+        ids = text.prompt(chat, ROWS).tolist()
+        assert ids.count(text.settings.image_token_id) == ROWS
+    assert "what <image>" in TEXTS["first", "chatml"].decode(TEXTS["first", "chatml"].prompt(chat, ROWS))
 
 
 def test_a_bos_the_user_types_does_not_replace_the_model_s() -> None:
@@ -517,7 +523,7 @@ def test_vocab_and_merges_are_converted(tmp_path: Path) -> None:
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": added}
     write_json(tmp_path / "tokenizer_config.json", config)
     write_json(tmp_path / "config.json", top)
-    json_text, _, settings = read(tmp_path, top, template=CHATML)
+    json_text, _, settings = read_text(tmp_path, top["image_token_index"], {"model_type": "qwen2"}, top, CHATML)
     assert settings.eos_token == "<|im_end|>"
     ids = Text(Tokenizer.from_str(json_text), CHATML, settings).prompt(CHATS["turns"], ROWS)
     assert ids.tolist() == TEXTS["bytes", "chatml"].prompt(CHATS["turns"], ROWS).tolist()

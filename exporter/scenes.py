@@ -1,7 +1,6 @@
 """Drawn scenes of coloured shapes on a 3x3 grid, with questions and their answers.
 
-The demo model is trained and judged on these. A scene is drawn with Pillow alone, so the same
-generator serves training, evaluation and the example pictures.
+The demo model is trained and judged on these, and vtx-calibrate asks them when it is given no data.
 """
 
 from __future__ import annotations
@@ -140,15 +139,10 @@ def _thing(rng: random.Random) -> str:
 
 
 def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    noun = rng.choice(("shapes", "shapes", "things", "objects"))
-    wordings = (
-        "how many {n} are there", "how many {n} do you see", "how many {n} are in the picture",
-        "how many {n} are in the image", "count the {n}", "how many {n}",
-    )  # fmt: skip
-    return _ask(rng, wordings, n=noun), str(len(scene.things))
+    return _how_many(rng, rng.choice(("shapes", "shapes", "things", "objects")), len(scene.things))
 
 
-def _count_some(scene: Scene, rng: random.Random, noun: str, number: int) -> tuple[str, str]:
+def _how_many(rng: random.Random, noun: str, number: int) -> tuple[str, str]:
     wordings = (
         "how many {n} are there", "how many {n} do you see", "how many {n} are in the picture",
         "how many {n} are in the image", "count the {n}", "how many {n}",
@@ -163,13 +157,13 @@ def _present_or_any(rng: random.Random, present: list[str], anything: list[str])
 def _count_color(scene: Scene, rng: random.Random) -> tuple[str, str]:
     color = _present_or_any(rng, [t.color for t in scene.things], list(COLORS))
     noun = f"{color} {_thing(rng)}s"
-    return _count_some(scene, rng, noun, sum(t.color == color for t in scene.things))
+    return _how_many(rng, noun, sum(t.color == color for t in scene.things))
 
 
 def _count_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
     shape = _present_or_any(rng, [t.shape for t in scene.things], list(SHAPES))
     plural = shape + ("es" if shape == "cross" else "s")
-    return _count_some(scene, rng, plural, sum(t.shape == shape for t in scene.things))
+    return _how_many(rng, plural, sum(t.shape == shape for t in scene.things))
 
 
 def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:

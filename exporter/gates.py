@@ -1,0 +1,106 @@
+"""DyVTE's gates: reading and checking their weights, and the tiny graph that asks one.
+
+A gate file is safetensors with `gate.{layer}.fc1.weight` [width, 2 * hidden] and `gate.{layer}.fc2.weight`
+[2, width]; `layer` is the 0-based index of the decoder layer whose output is read, so it decides for
+K = layer + 2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.exporter.checkpoint import check_finite
+from vtx.exporter.config import TextConfig
+from vtx.exporter.graph import FLOAT, Builder
+from vtx.runtime import names
+from vtx.runtime.errors import CheckpointError
+from vtx.runtime.safetensors import TensorInfo, open_tensor, read_header, read_tensor
+
+FEATURES = "mean of the rows after the last image but the last one, and the last one"
+MAX_WIDTH = 1 << 16
+_NAME = re.compile(r"gate\.(0|[1-9]\d{0,3})\.fc([12])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """Gates by the K they decide for: (fc1 [width, 2 * hidden], fc2 [2, width]) float32; `warnings` for the user."""
+
+    by_k: Mapping[int, tuple[NDArray[np.float32], NDArray[np.float32]]]
+    metadata: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
+    """Read and check a gate file for a model. A gate on the last layer decides nothing and is left out.
+
+    Raises:
+        CheckpointError: names or shapes that do not fit the model, NaN, or gates trained for another model.
+
+    """
+    header = read_header(path)
+    pairs: dict[int, dict[str, TensorInfo]] = {}
+    for name, info in header.tensors.items():
+        match = _NAME.fullmatch(name)
+        if not match:
+            raise CheckpointError(f"{path.name}: {name!r} is no gate's weight; expected gate.N.fc1.weight and fc2")
+        pairs.setdefault(int(match[1]), {})[match[2]] = info
+    trained_for = header.metadata.get("model_fingerprint")
+    if trained_for is not None and trained_for != fingerprint:
+        raise CheckpointError(
+            f"{path.name}: the gates were trained for another model ({trained_for[:12]}, this is {fingerprint[:12]}); "
+            "train gates for this one with vtx-train-gate"
+        )
+    warning = f"{path.name} does not say for which model its gates were trained; their shapes fit"
+    by_k = {
+        layer + 2: _gate(path, layer, pair, text) for layer, pair in sorted(pairs.items()) if layer + 1 < text.layers
+    }
+    return Gates(by_k, header.metadata, () if trained_for else (warning,))
+
+
+def _gate(
+    path: Path, layer: int, pair: Mapping[str, TensorInfo], text: TextConfig
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    if set(pair) != {"1", "2"}:
+        raise CheckpointError(f"{path.name}: gate {layer} lacks fc{'2' if '1' in pair else '1'}.weight")
+    shapes = pair["1"].shape, pair["2"].shape
+    width = shapes[1][1] if len(shapes[1]) == 2 else 0
+    if not 1 <= width <= MAX_WIDTH or shapes != ((width, 2 * text.hidden), (2, width)):
+        raise CheckpointError(
+            f"{path.name}: gate {layer} has weights {list(shapes[0])} and {list(shapes[1])}; this model of hidden "
+            f"size {text.hidden} takes [width, {2 * text.hidden}] and [2, width]"
+        )
+    weights = []
+    for info in (pair["1"], pair["2"]):
+        if info.dtype not in ("F32", "F16", "BF16"):
+            raise CheckpointError(f"{path.name}: {info.name} is {info.dtype}; F32, F16 and BF16 are read")
+        check_finite(open_tensor(info), info.name)
+        weights.append(read_tensor(info).astype(np.float32, copy=False))
+    return weights[0], weights[1]
+
+
+def gate_tensors(k: int) -> tuple[str, str]:
+    """Names of the two weights of the gate before layer `k`, as they stand in a gate file and in a bundle."""
+    return f"gate.{k - 2}.fc1.weight", f"gate.{k - 2}.fc2.weight"
+
+
+def build_gate(b: Builder, c: TextConfig, k: int) -> None:
+    """softmax(fc2(gelu(fc1([mean; last])))) of a question's rows [rows, hidden]: odds [2].
+
+    The mean is over all rows but the last; a question of one row has a mean of zeros.
+    """
+    hidden = b.input(names.HIDDEN, FLOAT, ["rows", c.hidden])
+    last = b.op("Slice", hidden, b.constant([-1]), b.constant([1 << 30]), b.constant([0]))
+    before = b.op("Slice", hidden, b.constant([0]), b.constant([-1]), b.constant([0]))
+    total = b.op("ReduceSum", before, b.constant([0]), keepdims=1)
+    count = b.op("Max", b.op("Sub", b.op("Shape", hidden, start=0, end=1), b.constant([1])), b.constant([1]))
+    mean = b.op("Div", total, b.op("Cast", count, to=FLOAT.value))
+    first, second = gate_tensors(k)
+    x = b.op("Gemm", b.op("Concat", mean, last, axis=-1), b.weight(first), transB=1)
+    x = b.op("Gemm", b.op("Gelu", x), b.weight(second), transB=1)
+    b.output(b.reshape(b.op("Softmax", x, axis=-1), 2), names.ODDS, FLOAT, [2])

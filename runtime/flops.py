@@ -1,0 +1,244 @@
+"""Arithmetic and memory of a model as formulas: exact integers, from sizes and rows per layer.
+
+A policy enters as its schedule, the rows that each decoder layer computes at prefill: `full_rows` for Full,
+`withdrawn_rows` for VTW, `scheduled_rows` for whatever keeps some vision tokens in some layers. One
+multiply-accumulate is two FLOPs. Two conventions are in print, and both are here under their names:
+
+    calflops   VTW's tables: matrices of the decoder and the head on every row, no attention products, no vision.
+    total      DyVTE's tables: vision tower, projector, the decoder's matrices and its attention products
+               (the whole square, as if it had no causal mask), no head.
+
+`prefill_flops` and `decode_flops` are neither: they are what the graphs of a bundle compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from vtx.runtime.errors import RequestError
+
+MAX_ROWS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSize:
+    """Sizes of a decoder of the llama family; `kv_heads` below `heads` is grouped-query attention."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
+    @property
+    def layer_macs(self) -> int:
+        """Multiply-accumulates of one layer's matrices for one row; also the number of their weights."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.ffn
+
+    @property
+    def head_macs(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def layer_outputs(self) -> int:
+        """Rows of all matrices of one layer, each with a scale of its own where weights are int8."""
+        return self.head_dim * (self.heads + 2 * self.kv_heads) + 2 * self.hidden + 2 * self.ffn
+
+    @property
+    def slot_elements(self) -> int:
+        """Elements of K and V in one KV slot of one layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def small_parameters(self) -> int:
+        """Norms and biases of all layers, and the last norm."""
+        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
+        layer = 2 * self.hidden + self.qkv_bias * qkv + self.o_bias * self.hidden
+        layer += self.mlp_bias * (2 * self.ffn + self.hidden)
+        return self.layers * layer + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights: layers, embedding, last norm, and the head where it is not the embedding."""
+        tables = self.head_macs * (1 if self.tied else 2)
+        return self.layers * self.layer_macs + self.small_parameters + tables
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSize:
+    """A CLIP or SigLIP tower, and the projector behind it.
+
+    One view is one pass of a tower: `patches` patches of `patch` x `patch` RGB pixels. `layers` are all layers
+    of the tower, `used` those up to the last feature layer, which alone are exported. `view_tokens` rows of
+    `features` hidden states are projected to `out` columns. One image takes `views` views and `image_tokens`
+    tokens of the prompt. `towers` counts towers with weights of their own.
+    """
+
+    layers: int
+    used: int
+    hidden: int
+    ffn: int
+    patches: int
+    patch: int
+    class_token: bool
+    features: int
+    view_tokens: int
+    image_tokens: int
+    out: int
+    views: int = 1
+    towers: int = 1
+    projector_bias: bool = True
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, zero="used")
+        if self.used > self.layers:
+            raise RequestError(f"{self.used} layers of a tower of {self.layers} cannot be used; correct the sizes")
+
+    @property
+    def rows(self) -> int:
+        return self.patches + self.class_token
+
+    @property
+    def layer_macs(self) -> int:
+        """One layer of the tower for one view, attention products included."""
+        h = self.hidden
+        return self.rows * (4 * h * h + 2 * h * self.ffn) + 2 * self.rows * self.rows * h
+
+    @property
+    def patch_macs(self) -> int:
+        return self.patches * self.hidden * 3 * self.patch * self.patch
+
+    @property
+    def projector_macs(self) -> int:
+        """The two matrices of the projector for one view."""
+        return self.view_tokens * (self.features * self.hidden * self.out + self.out * self.out)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the exported part of the towers, and of the projector."""
+        h = self.hidden
+        layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
+        embeddings = h * 3 * self.patch * self.patch + self.rows * h + (3 * h if self.class_token else h)
+        projector = self.features * h * self.out + self.out * self.out + self.projector_bias * 2 * self.out
+        return self.towers * (self.used * layer + embeddings) + projector
+
+
+def _check_sizes(size: DecoderSize | VisionSize, zero: str = "") -> None:
+    for field in fields(size):
+        value = getattr(size, field.name)
+        least = 0 if field.name == zero else 1
+        if not isinstance(value, bool) and not least <= value < 1 << 31:
+            raise RequestError(f"{type(size).__name__}.{field.name} is {value}, outside {least}..2147483647")
+
+
+# --- schedules: rows per layer --------------------------------------------------------------------
+
+
+def full_rows(layers: int, *, text: int, vision: int) -> tuple[int, ...]:
+    """Every layer sees the `text` and the `vision` tokens."""
+    return scheduled_rows([vision] * layers, text=text)
+
+
+def withdrawn_rows(layers: int, k: int | None, *, text: int, vision: int) -> tuple[int, ...]:
+    """VTW Eq. 5: layers 1..K-1 see all rows, layers K..N the text alone. None: no withdrawal.
+
+    Raises:
+        RequestError: K is outside 2..layers.
+
+    """
+    if k is None:
+        return full_rows(layers, text=text, vision=vision)
+    if not 2 <= k <= layers:
+        raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+    return scheduled_rows([vision] * (k - 1) + [0] * (layers - k + 1), text=text)
+
+
+def scheduled_rows(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
+    """Rows per layer where layer l computes `kept[l - 1]` vision tokens beside the `text` tokens.
+
+    Raises:
+        RequestError: a count is negative, or beyond 16,777,216 rows.
+
+    """
+    if text < 1 or min(kept, default=0) < 0 or text + max(kept, default=0) > MAX_ROWS:
+        raise RequestError(f"{text} text tokens and {max(kept, default=0)} vision tokens are outside 1..{MAX_ROWS}")
+    return tuple(text + count for count in kept)
+
+
+def fastv_rows(layers: int, *, text: int, vision: int, after: int = 2, drop: float = 0.5) -> tuple[int, ...]:
+    """FastV: the first `after` layers see all, the others the best (1 - `drop`) of the vision tokens."""
+    kept = vision - int(vision * drop)
+    return scheduled_rows([vision] * after + [kept] * (layers - after), text=text)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def calflops(size: DecoderSize, rows: Sequence[int]) -> float:
+    """VTW's convention, in FLOPs.
+
+    As in the tables, a layer's share of F(s) = 2s[N(4h^2 + 3hm) + vocab h] goes by the rows of that layer, and
+    the head counts as spread over the layers.
+    """
+    _check_layers(size, rows)
+    return 2 * sum(rows) * (size.layer_macs + size.head_macs / size.layers)
+
+
+def total_flops(size: DecoderSize, rows: Sequence[int], vision: VisionSize | None = None, views: int = 0) -> int:
+    """DyVTE's convention, in FLOPs: `views` passes of the whole tower and the projector, then the decoder."""
+    return encode_flops(vision, views, whole=True) + 2 * _decoder_macs(size, rows)
+
+
+def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False) -> int:
+    """FLOPs of `views` passes of tower and projector: of the exported layers, or of the `whole` tower."""
+    if vision is None:
+        return 0
+    layers = vision.layers if whole else vision.used
+    return 2 * views * (vision.patch_macs + layers * vision.layer_macs + vision.projector_macs)
+
+
+def prefill_flops(size: DecoderSize, rows: Sequence[int]) -> int:
+    """FLOPs of the decoder's graphs for a prompt in one chunk: all rows, and the head on the last one."""
+    return 2 * (_decoder_macs(size, rows) + size.head_macs)
+
+
+def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
+    """FLOPs of one more token when `slots` KV slots are filled per layer; the token attends to itself as well."""
+    _check_layers(size, slots)
+    attention = sum(attention_macs(size, 1, filled + 1) for filled in slots)
+    return 2 * (size.layers * size.layer_macs + attention + size.head_macs)
+
+
+def attention_macs(size: DecoderSize, rows: int, slots: int) -> int:
+    """The two products of one layer's attention: `rows` queries on `slots` keys and values, no causal saving."""
+    return 2 * rows * slots * size.heads * size.head_dim
+
+
+def _decoder_macs(size: DecoderSize, rows: Sequence[int]) -> int:
+    _check_layers(size, rows)
+    return sum(count * size.layer_macs + attention_macs(size, count, count) for count in rows)
+
+
+def _check_layers(size: DecoderSize, rows: Sequence[int]) -> None:
+    if len(rows) != size.layers:
+        raise RequestError(f"a schedule of {len(rows)} layers does not fit a model of {size.layers}; give one per layer")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def kv_bytes(size: DecoderSize, slots: Sequence[int], element_bytes: int) -> tuple[int, ...]:
+    """Bytes of the KV cache per layer when `slots` are filled: after a prefill, its rows per layer."""
+    _check_layers(size, slots)
+    return tuple(count * size.slot_elements * element_bytes for count in slots)

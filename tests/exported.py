@@ -1,0 +1,70 @@
+"""Bundles of tiny checkpoints, made by the real exporter, and greedy answers with the logits behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.bundles import export
+from tests.tiny import Message, Tiny
+from vtx.runtime.model import Model, load
+from vtx.runtime.policy import Full, Policy, Withdraw
+from vtx.runtime.session import Prefilled, Prompt, Session
+
+THREADS = 1  # the pool belongs to the process: every test asks for the same
+KS = (2, 3, 5, 8)
+Checkpoints = Callable[..., Path]
+
+
+class Models:
+    """`models(tiny, ks, precision)`: that bundle, loaded; each is made once."""
+
+    def __init__(self, folder: Path, checkpoints: Checkpoints) -> None:
+        self._folder, self._checkpoints = folder, checkpoints
+        self._made = 0
+        self._get = cache(self._make)
+
+    def __call__(self, tiny: Tiny = Tiny(), ks: tuple[int, ...] = KS, precision: str = "fp32") -> Model:  # noqa: B008
+        return self._get(tiny, ks, precision)
+
+    def _make(self, tiny: Tiny, ks: tuple[int, ...], precision: str) -> Model:
+        self._made += 1
+        bundle = export(self._checkpoints(tiny), self._folder / f"bundle-{self._made}", ks, precision)
+        return load(bundle.folder, threads=THREADS)
+
+
+class Greedy(NamedTuple):
+    """`ids`, as many as asked for; `logits` [n, vocab], row t chose ids[t]; what the prefill reported."""
+
+    ids: list[int]
+    logits: NDArray[np.float32]
+    done: Prefilled
+
+
+def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Image]) -> Prompt:
+    """The prompt as a session takes it, pixels and all."""
+    ids = model.text.prompt(messages, model.manifest.model.vision_tokens)
+    pictures = [model.picture(image) for image in images]
+    encoders = tuple((p.key, lambda p=p: model.backend.vision(p.pixels[None])) for p in pictures)
+    return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)
+
+
+def policy(k: int | None) -> Policy:
+    return Full() if k is None else Withdraw(k)
+
+
+def greedy(model: Model, asked: Prompt, k: int | None, n: int, forced: Sequence[int] = ()) -> Greedy:
+    """`n` greedy tokens of a fresh session, or the logits along `forced` instead of the tokens chosen."""
+    session = Session(model.backend, model.manifest)
+    done = session.prefill(asked, policy(k))
+    rows, ids = [done.logits], [int(done.logits.argmax())]
+    while len(ids) < n:
+        rows.append(session.decode(forced[len(ids) - 1] if forced else ids[-1]))
+        ids.append(int(rows[-1].argmax()))
+    return Greedy(ids, np.stack(rows), done)
