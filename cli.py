@@ -120,6 +120,7 @@ def export(
 
 
 def _exporter() -> Any:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what is wrong with a model we say ourselves
     try:
         import vtx.exporter.export as exporter
     except ImportError as e:
@@ -249,12 +250,10 @@ def _find_bundle(named: str | None) -> Path:
     """The bundle to use: the one named, else the one exported last, else the demo, exported now."""
     if named:
         return Path(named)
-    last = _state_file()
-    if last.is_file():
-        folder = Path(last.read_text(encoding="utf-8").strip())
-        if (folder / "vtx.json").is_file():
-            return folder
-        _note(f"the bundle exported last, {folder}, is gone")
+    if last := _remembered():
+        if (last / "vtx.json").is_file():
+            return last
+        _note(f"the bundle exported last, {last}, is gone")
     exporter = _exporter()
     out = _home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
     if not (out / "vtx.json").is_file():
@@ -271,10 +270,17 @@ def _state_file() -> Path:
     return _home("XDG_STATE_HOME", ".local/state") / "vtx" / "last-bundle"
 
 
+def _remembered() -> Path | None:
+    try:
+        return Path(os.fsdecode(_state_file().read_bytes().strip()))
+    except OSError:
+        return None
+
+
 def _remember(folder: Path) -> None:
     try:
         _state_file().parent.mkdir(parents=True, exist_ok=True)
-        _state_file().write_text(f"{folder}\n", encoding="utf-8")
+        _state_file().write_bytes(os.fsencode(folder))
     except OSError:
         _note(f"could not note this bundle as the last one; name it with --bundle {folder}")
 
@@ -377,6 +383,96 @@ def _check_bundle(folder: str) -> None:
     click.echo("the bundle computes what its checkpoint says")
 
 
+# --- vtx-plan -------------------------------------------------------------------------------------
+
+
+def _ks_to_plan(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int | None, ...]:
+    try:
+        return tuple(None if part == "none" else int(part) for part in value.split(",")) if value else ()
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, none, or a list like none,8,16") from e
+
+
+@_command(
+    epilog="vtx-plan --model llava-1.5-7b\n"
+    "vtx-plan --model llava-1.5-7b --sequence 642 --text 66 --k 17 --json\n"
+    "vtx-plan --model llava-next-7b --precision int4 --profile orin-nx-16\n"
+    "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
+)
+@click.option(
+    "--model", required=True, metavar="NAME|FOLDER", help="A known name, a checkpoint (its config.json), or a bundle."
+)
+@click.option("--sequence", type=int, help="Tokens of the prompt [default: one image and --text].")
+@click.option("--text", type=int, default=64, show_default=True, help="Tokens of it that are not of images.")
+@click.option(
+    "--k", "ks", callback=_ks_to_plan, metavar="N|none|N,M,...",
+    help="First layer without vision tokens, counted from 1 [default: none and a spread].",
+)  # fmt: skip
+@click.option(
+    "--precision", "precisions", multiple=True, help="Of the weights; may be given again.",
+    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]), show_default="all",
+)  # fmt: skip
+@click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Of the answer, for the peak memory.")
+@click.option("--profile", metavar="NAME", help="A device: does it fit, and an estimate of the time.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
+def plan(
+    model: str, sequence: int | None, text: int, ks: tuple[int | None, ...], precisions: tuple[str, ...],
+    max_new_tokens: int, profile: str | None, as_json: bool, plot: Path | None,
+) -> None:  # fmt: skip
+    """Say what a model will cost: arithmetic, weights, KV cache, memory, per K and precision."""
+    from vtx.exporter.plan import PRECISIONS, Workload, find_profile, make_plan
+    from vtx.exporter.sizes import find_size
+
+    device = None if profile is None else find_profile(profile)
+    size = find_size(model)
+    image = 0 if size.vision is None else size.vision.image_tokens
+    work = Workload(text, image if sequence is None else sequence - text, max_new_tokens)
+    found = make_plan(size, work, ks, precisions or PRECISIONS, device)
+    if plot is not None:
+        from vtx.exporter.plot import plot_plan
+
+        plot_plan(found, plot)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(found, ensure_ascii=False))
+        return
+    _show_plan(found)
+    if plot is not None:
+        _note(f"drew {plot}")
+
+
+def _show_plan(found: dict[str, Any]) -> None:
+    from vtx.runtime.units import size
+
+    device = found["profile"]
+    click.echo(
+        f"{found['model']['name']}: {found['parameters'] / 1e9:.3g} billion parameters; a prompt of "
+        f"{found['text_tokens']} text and {found['vision_tokens']} vision tokens, {found['max_new_tokens']} new ones"
+    )
+    click.echo("weights: " + ", ".join(f"{name} {size(count)}" for name, count in found["weights_bytes"].items()))
+    rows = [
+        [str(d["k"] or "none"), str(d["full_layers"]), f"{d['calflops'] / 1e12:.3g} T ({d['calflops_ratio']:.1%})",
+         f"{d['total_flops'] / 1e12:.3g} T ({d['total_ratio']:.1%})"]
+        for d in found["depths"]
+    ]  # fmt: skip
+    _table("arithmetic of the prompt", ["K", "full layers", "calflops", "total"], rows)
+    heads, rows = ["K", "precision", "KV cache", "peak memory"], []
+    if device:
+        heads += ["fits", "vision", "prefill", "per token"]
+    for depth in found["depths"]:
+        for name, memory in depth["precisions"].items():
+            row = [str(depth["k"] or "none"), name, size(memory["kv_bytes"]), size(memory["peak_bytes"])]
+            if device:
+                row += ["yes" if memory["fits"] else "NO"]
+                row += [f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms" for ms in memory["latency_ms"].values()]
+            rows.append(row)
+    _table(f"memory on {device['name']}" if device else "memory", heads, rows)
+    if device:
+        click.echo(f"{device['power_mode']}, {size(device['usable_bytes'])} usable; times are {found['estimate']}")
+
+
 # --- vtx ------------------------------------------------------------------------------------------
 
 
@@ -391,5 +487,6 @@ def main() -> None:
 
 for _name, _item in (("export", export), ("run", run), ("inspect", inspect), ("doctor", doctor)):
     main.add_command(_item, _name)
+main.add_command(plan, "plan")
 
-__all__ = ["doctor", "export", "inspect", "main", "run"]
+__all__ = ["doctor", "export", "inspect", "main", "plan", "run"]

@@ -19,10 +19,11 @@ import torch
 from model import Llava, Shape
 from publish import HERE, hub_name
 from safetensors.torch import load_file
-from vtx.exporter.scenes import KINDS, ask, photograph, random_scene
 from tokenizers import Tokenizer
 from train import attention_mask, pixels_of, with_vision
 from words import Packer
+
+from vtx.exporter.scenes import KINDS, ask, photograph, random_scene
 
 HELD_OUT_SEED = 7_000_000_000
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from vtx.exporter.scenes import COLORS, KINDS, PLACES, SHAPES, Item, ask_some, random_scene
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
+
+from vtx.exporter.scenes import COLORS, KINDS, PLACES, SHAPES, Item, ask_some, random_scene
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 TEMPLATE = (

@@ -5,12 +5,16 @@ Nothing stands at `out` until the bundle is complete; the manifest is the last f
 
 from __future__ import annotations
 
+import fcntl
+import glob
+import json
 import os
 import platform
+import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.resources import files
@@ -43,6 +47,7 @@ from vtx.runtime.text import Text, TextSettings
 
 DEMO = "demo"
 GATES = "gates.safetensors"
+CONFIG = "config.json"
 DEFAULT_CONTEXT = 4096
 KV_TYPES = {"fp32": "float32", "fp16": "float16"}
 KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
@@ -55,6 +60,7 @@ class ExportOptions:
     """What to export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
 
     "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
+    `calibration` says how K was chosen where it was measured; it is kept in the record.
     """
 
     model: str = DEMO
@@ -63,6 +69,7 @@ class ExportOptions:
     max_context: int | None = None
     template: str | None = None
     gates: Path | None = None
+    calibration: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -70,7 +77,10 @@ class ExportOptions:
         if self.max_context is not None and self.max_context < 2:
             raise RequestError(f"--max-context is {self.max_context}; give at least 2")
         if self.ks == "auto" and self.gates is None:
-            raise RequestError("--k auto needs trained gates; add --gates FILE (vtx-train-gate makes one), or name K")
+            raise RequestError(
+                "--k auto needs something to choose by; add --gates FILE (vtx-train-gate makes one) for a K per "
+                "question or --calibration DATA for one K, or name K"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,8 @@ class Plan:
     @property
     def name(self) -> str:
         demo = self.options.model == DEMO
-        return DEMO if demo else Path(self.options.model).expanduser().absolute().name
+        name = DEMO if demo else Path(self.options.model).expanduser().absolute().name
+        return name.encode("utf-8", "replace").decode()  # a directory's name need not be Unicode, a manifest is
 
     @property
     def kv_dtype(self) -> str:
@@ -185,11 +196,14 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
         CheckpointError: a weight is NaN, or a file changed underway.
 
     """
-    out = out.expanduser().absolute()
-    _check_target(out, force)
-    _make_folder(out.parent)
-    _remove_stale(out)
-    check_disk(out.parent, plan.prediction.disk)
+    try:
+        out = out.expanduser().absolute()
+        _make_folder(out.parent)
+        _clear_after_killed(out)
+        _check_target(out, force)
+        check_disk(out.parent, plan.prediction.disk)
+    except (OSError, RuntimeError) as e:
+        raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
     with _building(out) as folder:
         started = time.time()
         _write_text(folder, plan)
@@ -206,7 +220,7 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
         manifest = _manifest(folder, plan, started, report)
         _write_file(folder / MANIFEST, manifest.to_json())
         _sync(folder)
-        _put_in_place(folder, out)
+        _put_in_place(folder, out, force)
     return Bundle.open(out, check=False)
 
 
@@ -227,40 +241,71 @@ def _make_folder(folder: Path) -> None:
         raise ExportError(f"cannot make the directory {folder} ({e.strerror}); name another --out") from e
 
 
-def _remove_stale(out: Path) -> None:
-    """Remove what killed exports to the same place have left."""
-    for left in out.parent.glob(f".{out.name}.partial-*"):
-        pid = left.name.rpartition("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+def _clear_after_killed(out: Path) -> None:
+    """Remove what killed exports to the same place have left, and put back the bundle that one had set aside."""
+    for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
+        lock = _lock(left)
+        if lock is not None:
             shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    for old in out.parent.glob(f".{glob.escape(out.name)}.replaced-*"):
+        _set_back(old, out)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock of `folder` while it is open, killed or not; None where another holds it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 @contextmanager
 def _building(out: Path) -> Iterator[Path]:
     """A hidden sibling of `out` to build in; gone afterwards, whatever happens."""
-    folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    folder, lock = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None
     try:
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        lock = _lock(folder)
         yield folder
     except OSError as e:
         raise ExportError(f"cannot write the bundle under {out.parent} ({e.strerror}); nothing was left behind") from e
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
-def _put_in_place(folder: Path, out: Path) -> None:
-    """Rename the complete bundle to its place; what stood there is removed only after."""
-    old = out.with_name(f".{out.name}.replaced-{os.getpid()}")
-    if out.exists():
-        out.rename(old)
+def _put_in_place(folder: Path, out: Path, force: bool) -> None:
+    """Rename the complete bundle to its place; what stood there is removed only after.
+
+    Without `force` the rename fails where another export was quicker.
+    """
+    old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}")
     try:
+        if force and out.exists():
+            out.rename(old)
         folder.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
+    except OSError as e:
+        if (out / MANIFEST).is_file():
+            raise ExportError(f"another export made {out} meanwhile; --force replaces it, or name another --out") from e
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        _set_back(old, out)
+
+
+def _set_back(old: Path, out: Path) -> None:
+    """Put the bundle `old` back to `out` where nothing took its place, else remove it."""
+    with suppress(OSError):
+        old.rename(out)
+    if old.exists() and (out / MANIFEST).is_file():
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -270,6 +315,7 @@ def _write_file(path: Path, text: str) -> None:
 def _write_text(folder: Path, plan: Plan) -> None:
     _write_file(folder / "tokenizer.json", plan.tokenizer)
     _write_file(folder / "chat_template.jinja", plan.template)
+    _write_file(folder / CONFIG, json.dumps(plan.checkpoint.config, indent=1) + "\n")  # for measuring the bundle
     cos, sin = plan.config.text.rope.tables(plan.max_context)
     write_safetensors(folder / "rope.safetensors", {names.COS: cos, names.SIN: sin}, None)
 
@@ -382,6 +428,7 @@ def _record(plan: Plan, started: float) -> dict[str, Any]:
             "max_context": plan.options.max_context,
         },
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
+        **({"calibration": dict(plan.options.calibration)} if plan.options.calibration else {}),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in RECORDED}},
     }
 
@@ -412,6 +459,7 @@ def load_template(path: Path) -> str:
 
 
 __all__ = [
+    "CONFIG",
     "DEMO",
     "ExportOptions",
     "Plan",

@@ -6,8 +6,9 @@ K share one pass, since the rows that enter layer K are those of the unwithdrawn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from vtx.exporter.vision import vision_tensors
 from vtx.runtime.safetensors import read_tensor
 
 Report = Callable[[int], None]
+Watch = Callable[[int, int, Tensor], None]
+Attend = Callable[[int, int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +82,30 @@ class Reference:
         return self._linear(hidden, "projector.linear_2").flatten(0, 1)
 
     def hidden(
-        self, samples: Sequence[Sample], ks: Sequence[int | None], report: Report = lambda _: None
+        self,
+        samples: Sequence[Sample],
+        ks: Sequence[int | None],
+        report: Report = lambda _: None,
+        attend: Attend | None = None,
+        watch: Watch = lambda *_: None,
     ) -> list[dict[int | None, Tensor]]:
         """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
 
-        Each layer's weights are read once for all samples and all K. `report` gets 1 a layer.
+        Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
+        (from 1), number of the sample, and the rotated queries and keys [1, heads, n, head_dim] without withdrawal;
+        `watch` gets the same two numbers and the layer's output [n, hidden].
         """
         text = self._config.text
         depths = sorted(k for k in ks if k is not None)
         streams = self._enter(samples)
         for layer in range(1, text.layers + 1):
             weights = self._layer_weights(layer)
-            for stream in streams:
+            for number, stream in enumerate(streams):
                 if layer in depths:
                     stream.tails = torch.cat((stream.tails, stream.full[~stream.is_vision][None]))
-                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights)[0]
+                see = partial(attend, layer, number) if attend else None
+                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights, see)[0]
+                watch(layer, number, stream.full)
                 if len(stream.tails):
                     stream.tails = _decoder_layer(text, stream.tails, stream.text_positions, weights)
             report(1)
@@ -102,6 +114,47 @@ class Reference:
             dict(zip(order, (s.full[-sample.last :], *s.tails[:, -sample.last :]), strict=True))
             for s, sample in zip(streams, samples, strict=True)
         ]
+
+    def greedy(
+        self, samples: Sequence[Sample], end_ids: Collection[int], max_new_tokens: int, report: Report = lambda _: None
+    ) -> list[list[int]]:
+        """Each sample's own greedy answer without withdrawal, up to `max_new_tokens` ids, an end token included.
+
+        Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
+        """
+        rows = [(stream.full, stream.positions) for stream in self._enter(samples)]
+        kept: list[dict[int, list[Tensor]]] = [{} for _ in samples]
+        answers: list[list[int]] = [[] for _ in samples]
+        going = list(range(len(samples)))
+        while going:
+            self._advance(rows, kept, going, report)
+            for number, token in zip(going, self._best([rows[n][0][-1] for n in going]), strict=True):
+                answers[number].append(token)
+            going = [n for n in going if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
+            table = self._tensor("text.embed_tokens.weight")
+            for n in going:
+                rows[n] = table[answers[n][-1:]], rows[n][1][-1:] + 1
+        return answers
+
+    def _advance(
+        self,
+        rows: list[tuple[Tensor, Tensor]],
+        kept: Sequence[dict[int, list[Tensor]]],
+        going: Sequence[int],
+        report: Report,
+    ) -> None:
+        """Run the new rows [n, hidden] at their positions [n] of the samples `going` through all layers."""
+        for layer in range(1, self._config.text.layers + 1):
+            weights = self._layer_weights(layer)
+            for n in going:
+                x, positions = rows[n]
+                cache = kept[n].setdefault(layer, [])
+                rows[n] = _decoder_layer(self._config.text, x[None], positions, weights, cache=cache)[0], positions
+            report(1)
+
+    def _best(self, rows: Sequence[Tensor]) -> list[int]:
+        best: list[int] = self.head(torch.stack(list(rows))).argmax(-1).tolist()
+        return best
 
     def head(self, rows: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
@@ -156,8 +209,20 @@ class Reference:
         return {n.removeprefix(prefix): self._tensor(n) for n, _ in layer_tensors(self._config.text, layer)}
 
 
-def _decoder_layer(c: TextConfig, x: Tensor, positions: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """One layer of the llama family over rows [batch, n, hidden] at `positions` [n]; causal among these rows."""
+def _decoder_layer(
+    c: TextConfig,
+    x: Tensor,
+    positions: Tensor,
+    weights: dict[str, Tensor],
+    see: Callable[[Tensor, Tensor], None] | None = None,
+    *,
+    cache: list[Tensor] | None = None,
+) -> Tensor:
+    """One layer of the llama family over rows [batch, n, hidden] at `positions` [n]; causal among these rows.
+
+    `see` gets the rotated queries and keys. Where `cache` holds keys and values, they stand before those of the one
+    new row; the new ones are added to it.
+    """
 
     def linear(y: Tensor, name: str) -> Tensor:
         return F.linear(y, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -168,9 +233,14 @@ def _decoder_layer(c: TextConfig, x: Tensor, positions: Tensor, weights: dict[st
     y = _rms(x, weights["input_layernorm.weight"], c.eps)
     q, k, v = (heads(linear(y, f"self_attn.{part}_proj")) for part in "qkv")
     q, k = _rotate(c, q, positions), _rotate(c, k, positions)
+    if cache is not None:
+        k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
+        cache[:] = k, v
     groups = c.heads // c.kv_heads
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if see:
+        see(q, k)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
     x = x + linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
     y = _rms(x, weights["post_attention_layernorm.weight"], c.eps)
     return x + linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")

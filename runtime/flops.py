@@ -232,7 +232,9 @@ def _decoder_macs(size: DecoderSize, rows: Sequence[int]) -> int:
 
 def _check_layers(size: DecoderSize, rows: Sequence[int]) -> None:
     if len(rows) != size.layers:
-        raise RequestError(f"a schedule of {len(rows)} layers does not fit a model of {size.layers}; give one per layer")
+        raise RequestError(
+            f"a schedule of {len(rows)} layers does not fit a model of {size.layers}; give one count per layer"
+        )
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ answer = image.ask("What colour is it?")   # the image's part of the caches is r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -95,9 +97,12 @@ class Options:
 
 
 class AnswerStream:
-    """An iterator over pieces of text as they come; `answer` is there when it is exhausted."""
+    """An iterator over pieces of text as they come; `answer` is there when it is exhausted.
 
-    def __init__(self, pieces: Callable[[AnswerStream], Iterator[str]]) -> None:
+    It ends early when the same thread puts the next question before this one has been read to its end.
+    """
+
+    def __init__(self, pieces: Callable[[AnswerStream], Generator[str]]) -> None:
         self._answer: Answer | None = None
         self._pieces = pieces(self)
 
@@ -110,8 +115,12 @@ class AnswerStream:
     @property
     def answer(self) -> Answer:
         if self._answer is None:
-            raise RequestError("the answer is not complete yet; read the stream to its end first")
+            raise RequestError("the answer is not complete; read its stream to the end, before the next question")
         return self._answer
+
+    def close(self) -> None:
+        """Stop here; the answer stays incomplete."""
+        self._pieces.close()
 
     def read(self) -> Answer:
         """Run to the end and return the answer."""
@@ -171,6 +180,7 @@ class Conversation:
         self._model, self._pictures = model, pictures
         self._session = Session(model.backend, model.manifest)
         self._lock = threading.Lock()
+        self._reading: tuple[int, weakref.ref[AnswerStream]] | None = None  # thread and stream that hold the lock
 
     def __enter__(self) -> Conversation:
         return self
@@ -180,6 +190,7 @@ class Conversation:
 
     def close(self) -> None:
         """Free the caches. The conversation can be used again and then starts afresh."""
+        self._end_own_stream()
         with self._lock:
             self._session = Session(self._model.backend, self._model.manifest)
 
@@ -216,8 +227,10 @@ class Conversation:
         policy = make_policy(chosen, manifest, self._model.backend.gate, options.gate_threshold)
         ids = self._model.text.prompt(messages, manifest.model.vision_tokens)
 
-        def pieces(stream: AnswerStream) -> Iterator[str]:
+        def pieces(stream: AnswerStream) -> Generator[str]:
+            self._end_own_stream()
             with self._lock:
+                self._reading = threading.get_ident(), weakref.ref(stream)
                 clock = _Clock()
                 pictures = tuple((p.key, lambda p=p: clock.vision(self._encode, p)) for p in self._pictures)
                 prompt = Prompt(ids, ids == manifest.text.image_token_id, pictures)
@@ -227,6 +240,14 @@ class Conversation:
                 yield from self._generate(stream, done, len(ids), options, clock, gate)
 
         return AnswerStream(pieces)
+
+    def _end_own_stream(self) -> None:
+        """End an answer that this thread has begun and not read to its end: its lock would be waited for forever."""
+        thread, reading = self._reading or (None, None)
+        stream = reading() if reading and thread == threading.get_ident() else None
+        if stream:
+            with contextlib.suppress(ValueError):  # another thread is reading it just now and will end it
+                stream.close()
 
     def _encode(self, picture: Picture) -> Rows:
         return self._model.backend.vision(picture.pixels[None])
@@ -297,7 +318,7 @@ class Chat:
         turn = self._conversation._user(question, with_images=not self.messages)
         inner = self._conversation._stream([*self.messages, turn], self._k, options or Options(), go_on=True)
 
-        def pieces(stream: AnswerStream) -> Iterator[str]:
+        def pieces(stream: AnswerStream) -> Generator[str]:
             yield from inner
             stream._answer = inner.answer
             self.messages += [turn, {"role": "assistant", "content": [{"type": "text", "text": inner.answer.text}]}]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backend import Backend, Rows, StageCache
-from vtx.runtime.errors import ContextError
+from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.manifest import Manifest
 from vtx.runtime.policy import Boundary, Policy
 
@@ -117,10 +117,16 @@ class Session:
 
         Raises:
             ContextError: the prompt and one new token do not fit.
+            RequestError: no text stands after the last image.
 
         """
         self._check_room(len(prompt.ids), int(prompt.is_vision.sum()))
         front = prompt.front
+        if front == len(prompt.ids):
+            raise RequestError(
+                "the prompt ends with an image and leaves no row to answer from; "
+                "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
+            )
         key = (prompt.ids[:front].tobytes(), tuple(key for key, _ in prompt.pictures))
         known = key == self._front.key
         reused = known and front > 0 and self._front.depth > 0

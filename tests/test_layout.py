@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,10 @@ import vtx
 from vtx import cli
 
 ROOT = Path(__file__).parents[1]
-RUNTIME_MAY_IMPORT = {"click", "jinja2", "numpy", "onnxruntime", "PIL", "rich", "tokenizers", "vtx"}
+RUNTIME_MAY_IMPORT = {"click", "jinja2", "numpy", "onnxruntime", "PIL", "rich", "tokenizers", "tomli", "vtx"}
 EXPORTING = {"huggingface_hub", "onnx", "onnx_ir", "safetensors", "torch", "transformers"}
 HEAVY = EXPORTING | {"jinja2", "numpy", "onnxruntime", "PIL", "rich", "tokenizers"}
-COMMANDS = {"doctor", "export", "inspect", "run"}
+SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.cli:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 
 def loaded_by(code: str) -> set[str]:
@@ -136,7 +137,7 @@ def test_the_calls_that_users_write_keep_their_parameters() -> None:
     assert parameters(vtx.Conversation.ask) == parameters(vtx.Conversation.stream) == ["question", "k", "options"]
     assert parameters(vtx.Conversation.chat) == ["k"]
     assert parameters(vtx.Chat.ask) == parameters(vtx.Chat.stream) == ["question", "options"]
-    assert parameters(vtx.Options) == ["max_new_tokens", "ignore_eos", "sampling"]
+    assert parameters(vtx.Options)[:3] == ["max_new_tokens", "ignore_eos", "sampling"]  # more may follow
     assert parameters(vtx.Sampling) == ["temperature", "top_p", "top_k", "seed"]
 
 
@@ -155,18 +156,15 @@ def help_of(command: click.Command) -> str:
     return done.output
 
 
-def test_vtx_lists_every_command() -> None:
-    assert set(cli.main.commands) == COMMANDS
+def test_vtx_lists_every_command_that_is_installed() -> None:
+    assert {"doctor", "export", "inspect", "run"} <= set(SCRIPTS)
     _, _, listed = help_of(cli.main).partition("Commands:")
-    assert {line.split()[0] for line in listed.splitlines() if line.strip()} == COMMANDS
+    assert {line.split()[0] for line in listed.splitlines() if re.match(r"  \S", line)} == set(SCRIPTS)
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_every_command_stands_alone_and_shows_examples(name: str) -> None:
-    from importlib.metadata import entry_points
-
-    [script] = entry_points(group="console_scripts", name=f"vtx-{name}")
-    command = script.load()
+    command = getattr(cli, SCRIPTS[name])
     assert command is cli.main.commands[name]
     _, _, examples = help_of(command).partition("Examples:")
     assert f"vtx-{name}" in examples

@@ -35,7 +35,7 @@ VARIANTS = {
     "llama-linear-positive-layer": Tiny(rope="linear", feature_layer=2, projector_act="gelu_pytorch_tanh"),
     "llama-bytes-template-in-json": Tiny(tokenizer="bytes", template_place="chat_template.json", select="full"),
     "mistral-clip-linear-new": Tiny(text="mistral", rope="linear", feature_layer=-1, names="new", tokenizer="bytes"),
-    "mistral-siglip-tied-full": Tiny(text="mistral", vision="siglip", select="full", head_dim=24, tied=True, kv_heads=4),
+    "mistral-siglip-tied": Tiny(text="mistral", vision="siglip", select="full", head_dim=24, tied=True, kv_heads=4),
     "mistral-window-sharded-hub": Tiny(text="mistral", sliding_window=192, shards=2, projector_bias=False),
     "qwen2-clip-full-no-bias": Tiny(
         text="qwen2", select="full", projector_bias=False, tokenizer="bytes", theta=1e6, names="saved"
@@ -87,6 +87,21 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
         if k is None:
             assert found.ids == ids
             np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("k", [None, *KS])
+def test_images_with_text_between_them_all_leave_at_k(
+    models: Models, reference: Callable[..., Reference], k: int | None
+) -> None:
+    model, judge, images = models(), reference(Tiny()), [random_image(1), random_image(2)]
+    said = {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}
+    messages = [*prompt_messages("what shape is there?"), said, *prompt_messages("and in the other image?")]
+    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
+    wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
+    assert found.ids == wanted.ids
+    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert list(found.done.slots) == judge.kv_slots(inputs, k)
+    assert found.done.vision_tokens == 32
 
 
 @pytest.mark.parametrize("k", KS)

@@ -1,0 +1,288 @@
+"""Measuring what withdrawal at every K changes, on a set of questions: VTW Eq. 6, and whether answers stay.
+
+Each question costs one pass of the plain reference: the full rows, and for each K the text rows from there on.
+Results are written down a batch at a time, so that an interrupted measurement goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vtx.exporter.attention import AttentionMeter
+from vtx.exporter.data import MAX_SKIPPED, Data, Item
+from vtx.exporter.journal import Journal
+from vtx.exporter.predict import EXPORT_BASE, RUN_BASE
+from vtx.exporter.reference import Reference, Sample
+from vtx.exporter.sizes import model_size
+from vtx.exporter.source import Source, answering
+from vtx.runtime.errors import CheckpointError, RequestError, TemplateError
+from vtx.runtime.image import load_image, preprocess
+from vtx.runtime.model import Answer, Model, Options
+from vtx.runtime.text import Message, Part
+
+MAX_REFERENCE = 32  # tokens; what is longer is no answer that could be met word for word
+LOGITS = 1 << 25  # logits computed at a time
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOptions:
+    """What to measure: every K from `k_from` (5) to the last layer, on answers of at most `max_new_tokens` tokens.
+
+    With 0 no answers are made: less memory, and only the next token is compared.
+    """
+
+    k_from: int | None = None
+    max_new_tokens: int = 16
+    batch: int = 8
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.max_new_tokens < 0:
+            raise RequestError(f"--batch {self.batch} or --max-new-tokens {self.max_new_tokens} is too small")
+
+    def ks(self, layers: int) -> tuple[int, ...]:
+        """The candidates for a model of `layers` layers."""
+        if layers < 2:
+            raise RequestError("a model of one layer has no K to choose")
+        first = min(5, layers) if self.k_from is None else self.k_from
+        if not 2 <= first <= layers:
+            raise RequestError(f"--k-from {first} is outside 2..{layers}: K is the first layer without vision tokens")
+        return tuple(range(first, layers + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An item as the model reads it: `ids` [n] of the prompt; `wanted` [m] of the right answer, its end included."""
+
+    item: Item
+    ids: NDArray[np.int64]
+    wanted: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured: `rows` has a JSON object an item; `skipped` are the items that could not be asked."""
+
+    ks: tuple[int, ...]
+    rows: tuple[dict[str, Any], ...]
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Rough needs of a measurement, of bytes, seconds and multiply-accumulates as FLOPs."""
+
+    flops: float
+    seconds: float
+    memory: int
+
+
+def prepare(source: Source, data: Data, options: CalibrationOptions) -> tuple[list[Asked], list[str]]:
+    """Tokenise every item; those that do not fit the context are named instead.
+
+    Raises:
+        RequestError: too many of them do not fit.
+
+    """
+    asked, skipped, room = [], list(data.skipped), source.context - max(options.max_new_tokens, MAX_REFERENCE)
+    for number, item in enumerate(data.items, 1):
+        ids = source.text.prompt(_messages(item), source.config.vision_tokens)
+        if len(ids) <= room:
+            asked.append(Asked(item, ids, _wanted(source, item, ids)))
+        else:
+            skipped.append(f"question {number}: {len(ids)} tokens, {room} fit the context of {source.context}")
+    if len(skipped) > MAX_SKIPPED * (len(asked) + len(skipped)):
+        raise RequestError(f"{len(skipped)} of {len(asked) + len(skipped)} items cannot be used. Last: {skipped[-1]}")
+    return asked, skipped
+
+
+def forecast(source: Source, asked: Sequence[Asked], options: CalibrationOptions) -> Forecast:
+    """What measuring will take, by the matrices' arithmetic and the speed of one of them here: a rough figure."""
+    size, text = model_size(source.config, source.name), source.config.text
+    ks, vision = options.ks(text.layers), source.config.vision_tokens
+    macs, longest = 0, max(len(one.ids) for one in asked) + options.max_new_tokens
+    for one in asked:
+        rows = len(one.ids) + options.max_new_tokens
+        text_rows = rows - vision * len(one.item.images)
+        tail_layers = sum(text.layers - k + 1 for k in ks)
+        macs += size.decoder.layer_macs * (rows * text.layers + text_rows * tail_layers)
+        macs += size.decoder.head_macs * (1 + options.max_new_tokens) * (1 + len(ks))
+        macs += (size.vision.parameters if size.vision else 0) * vision * len(one.item.images)
+    largest = 4 * max(size.decoder.head_macs, size.decoder.layer_macs)
+    tails = 4 * text.hidden * len(ks) * (longest - vision)
+    batch = min(options.batch, len(asked)) * (4 * text.hidden * longest + tails)
+    memory = EXPORT_BASE + 2 * largest + batch + 4 * tails * max(1, text.ffn // text.hidden) + 12 * LOGITS
+    if options.max_new_tokens:
+        memory += RUN_BASE + 4 * size.decoder.parameters + 8 * text.layers * text.kv_heads * text.head_dim * longest
+    return Forecast(2 * macs, 2 * macs / _speed(text.hidden, text.ffn, longest), memory)
+
+
+def _speed(hidden: int, ffn: int, rows: int) -> float:
+    """FLOPs a second of one of the model's products, in blocks of at most 1024 columns."""
+    a, b = torch.ones(rows, hidden), torch.ones(min(ffn, 1024), hidden)
+    torch.nn.functional.linear(a, b)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.05:
+        torch.nn.functional.linear(a, b)
+        count += 1
+    return 2 * count * a.numel() * len(b) / (time.perf_counter() - start)
+
+
+def calibrate(
+    source: Source, data: Data, options: CalibrationOptions, out: Path, report: Report = lambda *_: None
+) -> Measurement:
+    """Measure every item, or those that `out`/samples.jsonl does not hold yet, and write them there.
+
+    Raises:
+        RequestError: nothing to measure, or `out` holds a measurement of something else.
+        ExportError: `out` cannot be written.
+
+    """
+    asked, skipped = prepare(source, data, options)
+    ks = options.ks(source.config.text.layers)
+    with contextlib.ExitStack() as stack:
+        journal = stack.enter_context(Journal(out / "samples.jsonl", _identity(source, asked, options)))
+        todo = [i for i in range(len(asked)) if i not in journal.rows]
+        answers = todo and options.max_new_tokens
+        model = stack.enter_context(answering(source, out / ".answering", report)) if answers else None
+        measure = _Measure(source, model, ks, options)
+        batches = [todo[i : i + options.batch] for i in range(0, len(todo), options.batch)]
+        total, done = len(batches) * source.config.text.layers, 0
+
+        def layer(count: int) -> None:
+            nonlocal done
+            done += count
+            report("measuring", done, total)
+
+        for batch in batches:
+            rows = measure.batch([asked[i] for i in batch], layer)
+            journal.add({i: row for i, row in zip(batch, rows, strict=True)})
+        return Measurement(ks, tuple(journal.rows[i] for i in range(len(asked))), tuple(skipped))
+
+
+def _identity(source: Source, asked: Sequence[Asked], options: CalibrationOptions) -> dict[str, Any]:
+    kept = {name: value for name, value in asdict(options).items() if name != "batch"}
+    data = [one.item.digest() for one in asked]
+    return {"model": [source.fingerprint, source.version()], "data": data, "options": kept}
+
+
+def _messages(item: Item) -> list[Message]:
+    parts: list[Part] = [{"type": "image"} for _ in item.images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": item.question}]}]
+
+
+def _wanted(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The right answer's tokens after the prompt, where the template continues the prompt with them."""
+    if item.answer is None:
+        return None
+    text, answer = source.text, [Part(type="text", text=item.answer)]
+    try:
+        turns: list[Message] = [*_messages(item), {"role": "assistant", "content": answer}]
+        whole = text.prompt(turns, source.config.vision_tokens, add_generation_prompt=False)
+    except TemplateError:
+        return None
+    if not np.array_equal(whole[: len(ids)], ids):
+        return None
+    wanted = whole[len(ids) :]
+    ends = np.flatnonzero(np.isin(wanted, text.settings.end_ids))
+    wanted = wanted[: ends[0]] if len(ends) else wanted
+    while len(wanted) and not text.decode(wanted[-1:]).strip():  # some templates print a space behind the answer
+        wanted = wanted[:-1]
+    return np.append(wanted, text.settings.end_ids[:1]) if 0 < len(wanted) < MAX_REFERENCE else None
+
+
+class _Measure:
+    """One batch after the other; an item's results do not depend on its batch."""
+
+    def __init__(self, source: Source, model: Model | None, ks: tuple[int, ...], options: CalibrationOptions) -> None:
+        self._source, self._model, self._ks, self._options = source, model, ks, options
+        self._reference = Reference(source.checkpoint, source.config)
+        self._end_ids = torch.tensor(source.text.settings.end_ids)
+
+    @torch.inference_mode()
+    def batch(self, batch: Sequence[Asked], layer: Callable[[int], None]) -> list[dict[str, Any]]:
+        """Measure some items; `layer` gets 1 a decoder layer."""
+        answers = [self._answer(one) for one in batch]
+        features = [self._features(one.item) for one in batch]
+        # First each item with the model's own answer behind it, then those with the right one that it did not give.
+        told: list[NDArray[np.int64]] = [np.array(answer.token_ids if answer else (), np.int64) for answer in answers]
+        forced = {i: one.wanted for i, one in enumerate(batch) if one.wanted is not None and not _met(one, answers[i])}
+        samples = [
+            Sample(np.append(batch[i].ids, tokens[:-1]), features[i], max(1, len(tokens)))
+            for i, tokens in (*enumerate(told), *forced.items())
+        ]
+        meter = AttentionMeter(samples[: len(batch)], self._source.config) if self._options.attention else None
+        hidden = self._reference.hidden(samples, [None, *self._ks], layer, meter)
+        right = dict(zip(forced, hidden[len(batch) :], strict=True))
+        rows = []
+        for i, (one, answer) in enumerate(zip(batch, answers, strict=True)):
+            row: dict[str, Any] = {"answer": answer.text if answer else None, **self._next_token(hidden[i])}
+            row["agree"] = self._along(hidden[i], told[i]) if answer else None
+            row["right"] = None if one.wanted is None else row["agree"]
+            if i in forced:
+                row["right"] = self._along(right[i], forced[i])
+            rows.append(row | ({"attention": meter.shares(i)} if meter else {}))
+        return rows
+
+    def _answer(self, one: Asked) -> Answer | None:
+        """The full model's own answer."""
+        if self._model is None:
+            return None
+        with self._model.open(list(one.item.images)) as images:
+            return images.ask(one.item.question, None, Options(self._options.max_new_tokens))
+
+    def _features(self, item: Item) -> Tensor:
+        pixels = np.stack([preprocess(load_image(image), self._source.image) for image in item.images])
+        return self._reference.features(pixels)
+
+    def _next_token(self, hidden: dict[int | None, Tensor]) -> dict[str, Any]:
+        """VTW Eq. 6 both ways and top-1 agreement, after the prompt, for every K."""
+        logits = torch.cat([part.double() for part in self._logits(self._stack(hidden)[:, 0])])
+        logs = logits.log_softmax(-1)
+        full, withdrawn = logs[:1], logs[1:]
+        kl = (withdrawn.exp() * (withdrawn - full)).sum(-1).clamp(min=0)
+        reverse = (full.exp() * (full - withdrawn)).sum(-1).clamp(min=0)
+        top1 = withdrawn.argmax(-1) == full.argmax(-1)
+        if not torch.isfinite(kl + reverse).all():
+            raise CheckpointError("the model gives NaN or infinite logits; download the checkpoint again")
+        return {"kl": kl.tolist(), "kl_reverse": reverse.tolist(), "top1": top1.tolist()}
+
+    def _along(self, hidden: dict[int | None, Tensor], tokens: NDArray[np.int64]) -> list[bool]:
+        """For none and every K whether the likeliest next token is the given one all along; any end token will do."""
+        wanted, rows = torch.from_numpy(tokens), self._stack(hidden)
+        likeliest = torch.cat([part.argmax(-1) for part in self._logits(rows.flatten(0, 1))]).reshape(rows.shape[:2])
+        ends = torch.isin(likeliest, self._end_ids) & torch.isin(wanted, self._end_ids)
+        same: list[bool] = ((likeliest == wanted) | ends).all(-1).tolist()
+        return same
+
+    def _stack(self, hidden: dict[int | None, Tensor]) -> Tensor:
+        """[1 + K's, last, hidden], no withdrawal first."""
+        return torch.stack([hidden[k] for k in (None, *self._ks)])
+
+    def _logits(self, rows: Tensor) -> Iterator[Tensor]:
+        """Logits of rows [n, hidden], a bounded number at a time."""
+        step = max(1, LOGITS // self._source.config.text.vocab)
+        for start in range(0, len(rows), step):
+            yield self._reference.head(rows[start : start + step])
+
+
+def _met(one: Asked, answer: Answer | None) -> bool:
+    """Whether the whole answer is the right one, capitals and the last full stop apart."""
+    if answer is None or answer.stopped != "end" or one.item.answer is None:
+        return False
+    return _plain(answer.text) == _plain(one.item.answer)
+
+
+def _plain(answer: str) -> str:
+    return answer.strip().casefold().rstrip(" .!")

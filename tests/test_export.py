@@ -1,0 +1,473 @@
+"""A bundle is complete or absent: whatever stops an export, and whoever else is at work on the same place."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vtx
+from tests import bundles
+from tests.tiny import Tiny, random_image
+from vtx.exporter import export as export_module
+from vtx.exporter.export import ExportOptions, Plan, plan_export, run_export
+from vtx.runtime.bundle import Bundle
+from vtx.runtime.errors import BundleError, CheckpointError, ExportError, RequestError
+from vtx.runtime.golden import check_golden
+
+Make = Callable[..., Path]
+
+
+def plan(folder: Path, ks: tuple[int, ...] = (3,), precision: str = "fp32", **options: Any) -> Plan:
+    return plan_export(ExportOptions(str(folder), ks, precision, **options))
+
+
+def run(plan_: Plan, out: Path, *, force: bool = False, report: Any = bundles.IGNORE) -> Bundle:
+    return run_export(plan_, out, force=force, report=report)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the bundle is as exported and computes what its checkpoint says."""
+    fine = all(problem is None for _, problem in Bundle.open(folder).verify())
+    return fine and all(check.passed for check in check_golden(vtx.load(folder, threads=1)))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ks", [(1,), (0,), (-3,), (9,), (3, 99)])
+def test_a_k_out_of_range_is_refused_with_the_range(tiny_checkpoint: Make, ks: tuple[int, ...]) -> None:
+    with pytest.raises(RequestError, match=r"outside 2\.\.8"):
+        plan(tiny_checkpoint(), ks)
+
+
+def test_a_k_named_twice_is_refused(tiny_checkpoint: Make) -> None:
+    with pytest.raises(RequestError, match="twice"):
+        plan(tiny_checkpoint(), (5, 3, 5))
+
+
+def test_the_first_k_is_the_default_and_the_depths_are_sorted(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    manifest = run(plan(tiny_checkpoint(), (5, 3)), tmp_path / "b").manifest
+    assert (manifest.variants, manifest.default_k) == ((3, 5), 5)
+    assert [(s.first, s.last) for s in manifest.dialects["ort"].stages] == [(1, 2), (3, 4), (5, 8)]
+
+
+@pytest.mark.parametrize("ks", [(2,), (8,), tuple(range(2, 9))])
+def test_the_outermost_depths_can_be_cut(tiny_checkpoint: Make, tmp_path: Path, ks: tuple[int, ...]) -> None:
+    assert is_whole(run(plan(tiny_checkpoint(), ks), tmp_path / "b").folder)
+
+
+@pytest.mark.parametrize(("context", "named"), [(257, "256"), (0, "at least 2"), (-1, "at least 2"), (17, "16 tokens")])
+def test_a_context_that_does_not_fit_is_refused(tiny_checkpoint: Make, context: int, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        plan(tiny_checkpoint(), max_context=context)
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(RequestError, match="int7"):
+        ExportOptions(precision="int7")
+
+
+def test_the_record_says_how_the_bundle_was_made(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = tiny_checkpoint()
+    record = run(plan(folder, (5, 3), "fp16", max_context=100), tmp_path / "b").manifest.record
+    assert record["source"]["model"] == folder.name
+    assert len(record["source"]["fingerprint"]) == 64
+    assert record["options"]["k"] == [5, 3]
+    assert record["options"]["max_context"] == 100
+    assert {"python", "torch", "transformers", "onnx-ir"} <= set(record["versions"])
+
+
+def test_planning_writes_nothing(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = names(tiny_checkpoint())
+    plan(tiny_checkpoint())
+    assert names(tmp_path) == []
+    assert names(tiny_checkpoint()) == before
+
+
+def test_two_exports_of_one_checkpoint_hold_the_same_files(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    first, second = (run(plan(tiny_checkpoint()), tmp_path / name).manifest for name in "ab")
+    assert first.files == second.files
+
+
+def test_a_model_whose_directory_has_no_unicode_name_is_exported(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff"))
+    bundles.copy(tiny_checkpoint(), folder)
+    assert Bundle.open(run(plan(folder), tmp_path / "b").folder).manifest.model.name == "m?"
+
+
+def test_progress_never_runs_back_and_ends_at_its_total(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    seen: dict[str, list[tuple[int, int]]] = {}
+    run(plan(tiny_checkpoint()), tmp_path / "b", report=lambda p, d, t: seen.setdefault(p, []).append((d, t)))
+    assert list(seen) == ["weights", "reference", "checksums"]
+    for steps in seen.values():
+        done = [d for d, _ in steps]
+        assert done == sorted(done)
+        assert steps[-1][0] == steps[-1][1]
+
+
+# ---- what stands at --out --------------------------------------------------------------------------------------------
+
+
+def test_what_exists_is_not_replaced_without_force(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    out = tmp_path / "b"
+    run(plan(tiny_checkpoint()), out)
+    before = (out / "vtx.json").read_bytes()
+    with pytest.raises(ExportError, match=r"exists already; --force"):
+        run(plan(tiny_checkpoint(), (5,)), out)
+    assert (out / "vtx.json").read_bytes() == before
+    assert names(tmp_path) == ["b"]
+
+
+def test_force_replaces_a_bundle(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    out = tmp_path / "b"
+    run(plan(tiny_checkpoint(), (3,)), out)
+    run(plan(tiny_checkpoint(), (5,)), out, force=True)
+    assert Bundle.open(out).manifest.variants == (5,)
+    assert names(tmp_path) == ["b"]
+
+
+def test_force_fills_an_empty_directory(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    assert is_whole(run(plan(tiny_checkpoint()), tmp_path / "b", force=True).folder)
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link", "dangling"])
+def test_force_does_not_replace_what_is_no_bundle(tiny_checkpoint: Make, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "b"
+    run(plan(tiny_checkpoint()), tmp_path / "real")
+    if kind == "directory":
+        out.mkdir()
+        (out / "thesis.txt").write_text("years of work")
+    elif kind == "file":
+        out.write_text("years of work")
+    else:
+        out.symlink_to(tmp_path / ("real" if kind == "link" else "nothing"))
+    with pytest.raises(ExportError, match="no bundle"):
+        run(plan(tiny_checkpoint()), out, force=True)
+    assert names(tmp_path) == ["b", "real"]
+    if kind == "directory":
+        assert (out / "thesis.txt").read_text() == "years of work"
+
+
+def test_missing_parents_are_made(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    assert is_whole(run(plan(tiny_checkpoint()), tmp_path / "a/b/c").folder)
+
+
+@pytest.mark.parametrize("out", ["file/b", "file/a/b", "/proc/vtx/b", "a" * 300, "~nobody-of-this-name/b", "nul\0"])
+def test_a_place_that_cannot_be_written_is_refused_in_one_line(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ExportError) as caught:
+        run(plan(tiny_checkpoint()), Path(out))
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_name_with_wildcards_is_only_a_name(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    other = tmp_path / ".ab.partial-12345678"
+    other.mkdir()
+    run(plan(tiny_checkpoint()), tmp_path / "a[b]*")
+    run(plan(tiny_checkpoint()), tmp_path / "a[b]*", force=True)
+    assert names(tmp_path) == [other.name, "a[b]*"]
+
+
+# ---- interrupted in the process --------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    """Stands for Ctrl-C and the like."""
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, Stop])
+@pytest.mark.parametrize("phase", ["weights", "reference", "checksums"])
+def test_an_interrupt_leaves_nothing_but_what_was_there(
+    tiny_checkpoint: Make, tmp_path: Path, force: bool, error: type[BaseException], phase: str
+) -> None:
+    out = tmp_path / "b"
+    if force:
+        run(plan(tiny_checkpoint(), (5,)), out)
+
+    def stop(name: str, done: int, total: int) -> None:
+        if name == phase and done > total // 2:
+            raise error
+
+    with pytest.raises(error):
+        run(plan(tiny_checkpoint()), out, force=force, report=stop)
+    assert names(tmp_path) == (["b"] if force else [])
+    assert not force or Bundle.open(out).manifest.variants == (5,)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
+def test_a_failure_between_the_two_renames_puts_the_old_bundle_back(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    out, real, left = tmp_path / "b", Path.rename, [error()]
+    run(plan(tiny_checkpoint(), (5,)), out)
+
+    def rename(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name and left:
+            raise left.pop()
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises((ExportError, KeyboardInterrupt)):
+        run(plan(tiny_checkpoint()), out, force=True)
+    assert not left
+    assert names(tmp_path) == ["b"]
+    assert Bundle.open(out).manifest.variants == (5,)
+
+
+def test_a_bundle_set_aside_by_a_killed_export_comes_back(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    aside = run(plan(tiny_checkpoint(), (5,)), tmp_path / ".b.replaced-12345678").folder
+    with pytest.raises(ExportError, match="exists already"):
+        run(plan(tiny_checkpoint()), tmp_path / "b")
+    assert names(tmp_path) == ["b"]
+    assert not aside.exists()
+    assert Bundle.open(tmp_path / "b").manifest.variants == (5,)
+
+
+def test_the_manifest_is_written_last(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the hidden directory is no bundle, and with it it is a whole one."""
+    real, seen = export_module._write_file, []
+
+    def write(path: Path, text: str) -> None:
+        if path.name == "vtx.json":
+            with pytest.raises(BundleError):
+                Bundle.open(path.parent)
+            real(path, text)
+            seen.append(is_whole(path.parent))
+        else:
+            real(path, text)
+
+    monkeypatch.setattr(export_module, "_write_file", write)
+    run(plan(tiny_checkpoint()), tmp_path / "b")
+    assert seen == [True]
+
+
+# ---- two exports at once ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_of_two_exports_to_one_place_the_result_is_one_whole_bundle(
+    tiny_checkpoint: Make, tmp_path: Path, force: bool
+) -> None:
+    plans, meet = [plan(tiny_checkpoint(), (k,)) for k in (3, 5)], threading.Barrier(2, timeout=30)
+    won: list[int] = []
+    lost: list[BaseException] = []
+
+    def export(number: int) -> None:
+        def together(phase: str, done: int, total: int) -> None:
+            if phase == "reference" and done == 0:
+                meet.wait()
+
+        try:
+            run(plans[number], tmp_path / "b", force=force, report=together)
+            won.append(number)
+        except BaseException as e:
+            lost.append(e)
+
+    threads = [threading.Thread(target=export, args=(n,)) for n in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won
+    assert all(type(e) is ExportError for e in lost), lost
+    if not force:
+        assert len(lost) == 1
+        assert "another export" in str(lost[0])
+        assert Bundle.open(tmp_path / "b").manifest.variants == plans[won[0]].ks
+    assert names(tmp_path) == ["b"]
+    assert is_whole(tmp_path / "b")
+
+
+# ---- killed ----------------------------------------------------------------------------------------------------------
+
+# One process imports everything once; each line on its stdin makes it fork a child that runs the command, and it
+# answers with the child's id, and later with the seconds that it took and its exit status.
+FORKER = """
+import os, sys, time
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+import torch, transformers
+torch.set_num_threads(1)
+from transformers import LlavaConfig, AutoTokenizer, PreTrainedTokenizerFast
+import vtx.exporter.export, vtx.exporter.golden, vtx.exporter.reference
+from vtx.cli import export
+null = os.open(os.devnull, os.O_WRONLY)
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        os._exit(export.main(line.split("\\t")[:-1], standalone_mode=False) or 0)
+    print(pid, flush=True)
+    start = time.monotonic()
+    status = os.waitpid(pid, 0)[1]
+    print(time.monotonic() - start, os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+class Exporter:
+    """Runs `vtx-export` in processes that can be killed, without their three seconds of imports."""
+
+    def __init__(self, home: Path) -> None:
+        environment = {**os.environ, "XDG_STATE_HOME": str(home), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", FORKER],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def __call__(self, *words: object, kill: int = signal.SIGKILL, after: float | None = None) -> tuple[float, int]:
+        """Seconds taken and the exit status, negative for a signal; `after` so many seconds `kill` is sent."""
+        assert self._process.stdin
+        assert self._process.stdout
+        print(*words, "", sep="\t", file=self._process.stdin, flush=True)
+        pid = int(self._process.stdout.readline())
+        if after is not None:
+            timer = threading.Timer(after, lambda: os.kill(pid, kill))
+            timer.start()
+        seconds, status = self._process.stdout.readline().split()
+        if after is not None:
+            timer.cancel()
+        return float(seconds), int(status)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def exporter(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    runner = Exporter(tmp_path_factory.mktemp("home"))
+    yield runner
+    runner.close()
+
+
+def test_killed_at_twenty_random_moments_an_export_leaves_nothing_that_loads(
+    tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter
+) -> None:
+    checkpoint = tiny_checkpoint(Tiny(dtype="bfloat16", layers=8, hidden=128, ffn=512, shards=3))
+    out = tmp_path / "b"
+    words = ["--model", checkpoint, "--k", "3,5", "--precision", "fp16", "--out", out]
+    seconds, status = exporter(*words)
+    assert status == 0
+    bundles.shutil.rmtree(out)
+    moments = random.Random(0)
+    killed = left = 0
+    for number in range(20):
+        _, status = exporter(*words, after=seconds * (number + moments.random()) / 20)
+        assert status in (0, -signal.SIGKILL)
+        killed += status != 0
+        hidden = [path for path in tmp_path.iterdir() if path != out]
+        left += bool(hidden)
+        for path in hidden:
+            try:
+                Bundle.open(path)
+            except BundleError:
+                continue
+            assert is_whole(path)
+        assert len(hidden) <= 1, "the export before left its directory, and this one did not remove it"
+        if out.exists():
+            assert is_whole(out)
+            bundles.shutil.rmtree(out)
+    assert killed >= 10
+    assert left >= 5
+    assert exporter(*words)[1] == 0
+    assert names(tmp_path) == ["b"]
+    assert is_whole(out)
+
+
+def test_killed_while_it_replaces_a_bundle_an_export_leaves_the_old_or_the_new_one(
+    tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter
+) -> None:
+    out = tmp_path / "b"
+    words = ["--model", tiny_checkpoint(), "--precision", "fp32", "--force", "--out", out, "--k"]
+    seconds, _ = exporter(*words, "3")
+    for number in range(8):
+        exporter(*words, "5", after=seconds * (0.6 + 0.4 * number / 8))
+        assert is_whole(out)
+        assert Bundle.open(out).manifest.variants in ((3,), (5,))
+    exporter(*words, "3")
+    assert names(tmp_path) == ["b"]
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_an_export_and_leaves_nothing(
+    tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter, sent: int, status: int
+) -> None:
+    """Ctrl-C and `kill` come at five moments each; an export that had just finished may stand."""
+    out = tmp_path / "b"
+    words = ["--model", tiny_checkpoint(Tiny(dtype="bfloat16")), "--out", out]
+    seconds, _ = exporter(*words)
+    bundles.shutil.rmtree(out)
+    statuses = []
+    for number in range(5):
+        statuses.append(exporter(*words, kill=sent, after=seconds * (0.2 + 0.15 * number))[1])
+        if out.exists():
+            assert is_whole(out)
+            bundles.shutil.rmtree(out)
+        assert names(tmp_path) == []
+    assert set(statuses) <= {0, status}
+    assert status in statuses
+
+
+def test_the_directory_of_a_running_export_is_not_taken_for_a_killed_one_s(
+    tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    seen: list[list[str]] = []
+
+    def second(phase: str, done: int, total: int) -> None:
+        if phase == "reference" and done == 0:
+            run(plan(tiny_checkpoint(), (5,)), tmp_path / "b")
+            seen.append(names(tmp_path))
+
+    with pytest.raises(ExportError, match="another export"):
+        run(plan(tiny_checkpoint(), (3,)), tmp_path / "b", report=second)
+    assert len(seen[0]) == 2
+    assert names(tmp_path) == ["b"]
+    assert Bundle.open(tmp_path / "b").manifest.variants == (5,)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json", "config.json", "model.safetensors"])
+def test_a_checkpoint_that_lacks_a_file_is_refused_before_anything_is_written(
+    tiny_checkpoint: Make, tmp_path: Path, name: str
+) -> None:
+    folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError):
+        bundles.export(folder, tmp_path / "b")
+    assert names(tmp_path) == ["ck"]
+
+
+def test_an_exported_bundle_stands_alone(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """The checkpoint may go, and the bundle may move."""
+    folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
+    made = run(plan(folder), tmp_path / "b").folder
+    bundles.shutil.rmtree(folder)
+    made.rename(tmp_path / "c")
+    with vtx.load(tmp_path / "c", threads=1).open(random_image(0)) as image:
+        assert image.ask("what is it?", options=vtx.Options(max_new_tokens=2)).token_ids

@@ -1,0 +1,360 @@
+"""Caches and rows: whatever came before, a prompt gives the logits of a fresh session, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.exported import KS, Checkpoints, Models, greedy, policy, prompt
+from tests.tiny import Tiny, prompt_messages, random_image
+from vtx.runtime.backend import Backend, Rows, StageCache
+from vtx.runtime.errors import ContextError, RequestError
+from vtx.runtime.model import Model
+from vtx.runtime.session import Prompt, Session
+
+TOLERANCE = 1e-5
+STEPS = 6
+QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
+DEPTHS = (None, *KS)
+Logits = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
+    return Models(tmp_path_factory.mktemp("session"), tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def model(models: Models) -> Model:
+    return models()
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Model) -> list[Prompt]:
+    """Three questions on one image, one on another, one on two, and one without."""
+    first, second = random_image(1), random_image(2)
+    on_one = [prompt(model, prompt_messages(question), [first]) for question in QUESTIONS]
+    on_other = prompt(model, prompt_messages(QUESTIONS[1]), [second])
+    on_both = prompt(model, prompt_messages(QUESTIONS[0], 2), [first, second])
+    return [*on_one, on_other, on_both, prompt(model, prompt_messages(QUESTIONS[2], 0), [])]
+
+
+@pytest.fixture(scope="module")
+def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], Logits]:
+    """Logits [STEPS, vocab] of a fresh session for each prompt and K."""
+    return {(i, k): greedy(model, p, k, STEPS).logits for i, p in enumerate(prompts) for k in DEPTHS}
+
+
+def answer(session: Session, asked: Prompt, k: int | None, n: int = STEPS) -> Logits:
+    rows = [session.prefill(asked, policy(k)).logits]
+    while len(rows) < n:
+        rows.append(session.decode(int(rows[-1].argmax())))
+    return np.stack(rows)
+
+
+# --- one prompt -----------------------------------------------------------------------------------
+
+
+def one_shot(backend: Backend, session: Session, asked: Prompt, k: int | None) -> Logits:
+    """The same graphs over the whole prompt at once: each stage once, no chunks."""
+    rows = backend.embed(asked.ids)
+    if asked.pictures:
+        rows[asked.is_vision] = np.concatenate([encode() for _, encode in asked.pictures])
+    positions = np.arange(len(rows), dtype=np.int64)
+    for number, stage in enumerate(session._stages):
+        if stage.first == k:
+            rows, positions = rows[~asked.is_vision], positions[~asked.is_vision]
+        rows = backend.stage(number, session.capacity).append(rows, positions).copy()
+    return backend.head(rows[-1:])[0]
+
+
+@pytest.mark.parametrize("k", DEPTHS)
+def test_two_chunks_equal_one(model: Model, prompts: list[Prompt], k: int | None) -> None:
+    for asked in prompts:
+        session = Session(model.backend, model.manifest)
+        found = session.prefill(asked, policy(k)).logits
+        np.testing.assert_allclose(found, one_shot(model.backend, session, asked, k), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("k", DEPTHS)
+def test_decoding_equals_prefilling_the_longer_prompt(model: Model, prompts: list[Prompt], k: int | None) -> None:
+    for asked in prompts:
+        session = Session(model.backend, model.manifest)
+        found = answer(session, asked, k)
+        ids = np.concatenate([asked.ids, found[:-1].argmax(1)])
+        longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(STEPS - 1, bool)))
+        whole = Session(model.backend, model.manifest).prefill(longer, policy(k)).logits
+        np.testing.assert_allclose(found[-1], whole, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("k", DEPTHS)
+def test_a_prompt_that_begins_with_the_image_withdraws_to_nothing(
+    model: Model, prompts: list[Prompt], k: int | None
+) -> None:
+    vision, text = prompts[0].ids[prompts[0].is_vision], np.array([40, 41, 42])
+    asked = replace(prompts[0], ids=np.append(vision, text), is_vision=np.arange(len(vision) + 3) < len(vision))
+    session = Session(model.backend, model.manifest)
+    done = session.prefill(asked, policy(k))
+    assert done.slots == tuple(19 if k is None or layer < k else 3 for layer in range(1, 9))
+    np.testing.assert_allclose(done.logits, one_shot(model.backend, session, asked, k), atol=TOLERANCE, rtol=0)
+
+
+def test_a_prompt_that_ends_with_an_image_is_refused(model: Model, prompts: list[Prompt]) -> None:
+    cut = prompts[0].front
+    asked = replace(prompts[0], ids=prompts[0].ids[:cut], is_vision=prompts[0].is_vision[:cut])
+    with pytest.raises(RequestError, match="ends with an image"):
+        Session(model.backend, model.manifest).prefill(asked, policy(None))
+
+
+def test_a_prompt_too_long_is_refused_and_changes_nothing(
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+) -> None:
+    session = Session(model.backend, model.manifest)
+    session.prefill(prompts[0], policy(3))
+    filler = np.full(model.manifest.max_context, 40)
+    asked = Prompt(filler, np.zeros(len(filler), bool))
+    with pytest.raises(ContextError, match="255 fit"):
+        session.prefill(asked, policy(None))
+    done = session.prefill(prompts[1], policy(3))
+    assert done.reused_image
+    assert np.array_equal(done.logits, fresh[1, 3][0])
+
+
+@pytest.mark.parametrize("k", DEPTHS)
+def test_the_context_can_be_filled_to_its_last_slot(model: Model, prompts: list[Prompt], k: int | None) -> None:
+    session = Session(model.backend, model.manifest)
+    session.prefill(prompts[0], policy(k))
+    while session.length < session.capacity - 1:
+        session.decode(40)
+    assert np.isfinite(session.decode(41)).all()
+    with pytest.raises(ContextError, match="256 tokens"):
+        session.decode(42)
+
+
+# --- one prompt after another ---------------------------------------------------------------------
+
+
+def test_three_questions_at_every_order_of_k_equal_fresh_ones(
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+) -> None:
+    for depths in itertools.product(DEPTHS, repeat=3):
+        session = Session(model.backend, model.manifest)
+        for number, k in enumerate(depths):
+            done = session.prefill(prompts[number], policy(k))
+            assert done.reused_image == (number > 0)
+            assert np.array_equal(done.logits, fresh[number, k][0]), depths
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from(DEPTHS), st.integers(1, STEPS), st.booleans()),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_any_questions_in_any_order_equal_fresh_ones(
+    model: Model,
+    prompts: list[Prompt],
+    fresh: dict[tuple[int, int | None], Logits],
+    asked: list[tuple[int, int | None, int, bool]],
+) -> None:
+    """Other images, two images and none between them, answers of any length, and turns that go on."""
+    session = Session(model.backend, model.manifest)
+    for number, k, n, go_on in asked:
+        if go_on:
+            done = session.prefill(prompts[number], policy(k), go_on=True)
+            np.testing.assert_allclose(done.logits, fresh[number, k][0], atol=TOLERANCE, rtol=0)
+        else:
+            assert np.array_equal(answer(session, prompts[number], k, n), fresh[number, k][:n])
+
+
+def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+) -> None:
+    session = Session(model.backend, model.manifest)
+    for k in (2, 5, 2, None, 5, 8, 3, 8):
+        done = session.prefill(prompts[1], policy(k), go_on=True)
+        np.testing.assert_allclose(done.logits, fresh[1, k][0], atol=TOLERANCE, rtol=0)
+
+
+# --- interrupts -----------------------------------------------------------------------------------
+
+
+class Fuse:
+    """Counts calls into a backend and interrupts one of them: before it, within it, or after it."""
+
+    def __init__(self, at: int = -1, moment: str = "before") -> None:
+        self.calls, self._at, self._moment = 0, at, moment
+
+    def run(self, call: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
+        due = self.calls == self._at
+        self.calls += 1
+        if due and self._moment == "before":
+            raise KeyboardInterrupt
+        found = call()
+        if due:
+            if self._moment == "within":
+                undo()
+            raise KeyboardInterrupt
+        return found
+
+
+class FusedCache:
+    """A stage's cache behind its backend's fuse; "within" leaves slots written and not yet counted."""
+
+    def __init__(self, backend: FusedBackend, cache: StageCache) -> None:
+        self._backend, self._cache = backend, cache
+
+    @property
+    def length(self) -> int:
+        return self._cache.length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._cache.length = value
+
+    def append(self, rows: Rows, positions: NDArray[np.int64]) -> Rows:
+        before = self._cache.length
+        found: Rows = self._backend.fuse.run(
+            lambda: self._cache.append(rows, positions), lambda: self._cache.keep(before)
+        )
+        return found
+
+    def keep(self, length: int) -> None:
+        self._cache.keep(length)
+
+
+class FusedBackend:
+    """A backend whose every call goes through the fuse in place at that moment."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.device, self.fuse = backend, backend.device, Fuse()
+
+    def embed(self, ids: NDArray[np.int64]) -> Rows:
+        found: Rows = self.fuse.run(lambda: self._backend.embed(ids))
+        return found
+
+    def vision(self, pixels: NDArray[np.float32]) -> Rows:
+        found: Rows = self.fuse.run(lambda: self._backend.vision(pixels))
+        return found
+
+    def head(self, rows: Rows) -> Logits:
+        found: Logits = self.fuse.run(lambda: self._backend.head(rows))
+        return found
+
+    def gate(self, k: int, rows: Rows) -> Logits:
+        found: Logits = self.fuse.run(lambda: self._backend.gate(k, rows))
+        return found
+
+    def stage(self, index: int, capacity: int) -> StageCache:
+        return FusedCache(self, self.fuse.run(lambda: self._backend.stage(index, capacity)))
+
+
+def fused(backend: FusedBackend, asked: Prompt) -> Prompt:
+    """`asked` with pictures that are encoded through the fuse."""
+    pictures = tuple((key, lambda e=encode: backend.fuse.run(e)) for key, encode in asked.pictures)
+    return replace(asked, pictures=pictures)
+
+
+@pytest.mark.parametrize("moment", ["before", "within", "after"])
+@pytest.mark.parametrize("earlier", [None, (1, None), (1, 3), (3, 5), (5, None)])
+def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
+    model: Model,
+    prompts: list[Prompt],
+    fresh: dict[tuple[int, int | None], Logits],
+    moment: str,
+    earlier: tuple[int, int | None] | None,
+) -> None:
+    """Every call that the second question makes is interrupted in turn; then others are asked at other depths."""
+    depths: Sequence[int | None] = (5, 2, None)
+    for at in itertools.count():
+        backend = FusedBackend(model.backend)
+        session = Session(backend, model.manifest)
+        if earlier is not None:
+            answer(session, fused(backend, prompts[earlier[0]]), earlier[1], 2)
+        backend.fuse = Fuse(at, moment)
+        try:
+            answer(session, fused(backend, prompts[0]), 5, 3)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        backend.fuse = Fuse()
+        for number, k in enumerate(depths):
+            # the first one goes on, as a chat's next turn does: it may reuse what the interrupted one had finished
+            done = session.prefill(fused(backend, prompts[0]), policy(k), go_on=number == 0)
+            np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=TOLERANCE, rtol=0)
+            assert np.array_equal(answer(session, prompts[1], k, 3), fresh[1, k][:3]), (at, k)
+    assert at > 10, "the question made fewer calls than it has stages"
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def roomy(models: Models) -> Model:
+    """A model whose caches are large beside everything else: 8 MB a layer, 32 MB in all."""
+    return models(Tiny(layers=4, heads=4, kv_heads=4, head_dim=64, context=4096), ks=(3,))
+
+
+def caches(session: Session) -> list[Any]:
+    return [session._cache(number) for number in range(len(session._stages))]
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_decoding_writes_one_slot_in_place(roomy: Model, k: int | None) -> None:
+    session = Session(roomy.backend, roomy.manifest)
+    session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(k))
+    before = [cache._kv.copy() for cache in caches(session)]
+    session.decode(40)
+    for cache, old in zip(caches(session), before, strict=True):
+        changed = (cache._kv != old).any(axis=(0, 1, 2, 3, 5))
+        assert np.flatnonzero(changed).tolist() == [cache.length - 1]
+        for number, (_, _, value) in enumerate(cache._buffers):
+            assert value.data_ptr() == cache._kv[number // 2, number % 2].ctypes.data
+        outputs = {value.data_ptr() for value in cache._row_binding.get_outputs()}
+        assert {value.data_ptr() for _, _, value in cache._buffers} < outputs
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_decoding_allocates_nothing_that_grows_with_the_cache(roomy: Model, k: int | None) -> None:
+    session = Session(roomy.backend, roomy.manifest)
+    session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(k))
+    for cache in caches(session):
+        cache._kv += 0  # touch every page, as a full context would
+    for _ in range(50):
+        session.decode(40)
+    process, addresses = psutil.Process(), [cache._kv.ctypes.data for cache in caches(session)]
+    gc.collect()
+    tracemalloc.start()
+    resident, (held, _) = process.memory_info().rss, tracemalloc.get_traced_memory()
+    for _ in range(300):
+        session.decode(40)
+    (after, peak), grown = tracemalloc.get_traced_memory(), process.memory_info().rss - resident
+    tracemalloc.stop()
+    assert [cache._kv.ctypes.data for cache in caches(session)] == addresses
+    # One layer's K alone is 4 MB: a single copy would show in either number.
+    assert after - held < 1 << 16
+    assert peak - held < 1 << 16
+    assert grown < 1 << 21
+
+
+def test_withdrawn_stages_hold_no_slot_for_vision_rows(roomy: Model) -> None:
+    session = Session(roomy.backend, roomy.manifest)
+    session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(3))
+    full, text = caches(session)
+    assert (full.capacity, text.capacity) == (4096, 4096 - 16)
+    assert set(session._full) == {0}
+    assert set(session._text) == {1}
