@@ -68,7 +68,10 @@ def main() -> None:
     shape = Shape(layers=state["layers"])
     args.out.mkdir(parents=True, exist_ok=True)
     weights = {hub_name(k): v.numpy().astype(np.float16) for k, v in state["model"].items()}
-    save_file(weights, args.out / "model.safetensors", metadata={"format": "pt"})
+    # Beside its place and then renamed: bundles may be linked to the file that stands there.
+    save_file(weights, args.out / "model.tmp", metadata={"format": "pt"})
+    (args.out / "model.tmp").chmod(0o644)
+    (args.out / "model.tmp").replace(args.out / "model.safetensors")
     write_json(args.out / "config.json", config(shape))
     write_json(args.out / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
     train_tokenizer(shape.vocab).save(str(args.out / "tokenizer.json"), pretty=False)
