@@ -17,7 +17,7 @@ import torch
 from model import Shape
 from safetensors.numpy import save_file
 from train import MEAN, STD
-from words import SPECIAL, TEMPLATE, train_tokenizer
+from words import SPECIAL, TEMPLATE, run_tokenizer
 
 HERE = Path(__file__).resolve().parent
 HUB_NAMES = [
@@ -74,7 +74,7 @@ def main() -> None:
     (args.out / "model.tmp").replace(args.out / "model.safetensors")
     write_json(args.out / "config.json", config(shape))
     write_json(args.out / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
-    train_tokenizer(shape.vocab).save(str(args.out / "tokenizer.json"), pretty=False)
+    run_tokenizer(args.run, shape.vocab).save(str(args.out / "tokenizer.json"), pretty=False)
     names = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token", "image_token"), SPECIAL, strict=True))
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1024, "padding_side": "left",
                  "clean_up_tokenization_spaces": False, **names}  # fmt: skip

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from model import Layer, Llava, Shape, VisionLayer, init_linear
 from PIL import Image
 from torch import Tensor, nn
-from words import Packer, train_tokenizer
+from words import Packer, run_tokenizer
 
 from vtx.exporter.scenes import COLORS, GRID, KINDS, SHAPES, Scene, ask_some, photograph, random_scene
 
@@ -203,8 +203,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     full = Shape()
-    tokenizer = train_tokenizer(full.vocab)
-    packer = Packer(tokenizer, full.vision_tokens, 4 + 12 * args.questions + 8)
+    packer = Packer(run_tokenizer(args.out, full.vocab), full.vision_tokens, 4 + 13 * args.questions + 8)
     last, spent, step = args.out / "last.pt", 0.0, 0
     torch.manual_seed(0)
     model, aux = Llava(replace(full, layers=args.shallow)), Auxiliary(full)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from vtx.exporter.scenes import COLORS, KINDS, PLACES, SHAPES, Item, ask_some, random_scene
+from vtx.exporter.scenes import COLORS, PLACES, SHAPES, Item, ask_some, random_scene
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 TEMPLATE = (
@@ -116,12 +115,9 @@ class Packer:
         return tuple(np.array(c, np.int64) for c in columns)
 
 
-def save_tokenizer(tok: Tokenizer, folder: Path) -> None:
-    tok.save(str(folder / "tokenizer.json"))
-
-
-def normal_answer(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
-
-
-__all__ = ["KINDS", "SPECIAL", "TEMPLATE", "Packer", "normal_answer", "save_tokenizer", "train_tokenizer"]
+def run_tokenizer(folder: Path, vocab: int) -> Tokenizer:
+    """The tokenizer of a training run: trained at its start, and kept for as long as its weights are."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        train_tokenizer(vocab).save(str(path))
+    return Tokenizer.from_file(str(path))

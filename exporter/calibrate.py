@@ -19,19 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.attention import AttentionMeter
-from vtx.exporter.data import MAX_SKIPPED, Data, Item
+from vtx.exporter.data import Data, Item
 from vtx.exporter.journal import Journal
 from vtx.exporter.predict import EXPORT_BASE, RUN_BASE
+from vtx.exporter.prompts import Asked, prepare
 from vtx.exporter.reference import Reference, Sample
 from vtx.exporter.sizes import model_size
 from vtx.exporter.source import Source, answering
-from vtx.runtime.errors import CheckpointError, RequestError, TemplateError
+from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.image import load_image, preprocess
 from vtx.runtime.model import Answer, Model, Options
-from vtx.runtime.text import Message, Part
 
-MAX_REFERENCE = 32  # tokens; what is longer is no answer that could be met word for word
 LOGITS = 1 << 25  # logits computed at a time
+LAYER_SECONDS = 0.002  # of a layer over one item's rows beside its products, which is what small models cost
 Report = Callable[[str, int, int], None]
 
 
@@ -62,15 +62,6 @@ class CalibrationOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """An item as the model reads it: `ids` [n] of the prompt; `wanted` [m] of the right answer, its end included."""
-
-    item: Item
-    ids: NDArray[np.int64]
-    wanted: NDArray[np.int64] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Measurement:
     """What was measured: `rows` has a JSON object an item; `skipped` are the items that could not be asked."""
 
@@ -86,25 +77,6 @@ class Forecast:
     flops: float
     seconds: float
     memory: int
-
-
-def prepare(source: Source, data: Data, options: CalibrationOptions) -> tuple[list[Asked], list[str]]:
-    """Tokenise every item; those that do not fit the context are named instead.
-
-    Raises:
-        RequestError: too many of them do not fit.
-
-    """
-    asked, skipped, room = [], list(data.skipped), source.context - max(options.max_new_tokens, MAX_REFERENCE)
-    for number, item in enumerate(data.items, 1):
-        ids = source.text.prompt(_messages(item), source.config.vision_tokens)
-        if len(ids) <= room:
-            asked.append(Asked(item, ids, _wanted(source, item, ids)))
-        else:
-            skipped.append(f"question {number}: {len(ids)} tokens, {room} fit the context of {source.context}")
-    if len(skipped) > MAX_SKIPPED * (len(asked) + len(skipped)):
-        raise RequestError(f"{len(skipped)} of {len(asked) + len(skipped)} items cannot be used. Last: {skipped[-1]}")
-    return asked, skipped
 
 
 def forecast(source: Source, asked: Sequence[Asked], options: CalibrationOptions) -> Forecast:
@@ -125,7 +97,8 @@ def forecast(source: Source, asked: Sequence[Asked], options: CalibrationOptions
     memory = EXPORT_BASE + 2 * largest + batch + 4 * tails * max(1, text.ffn // text.hidden) + 12 * LOGITS
     if options.max_new_tokens:
         memory += RUN_BASE + 4 * size.decoder.parameters + 8 * text.layers * text.kv_heads * text.head_dim * longest
-    return Forecast(2 * macs, 2 * macs / _speed(text.hidden, text.ffn, longest), memory)
+    seconds = 2 * macs / _speed(text.hidden, text.ffn, longest) + 2 * LAYER_SECONDS * text.layers * len(asked)
+    return Forecast(2 * macs, seconds, memory)
 
 
 def _speed(hidden: int, ffn: int, rows: int) -> float:
@@ -142,18 +115,19 @@ def _speed(hidden: int, ffn: int, rows: int) -> float:
 def calibrate(
     source: Source, data: Data, options: CalibrationOptions, out: Path, report: Report = lambda *_: None
 ) -> Measurement:
-    """Measure every item, or those that `out`/samples.jsonl does not hold yet, and write them there.
+    """Measure every item that `out`/samples.jsonl does not hold yet, and write it there; an equal item counts once.
 
     Raises:
-        RequestError: nothing to measure, or `out` holds a measurement of something else.
+        RequestError: nothing to measure, or `out` holds a measurement of another model or with other options.
         ExportError: `out` cannot be written.
 
     """
-    asked, skipped = prepare(source, data, options)
+    asked, skipped = prepare(source, data, options.max_new_tokens)
     ks = options.ks(source.config.text.layers)
     with contextlib.ExitStack() as stack:
-        journal = stack.enter_context(Journal(out / "samples.jsonl", _identity(source, asked, options)))
-        todo = [i for i in range(len(asked)) if i not in journal.rows]
+        journal = stack.enter_context(Journal(out / "samples.jsonl", _identity(source, options)))
+        items = {one.item.digest(): one for one in asked}
+        todo = [item for item in items if item not in journal.rows]
         answers = todo and options.max_new_tokens
         model = stack.enter_context(answering(source, out / ".answering", report)) if answers else None
         measure = _Measure(source, model, ks, options)
@@ -166,40 +140,26 @@ def calibrate(
             report("measuring", done, total)
 
         for batch in batches:
-            rows = measure.batch([asked[i] for i in batch], layer)
-            journal.add({i: row for i, row in zip(batch, rows, strict=True)})
-        return Measurement(ks, tuple(journal.rows[i] for i in range(len(asked))), tuple(skipped))
+            rows = measure.batch([items[item] for item in batch], layer)
+            journal.add(dict(zip(batch, rows, strict=True)))
+        found = tuple(_sound(journal.rows[item], len(ks)) for item in items)
+        return Measurement(ks, found, tuple(skipped))
 
 
-def _identity(source: Source, asked: Sequence[Asked], options: CalibrationOptions) -> dict[str, Any]:
+def _identity(source: Source, options: CalibrationOptions) -> dict[str, Any]:
     kept = {name: value for name, value in asdict(options).items() if name != "batch"}
-    data = [one.item.digest() for one in asked]
-    return {"model": [source.fingerprint, source.version()], "data": data, "options": kept}
+    return {"model": [source.fingerprint, source.version()], "set of options": kept}
 
 
-def _messages(item: Item) -> list[Message]:
-    parts: list[Part] = [{"type": "image"} for _ in item.images]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": item.question}]}]
-
-
-def _wanted(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The right answer's tokens after the prompt, where the template continues the prompt with them."""
-    if item.answer is None:
-        return None
-    text, answer = source.text, [Part(type="text", text=item.answer)]
-    try:
-        turns: list[Message] = [*_messages(item), {"role": "assistant", "content": answer}]
-        whole = text.prompt(turns, source.config.vision_tokens, add_generation_prompt=False)
-    except TemplateError:
-        return None
-    if not np.array_equal(whole[: len(ids)], ids):
-        return None
-    wanted = whole[len(ids) :]
-    ends = np.flatnonzero(np.isin(wanted, text.settings.end_ids))
-    wanted = wanted[: ends[0]] if len(ends) else wanted
-    while len(wanted) and not text.decode(wanted[-1:]).strip():  # some templates print a space behind the answer
-        wanted = wanted[:-1]
-    return np.append(wanted, text.settings.end_ids[:1]) if 0 < len(wanted) < MAX_REFERENCE else None
+def _sound(row: dict[str, Any], count: int) -> dict[str, Any]:
+    """A row as it was measured, also where it has been read from a file."""
+    lengths = {"kl": count, "kl_reverse": count, "top1": count, "agree": 1 + count, "right": 1 + count}
+    for name, length in lengths.items():
+        value = row.get(name, ())
+        numbers = isinstance(value, list) and len(value) == length and all(isinstance(v, int | float) for v in value)
+        if not numbers and not (value is None and length > count):
+            raise RequestError(f"samples.jsonl is damaged: an item has no {name} for every K; remove the file")
+    return row
 
 
 class _Measure:
@@ -208,7 +168,7 @@ class _Measure:
     def __init__(self, source: Source, model: Model | None, ks: tuple[int, ...], options: CalibrationOptions) -> None:
         self._source, self._model, self._ks, self._options = source, model, ks, options
         self._reference = Reference(source.checkpoint, source.config)
-        self._end_ids = torch.tensor(source.text.settings.end_ids)
+        self._end_ids = torch.tensor(source.text.settings.end_ids, dtype=torch.int64)
 
     @torch.inference_mode()
     def batch(self, batch: Sequence[Asked], layer: Callable[[int], None]) -> list[dict[str, Any]]:

@@ -152,7 +152,8 @@ def _check_layers(part: Mapping[str, Any]) -> None:
     layers = part.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise CheckpointError(
-            f"config.json: num_hidden_layers is {layers!r:.60}, not a number from 1 to {MAX_LAYERS}; correct config.json"
+            f"config.json: num_hidden_layers is {layers!r:.60}, not a number from 1 to {MAX_LAYERS}; "
+            "correct config.json"
         )
 
 

@@ -7,6 +7,7 @@ counted and named; when it is more than `MAX_SKIPPED` of the items, nothing is m
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,13 +39,16 @@ class Item:
     answer: str | None = None
 
     def digest(self) -> str:
-        """A sha256 that changes with the texts, and with the content, or size and time, of the images."""
+        """A sha256 that changes with the texts, and with the content, or size and time, of the images.
+
+        Raises ImageError for a file that has gone.
+        """
         found = hashlib.sha256(repr((self.question, self.answer)).encode("utf-8", "surrogatepass"))
         for image in self.images:
             if isinstance(image, Image.Image):
                 found.update(repr(image.size).encode() + image.tobytes())
             elif isinstance(image, Path):
-                status = image.stat()
+                status = _stat(image)
                 found.update(f"{image}\0{status.st_size}\0{status.st_mtime_ns}".encode("utf-8", "surrogateescape"))
         return found.hexdigest()
 
@@ -106,6 +110,13 @@ def scene_items(count: int) -> tuple[Item, ...]:
         asked = ask_some(scene, 1, rng)[0]
         items.append(Item((photograph(scene, rng),), asked.question, asked.answer))
     return tuple(items)
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as e:
+        raise ImageError(f"image {path} has gone since it was read ({e.strerror}); put it back") from e
 
 
 def _data_file(path: Path) -> Path:

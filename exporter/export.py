@@ -199,10 +199,11 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
     try:
         out = out.expanduser().absolute()
         _make_folder(out.parent)
-        _clear_after_killed(out)
-        _check_target(out, force)
+        with _alone_in(out.parent):
+            _clear_after_killed(out)
+            _check_target(out, force)
         check_disk(out.parent, plan.prediction.disk)
-    except (OSError, RuntimeError) as e:
+    except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
     with _building(out) as folder:
         started = time.time()
@@ -220,7 +221,8 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
         manifest = _manifest(folder, plan, started, report)
         _write_file(folder / MANIFEST, manifest.to_json())
         _sync(folder)
-        _put_in_place(folder, out, force)
+        with _alone_in(out.parent):
+            _put_in_place(folder, out, force)
     return Bundle.open(out, check=False)
 
 
@@ -252,6 +254,18 @@ def _clear_after_killed(out: Path) -> None:
         _set_back(old, out)
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other export makes or moves directories in `folder` meanwhile, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _lock(folder: Path) -> int | None:
     """A descriptor that holds the lock of `folder` while it is open, killed or not; None where another holds it."""
     try:
@@ -271,8 +285,9 @@ def _building(out: Path) -> Iterator[Path]:
     """A hidden sibling of `out` to build in; gone afterwards, whatever happens."""
     folder, lock = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None
     try:
-        folder.mkdir()
-        lock = _lock(folder)
+        with _alone_in(out.parent):
+            folder.mkdir()
+            lock = _lock(folder)
         yield folder
     except OSError as e:
         raise ExportError(f"cannot write the bundle under {out.parent} ({e.strerror}); nothing was left behind") from e

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.gate_items import UNKNOWN, Work
+from vtx.exporter.gate_items import UNKNOWN
 from vtx.exporter.gate_training import GateWeights, gate_odds
+from vtx.exporter.gate_work import Work
 from vtx.exporter.sizes import ModelSize
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.flops import total_flops, withdrawn_rows
@@ -66,26 +67,29 @@ class HeldOut:
 
 def judge(held: HeldOut, size: ModelSize, *, seed: int = 0) -> dict[str, Any]:
     """The report as JSON: the gates at several thresholds, every fixed K, and the verdict at 0.5."""
-    columns = held.exits(THRESHOLDS[0])
-    full, picked = held.full_layers(columns), _pick(held.same, columns)
-    cost = float(full.mean())
-    fixed = [_fixed(held, size, column) for column in range(len(held.ks) + 1)]
-    rival, rival_same = _best_fixed(held, cost)
-    difference = _interval(picked.astype(float) - rival_same, seed)
+    gates = [_gates(held, size, threshold, seed) for threshold in THRESHOLDS]
     return {
-        "items": len(columns),
+        "items": len(held.same),
         "layers": held.layers,
-        "gates": {
-            **_outcome(held, size, columns),
-            "threshold": THRESHOLDS[0],
-            "exits": {str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
-            "agreement_interval": _wilson(int(picked.sum()), len(picked)),
-        },
-        "thresholds": [{"threshold": t, **_outcome(held, size, held.exits(t))} for t in THRESHOLDS],
-        "fixed": fixed,
-        "best_fixed_at_equal_cost": {"what": rival, "agreement": float(rival_same.mean())},
-        "difference": {"mean": float(picked.mean() - rival_same.mean()), "interval": difference},
-        "verdict": _verdict(cost, picked, rival, rival_same, difference),
+        "gates": gates,
+        "fixed": [_fixed(held, size, column) for column in range(len(held.ks) + 1)],
+        "verdict": _verdict(gates[0]),
+    }
+
+
+def _gates(held: HeldOut, size: ModelSize, threshold: float, seed: int) -> dict[str, Any]:
+    """What the gates do at one threshold, and the best that fixed K do at the same cost."""
+    columns = held.exits(threshold)
+    picked = _pick(held.same, columns)
+    rival, rival_same = _best_fixed(held, float(held.full_layers(columns).mean()))
+    return {
+        "threshold": threshold,
+        **_outcome(held, size, columns),
+        "agreement_interval": _wilson(int(picked.sum()), len(picked)),
+        "exits": {str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
+        "fixed_at_equal_cost": {"what": rival, "agreement": float(rival_same.mean())},
+        "difference": float(picked.mean() - rival_same.mean()),
+        "difference_interval": _interval(picked.astype(float) - rival_same, seed),
     }
 
 
@@ -133,7 +137,7 @@ def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
     low = int(np.flatnonzero(full <= cost)[-1])
     share = cost - full[low] if low + 1 < len(full) else 0.0
     names = [*(f"K = {k}" for k in held.ks), "no withdrawal"]
-    rivals = [(names[n], held.same[:, n].astype(float)) for n in range(low + 1)]
+    rivals: list[tuple[str, NDArray[np.float64]]] = [(names[n], held.same[:, n].astype(float)) for n in range(low + 1)]
     if share > 0:
         mixed = (1 - share) * held.same[:, low] + share * held.same[:, low + 1]
         rivals.append((f"{names[low]} and {names[low + 1]} in turn", mixed))
@@ -155,20 +159,21 @@ def _wilson(hits: int, count: int) -> list[float]:
     return [max(0.0, middle - half), min(1.0, middle + half)]
 
 
-def _verdict(
-    cost: float, picked: Bools, rival: str, rival_same: NDArray[np.float64], difference: Sequence[float]
-) -> str:
-    low, high = _wilson(int(picked.sum()), len(picked))
-    if difference[0] > 0:
+def _verdict(gates: Mapping[str, Any]) -> str:
+    low, high = gates["agreement_interval"]
+    least, most = gates["difference_interval"]
+    if least > 0:
         end = "the gates are better here."
-    elif difference[1] < 0:
+    elif most < 0:
         end = "a fixed K is better here."
     else:
         end = "no difference beyond chance, and a fixed K needs no gates."
+    rival = gates["fixed_at_equal_cost"]
     return (
-        f"At {cost:.1f} full layers on average the gates agree with the full model on {picked.mean():.1%} (95% "
-        f"interval {low:.1%} to {high:.1%}), the best fixed K at that cost ({rival}) on {rival_same.mean():.1%}; the "
-        f"difference lies between {100 * difference[0]:+.1f} and {100 * difference[1]:+.1f} points: {end}"
+        f"At {gates['full_layers']:.1f} full layers on average the gates agree with the full model on "
+        f"{gates['agreement']:.1%} (95% interval {low:.1%} to {high:.1%}), the best fixed K at that cost "
+        f"({rival['what']}) on {rival['agreement']:.1%}; the difference lies between {100 * least:+.1f} and "
+        f"{100 * most:+.1f} points: {end}"
     )
 
 
@@ -186,14 +191,14 @@ def plot_report(report: Mapping[str, Any], path: Path) -> None:
         raise DeviceError(f"the plot needs {e.name or 'matplotlib'}; pip install matplotlib") from e
     figure = Figure(figsize=(10, 4), layout="constrained")
     curve, histogram = figure.subplots(1, 2)
-    for name, points in (("fixed K", report["fixed"]), ("gates, by threshold", report["thresholds"])):
+    for name, points in (("fixed K", report["fixed"]), ("gates, by threshold", report["gates"])):
         curve.plot([p["full_layers"] for p in points], [100 * p["agreement"] for p in points], marker="o", label=name)
     curve.set(xlabel="full layers, mean", ylabel="same answer as the full model, %")
     curve.legend()
-    exits = report["gates"]["exits"]
+    exits = report["gates"][0]["exits"]
     histogram.bar(range(len(exits)), exits.values())
     histogram.set_xticks(range(len(exits)), list(exits), rotation=90, fontsize=7)
-    histogram.set(xlabel="K that the gates chose", ylabel="questions")
+    histogram.set(xlabel=f"K that the gates chose above {report['gates'][0]['threshold']:g}", ylabel="questions")
     try:
         figure.savefig(path)
     except (OSError, ValueError) as e:

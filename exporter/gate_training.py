@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.gate_items import Work
+from vtx.exporter.gate_work import Work
 from vtx.exporter.gates import FEATURES, gate_tensors
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.safetensors import read_header, read_tensor, write_safetensors
@@ -37,6 +37,7 @@ Report = Callable[[int], None]
 class FitOptions:
     """How gates learn. `alpha` bounds the cross-entropy after the exit by that of the full model (DyVTE Eq. 6).
 
+    An infinite `alpha` bounds nothing: the answer alone decides (DyVTE Eq. 5).
     `epochs` None: as many as show the gates about 8,000 items, and at least one.
     """
 
@@ -65,7 +66,8 @@ def labels(agreement: NDArray[np.float32], losses: NDArray[np.float32], alpha: f
 
     Of `agreement` and cross-entropy [items, K and none] the last column is the full model's.
     """
-    return ((agreement[:, :-1] > MIN_AGREEMENT) & (losses[:, :-1] < alpha * losses[:, -1:])).astype(np.int64)
+    bounded = losses[:, :-1] < alpha * losses[:, -1:] if math.isfinite(alpha) else True
+    return ((agreement[:, :-1] > MIN_AGREEMENT) & bounded).astype(np.int64)
 
 
 def fit_gates(work: Work, ks: tuple[int, ...], options: FitOptions, report: Report) -> dict[int, GateWeights]:
@@ -98,19 +100,17 @@ def _fitted(path: Path, k: int, key: str) -> GateWeights | None:
         return None
 
 
-def fit_gate(
-    inputs: NDArray[np.float32], wanted: NDArray[np.int64], options: FitOptions, seed: int
-) -> GateWeights:
+def fit_gate(inputs: NDArray[np.float32], wanted: NDArray[np.int64], options: FitOptions, seed: int) -> GateWeights:
     """fc1 [width, 2 * hidden] and fc2 [2, width] from inputs [items, 2 * hidden] and labels [items] (DyVTE Eq. 7)."""
     random = torch.Generator().manual_seed(seed)
     x, y = torch.from_numpy(inputs), torch.from_numpy(wanted)
     first, second = _initial(options.width, x.shape[1], random), _initial(2, options.width, random)
-    optimizer = torch.optim.AdamW([first, second], lr=options.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([first, second], lr=options.lr, weight_decay=0.0, fused=True)
     epochs, count = options.epochs_for(len(x)), len(x)
     steps = epochs * math.ceil(count / FIT_BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _pace(step, steps))
     for _ in range(epochs):
-        for chosen in torch.randperm(count, generator=random).split(FIT_BATCH):
+        for chosen in torch.split(torch.randperm(count, generator=random), FIT_BATCH):
             optimizer.zero_grad()
             F.cross_entropy(gate_logits(x[chosen], first, second), y[chosen]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -150,6 +150,12 @@ def write_gates(
 ) -> None:
     """Write a gate file as `vtx-export --gates` takes it, with the record of its training."""
     tensors = {name: w for k, gate in sorted(gates.items()) for name, w in zip(gate_tensors(k), gate, strict=True)}
-    training = {**asdict(options), **record, "versions": {name: metadata.version(name) for name in RECORDED}}
+    alpha = options.alpha if math.isfinite(options.alpha) else None
+    training = {
+        **asdict(options),
+        "alpha": alpha,
+        **record,
+        "versions": {name: metadata.version(name) for name in RECORDED},
+    }
     fields = {"model_fingerprint": model_fingerprint, "features": FEATURES, "training": json.dumps(training)}
     write_safetensors(path, tensors, fields)

@@ -20,10 +20,11 @@ from vtx.exporter.config import TextConfig
 from vtx.exporter.graph import FLOAT, Builder
 from vtx.runtime import names
 from vtx.runtime.errors import CheckpointError
-from vtx.runtime.safetensors import TensorInfo, open_tensor, read_header, read_tensor
+from vtx.runtime.safetensors import TensorInfo, open_tensor, read_header, read_tensor, shown
 
 FEATURES = "mean of the rows after the last image but the last one, and the last one"
 MAX_WIDTH = 1 << 16
+MAX_METADATA = 1 << 16
 _NAME = re.compile(r"gate\.(0|[1-9]\d{0,3})\.fc([12])\.weight")
 
 
@@ -37,10 +38,11 @@ class Gates:
 
 
 def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
-    """Read and check a gate file for a model. A gate on the last layer decides nothing and is left out.
+    """Read and check a gate file for a model. A gate on the last layer means no withdrawal and is left out.
 
     Raises:
-        CheckpointError: names or shapes that do not fit the model, NaN, or gates trained for another model.
+        CheckpointError: names or shapes that do not fit the model, NaN, or gates trained for another model or on
+            other inputs.
 
     """
     header = read_header(path)
@@ -50,22 +52,37 @@ def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
         if not match:
             raise CheckpointError(f"{path.name}: {name!r} is no gate's weight; expected gate.N.fc1.weight and fc2")
         pairs.setdefault(int(match[1]), {})[match[2]] = info
+    _check_metadata(path, header.metadata)
     trained_for = header.metadata.get("model_fingerprint")
     if trained_for is not None and trained_for != fingerprint:
         raise CheckpointError(
-            f"{path.name}: the gates were trained for another model ({trained_for[:12]}, this is {fingerprint[:12]}); "
-            "train gates for this one with vtx-train-gate"
+            f"{path.name}: the gates were trained for another model ({shown(trained_for[:12])}, this is "
+            f"{fingerprint[:12]}); train gates for this one with vtx-train-gate"
         )
     warning = f"{path.name} does not say for which model its gates were trained; their shapes fit"
-    by_k = {
-        layer + 2: _gate(path, layer, pair, text) for layer, pair in sorted(pairs.items()) if layer + 1 < text.layers
-    }
+    gates = {layer: _gate(path, layer, pair, text) for layer, pair in sorted(pairs.items())}
+    by_k = {layer + 2: gate for layer, gate in gates.items() if layer + 1 < text.layers}
+    if not by_k:
+        raise CheckpointError(f"{path.name}: no gate on a layer before the last; train gates with vtx-train-gate")
     return Gates(by_k, header.metadata, () if trained_for else (warning,))
+
+
+def _check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    size = sum(len(key) + len(value) for key, value in metadata.items())
+    if size > MAX_METADATA:
+        raise CheckpointError(f"{path.name}: {size:,} characters of metadata, the limit is {MAX_METADATA:,}")
+    if metadata.get("features", FEATURES) != FEATURES:
+        raise CheckpointError(
+            f"{path.name}: the gates read {shown(metadata['features'])}, this version gives them the {FEATURES}; "
+            "train gates with vtx-train-gate"
+        )
 
 
 def _gate(
     path: Path, layer: int, pair: Mapping[str, TensorInfo], text: TextConfig
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    if layer >= text.layers:
+        raise CheckpointError(f"{path.name}: gate {layer} is beyond the {text.layers} layers of this model")
     if set(pair) != {"1", "2"}:
         raise CheckpointError(f"{path.name}: gate {layer} lacks fc{'2' if '1' in pair else '1'}.weight")
     shapes = pair["1"].shape, pair["2"].shape

@@ -16,14 +16,14 @@ MAX_BYTES = 1 << 30
 
 
 class Journal:
-    """A JSONL file: a line that says what is measured, then one an item. `rows` has the items by number.
+    """A JSONL file: a line that says what is measured and how, then one an item. `rows` has the items by digest.
 
     What a kill left of a line is dropped; a file about something else is refused. One process may write at a time.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self._path, self._identity = path, json.loads(json.dumps(identity))
-        self.rows: dict[int, dict[str, Any]] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Journal:
         try:
@@ -42,9 +42,9 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, rows: Mapping[int, dict[str, Any]]) -> None:
+    def add(self, rows: Mapping[str, dict[str, Any]]) -> None:
         """Write the results of some items, all of them on the disk when this returns."""
-        self._write(b"".join(_line({"item": number, **row}) for number, row in rows.items()))
+        self._write(b"".join(_line({"item": item, **row}) for item, row in rows.items()))
         self.rows.update(rows)
 
     def _lock(self) -> None:
@@ -71,7 +71,7 @@ class Journal:
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
         found = parse_json(line, f"a line of {self._path}", error=RequestError)
-        if not isinstance(found, dict) or not (type(found.get("item")) is int or "model" in found):
+        if not isinstance(found, dict) or not (isinstance(found.get("item"), str) or "model" in found):
             raise RequestError(f"{self._path} is damaged or something else; remove it, or name another --out")
         return found
 
@@ -79,7 +79,7 @@ class Journal:
         for part, value in self._identity.items():
             if found.get(part) != value:
                 raise RequestError(
-                    f"{self._path} belongs to a measurement with other {part}; name another --out, or remove that file"
+                    f"{self._path} belongs to a measurement with another {part}; remove it, or name another --out"
                 )
 
     def _write(self, lines: bytes) -> None:

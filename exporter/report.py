@@ -18,6 +18,7 @@ from vtx.exporter.source import Source
 from vtx.runtime.errors import ExportError, RequestError
 
 FORMAT = "vtx-calibration-1"
+REPORT = "report.json"
 CONFIDENCE, NORMAL = 0.95, 1.959964
 DRAWS = 4000
 ETA = 0.003
@@ -183,7 +184,7 @@ def mean_attention(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     """Write `folder`/report.json, which is replaced only once complete, and return its path."""
-    path = folder / "report.json"
+    path = folder / REPORT
     partial = path.with_suffix(".partial")
     try:
         partial.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -193,27 +194,37 @@ def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
-def read_choice(path: Path, fingerprint: str) -> tuple[int, dict[str, Any]]:
-    """The K that a report of vtx-calibrate chose for a model, and what an export records of it.
+def read_choice(path: Path, fingerprint: str) -> dict[str, Any]:
+    """What `chosen` gives for a report of vtx-calibrate on disk.
 
     Raises:
         RequestError: no such report, one of another model, or one without a K.
 
     """
     report = read_json_object(path, MAX_REPORT, error=RequestError)
-    model, data, choices = report.get("model"), report.get("data"), report.get("choices")
-    sound = isinstance(model, dict) and isinstance(data, dict) and isinstance(choices, list) and choices
-    if report.get("format") != FORMAT or not sound or not isinstance(choices[-1], dict):
+    model, data, choices = (report.get(name) for name in ("model", "data", "choices"))
+    sound = isinstance(data, dict) and isinstance(choices, list) and choices and isinstance(choices[-1], dict)
+    if report.get("format") != FORMAT or not isinstance(model, dict) or not sound:
         raise RequestError(f"{path} is no report of vtx-calibrate")
     if model.get("fingerprint") != fingerprint:
         raise RequestError(f"{path} was measured on another model, {model.get('name')}; calibrate this one")
     return chosen(report)
 
 
-def chosen(report: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The K of a report, and what an export records of it. Raises RequestError where it has none."""
+def find_report(path: Path) -> Path | None:
+    """The report of vtx-calibrate that `path`, a file or a folder, is or holds."""
+    found = path / REPORT if path.is_dir() else path
+    try:
+        with found.open("rb") as file:
+            return found if f'"format": "{FORMAT}"'.encode() in file.read(64) else None
+    except OSError:
+        return None
+
+
+def chosen(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The choice of a report as an export records it: `k`, `rule`, `data`, `items`. RequestError where no K fits."""
     choice, data, k = report["choices"][-1], report["data"], report.get("k")
     if type(k) is not int:
         notes = "; ".join(map(str, choice.get("notes") or ["the report has none"]))
         raise RequestError(f"calibration picks no K: {notes}; raise --eta with vtx-calibrate, or name a K")
-    return k, {"k": k, "rule": choice.get("rule"), "data": data.get("source"), "items": data.get("items")}
+    return {"k": k, "rule": choice.get("rule"), "data": data.get("source"), "items": data.get("items")}

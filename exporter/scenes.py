@@ -32,6 +32,45 @@ PLACES = (
 MAX_OBJECTS = 6
 
 
+# Wordings: {n} a noun, {ns} its plural, {a} its article, {c} a colour, {s} a shape, {p} a place.
+HOW_MANY = (
+    "how many {n} are there", "how many {n} do you see", "how many {n} are in the picture", "count the {n}",
+    "how many {n} are in the image", "how many {n}", "how many {n} can you see", "how many {n} are in this picture",
+    "how many {n} are in this image", "how many {n} does the picture have", "how many {n} does the image show",
+    "what is the number of {n}", "number of {n}", "how many {n} are there in the picture",
+)  # fmt: skip
+WHICH_COLOR = (
+    "what color is the {s}", "what colour is the {s}", "which color is the {s}", "which colour is the {s}",
+    "which color does the {s} have", "what is the color of the {s}", "what is the colour of the {s}",
+    "what color does the {s} have", "tell me the color of the {s}", "what's the color of the {s}",
+    "what's the colour of the {s}", "what color is the {s} in the picture", "the {s} is what color",
+)  # fmt: skip
+WHICH_SHAPE = (
+    "what shape is {c}", "which shape is {c}", "what is {c}", "what is the {c} {n}", "what shape is the {c} {n}",
+    "which shape is the {c} {n}", "what is the shape of the {c} {n}", "what kind of shape is {c}",
+    "tell me the shape of the {c} {n}", "what's the {c} {n}", "which {n} is {c}", "what {n} is {c}",
+    "what shape does the {c} {n} have",
+)  # fmt: skip
+IS_THERE = (
+    "is there {a} {n}", "is there {a} {n} in the picture", "is there {a} {n} in the image", "do you see {a} {n}",
+    "can you see {a} {n}", "does the picture have {a} {n}", "does the image show {a} {n}", "is there any {n}",
+    "are there any {ns}", "are there {ns} in the picture", "do you see any {ns}", "can you see any {ns}",
+    "does the image contain {a} {n}", "is there {a} {n} in this picture", "do you see {a} {n} in the image",
+)  # fmt: skip
+HAS_COLOR = ("is the {s} {c}", "is the color of the {s} {c}", "is the {s} in the picture {c}")
+WHERE = (
+    "where is the {n}", "where do you see the {n}", "in which place is the {n}", "where in the picture is the {n}",
+    "where in the image is the {n}", "where can you see the {n}", "where's the {n}", "tell me where the {n} is",
+    "what is the position of the {n}", "where is the {n} in the picture", "where is the {n} located",
+    "in what position is the {n}",
+)  # fmt: skip
+WHAT_IS_AT = (
+    "what is in the {p}", "what is at the {p}", "what do you see in the {p}", "what is there in the {p}",
+    "what can you see at the {p}", "what is on the {p}", "what's in the {p}", "what's at the {p}",
+    "what do you see at the {p}", "what object is at the {p}", "what is in the {p} of the picture",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Thing:
     """One shape: where it stands and how large it is, both as a share of the picture's side."""
@@ -143,27 +182,29 @@ def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 
 def _how_many(rng: random.Random, noun: str, number: int) -> tuple[str, str]:
-    wordings = (
-        "how many {n} are there", "how many {n} do you see", "how many {n} are in the picture",
-        "how many {n} are in the image", "count the {n}", "how many {n}",
-    )  # fmt: skip
-    return _ask(rng, wordings, n=noun), str(number)
+    return _ask(rng, HOW_MANY, n=noun), str(number)
 
 
 def _present_or_any(rng: random.Random, present: list[str], anything: list[str]) -> str:
     return rng.choice(present) if rng.random() < 0.75 else rng.choice(anything)
 
 
+def _plural(shape: str) -> str:
+    return shape + ("es" if shape == "cross" else "s")
+
+
+def _article(name: str) -> str:
+    return "an" if name.startswith("orange") else "a"
+
+
 def _count_color(scene: Scene, rng: random.Random) -> tuple[str, str]:
     color = _present_or_any(rng, [t.color for t in scene.things], list(COLORS))
-    noun = f"{color} {_thing(rng)}s"
-    return _how_many(rng, noun, sum(t.color == color for t in scene.things))
+    return _how_many(rng, f"{color} {_thing(rng)}s", sum(t.color == color for t in scene.things))
 
 
 def _count_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
     shape = _present_or_any(rng, [t.shape for t in scene.things], list(SHAPES))
-    plural = shape + ("es" if shape == "cross" else "s")
-    return _how_many(rng, plural, sum(t.shape == shape for t in scene.things))
+    return _how_many(rng, _plural(shape), sum(t.shape == shape for t in scene.things))
 
 
 def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
@@ -171,12 +212,7 @@ def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     if not choices:
         return None
     thing = rng.choice(choices)
-    wordings = (
-        "what color is the {s}", "what colour is the {s}", "which color is the {s}",
-        "which colour is the {s}", "which color does the {s} have", "what is the color of the {s}",
-        "what is the colour of the {s}", "what color does the {s} have", "tell me the color of the {s}",
-    )  # fmt: skip
-    return _ask(rng, wordings, s=thing.shape), thing.color
+    return _ask(rng, WHICH_COLOR, s=thing.shape), thing.color
 
 
 def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
@@ -184,61 +220,61 @@ def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     if not choices:
         return None
     thing = rng.choice(choices)
-    wordings = (
-        "what shape is {c}", "which shape is {c}", "what is {c}", "what is the {c} {n}",
-        "what shape is the {c} {n}", "which shape is the {c} {n}", "what is the shape of the {c} {n}",
-        "what kind of shape is {c}", "tell me the shape of the {c} {n}",
-    )  # fmt: skip
-    return _ask(rng, wordings, c=thing.color, n=_thing(rng)), thing.shape
+    return _ask(rng, WHICH_SHAPE, c=thing.color, n=_thing(rng)), thing.shape
 
 
 def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    chance = rng.random()
+    if chance < 0.15 and (unique := _unique(scene, lambda t: t.shape)):
+        thing = rng.choice(unique)
+        color = thing.color if rng.random() < 0.5 else rng.choice([c for c in COLORS if c != thing.color])
+        return _ask(rng, HAS_COLOR, s=thing.shape, c=color), "yes" if color == thing.color else "no"
+    if chance < 0.4:
+        return _exists_part(scene, rng)
     names = {t.name for t in scene.things}
-    if rng.random() < 0.5:
-        name = rng.choice(sorted(names))
-    else:
-        colors, shapes = list(COLORS), list(SHAPES)
-        mixed = rng.random()
-        if mixed < 0.6:  # near misses: the colour or the shape stands in the scene, the pair does not
-            thing = rng.choice(scene.things)
-            colors, shapes = ([thing.color], shapes) if mixed < 0.3 else (colors, [thing.shape])
-        absent = [f"{c} {s}" for c in colors for s in shapes if f"{c} {s}" not in names]
-        absent = absent or [f"{c} {s}" for c in COLORS for s in SHAPES if f"{c} {s}" not in names]
-        name = rng.choice(absent)
-    article = "an" if name.startswith("orange") else "a"
-    wordings = (
-        "is there {a} {n}", "is there {a} {n} in the picture", "is there {a} {n} in the image",
-        "do you see {a} {n}", "can you see {a} {n}", "does the picture have {a} {n}",
-        "does the image show {a} {n}",
-    )  # fmt: skip
-    return _ask(rng, wordings, a=article, n=name), "yes" if name in names else "no"
+    name = rng.choice(sorted(names)) if rng.random() < 0.5 else _absent(scene, rng, names)
+    return _ask_whether(rng, name, name + ("es" if name.endswith("cross") else "s")), "yes" if name in names else "no"
+
+
+def _exists_part(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    """Whether a shape of any colour, or a colour in any shape, is there."""
+    by_shape = rng.random() < 0.5
+    present = {t.shape if by_shape else t.color for t in scene.things}
+    absent = [word for word in (SHAPES if by_shape else COLORS) if word not in present]
+    word = rng.choice(sorted(present) if rng.random() < 0.5 or not absent else absent)
+    noun = word if by_shape else f"{word} {_thing(rng)}"
+    return _ask_whether(rng, noun, _plural(noun) if by_shape else noun + "s"), "yes" if word in present else "no"
+
+
+def _ask_whether(rng: random.Random, name: str, plural: str) -> str:
+    return _ask(rng, IS_THERE, a=_article(name), n=name, ns=plural)
+
+
+def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:
+    """A colour and shape that is not there; mostly a near miss, of which one of the two is."""
+    colors, shapes = list(COLORS), list(SHAPES)
+    mixed, thing = rng.random(), rng.choice(scene.things)
+    if mixed < 0.6:
+        colors, shapes = ([thing.color], shapes) if mixed < 0.3 else (colors, [thing.shape])
+    absent = [f"{c} {s}" for c in colors for s in shapes if f"{c} {s}" not in names]
+    return rng.choice(absent or [f"{c} {s}" for c in COLORS for s in SHAPES if f"{c} {s}" not in names])
 
 
 def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    by_shape = _unique(scene, lambda t: t.shape)
-    by_color = _unique(scene, lambda t: t.color)
-    by_name = _unique(scene, lambda t: t.name)
-    options = [(t, t.shape) for t in by_shape]
-    options += [(t, f"{t.color} {_thing(rng)}") for t in by_color]
-    options += [(t, t.name) for t in by_name]
+    options = [(t, t.shape) for t in _unique(scene, lambda t: t.shape)]
+    options += [(t, f"{t.color} {_thing(rng)}") for t in _unique(scene, lambda t: t.color)]
+    options += [(t, t.name) for t in _unique(scene, lambda t: t.name)]
     if not options:
         return None
     thing, name = rng.choice(options)
-    wordings = (
-        "where is the {n}", "where do you see the {n}", "in which place is the {n}",
-        "where in the picture is the {n}", "where in the image is the {n}", "where can you see the {n}",
-    )  # fmt: skip
-    return _ask(rng, wordings, n=name), PLACES[thing.cell]
+    return _ask(rng, WHERE, n=name), PLACES[thing.cell]
 
 
 def _contents(scene: Scene, rng: random.Random) -> tuple[str, str]:
     at = {t.cell: t.name for t in scene.things}
     cell = rng.choice(sorted(at)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
-    wordings = (
-        "what is in the {p}", "what is at the {p}", "what do you see in the {p}",
-        "what is there in the {p}", "what can you see at the {p}", "what is on the {p}",
-    )  # fmt: skip
-    return _ask(rng, wordings, p=PLACES[cell]), at.get(cell, "nothing")
+    corner = " corner" if " " in PLACES[cell] and rng.random() < 0.25 else ""
+    return _ask(rng, WHAT_IS_AT, p=PLACES[cell] + corner), at.get(cell, "nothing")
 
 
 KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime import names
+from vtx.runtime import contract, names
 from vtx.runtime.backend import Rows
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, DeviceError
@@ -47,6 +47,14 @@ def _share_threads(ort: Any, threads: int) -> None:
             )
 
 
+def _cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
@@ -58,14 +66,15 @@ class OrtBackend:
         self._ort = load_onnxruntime()
         self._bundle, self._manifest = bundle, bundle.manifest
         self.device = "cpu"
-        self.threads = threads or _pool_threads or os.cpu_count() or 1
+        self.threads = threads or _pool_threads or _cores()
         _share_threads(self._ort, self.threads)
         graphs = self._manifest.dialects["ort"]
         self._options = self._session_options()
-        self._embed, self._head = self._session(graphs.embed), self._session(graphs.head)
-        self._stages = [self._session(stage.graph) for stage in graphs.stages]
+        self._embed = self._session(graphs.embed, contract.embed(self._manifest))
+        self._head = self._session(graphs.head, contract.head(self._manifest))
+        self._stages = [self._session(s.graph, contract.stage(self._manifest, s)) for s in graphs.stages]
         self._specs = graphs.stages
-        self._gates = {gate.k: self._session(gate.graph) for gate in graphs.gates}
+        self._gates = {g.k: self._session(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
         self._vision: Any = None
         self._vision_lock = threading.Lock()
         self._rope = self._load_rope()
@@ -77,24 +86,22 @@ class OrtBackend:
         options.enable_mem_pattern = False  # row counts change with every prompt
         return options
 
-    def _session(self, name: str) -> Any:
-        path = self._bundle.path(name)
+    def _session(self, name: str, promised: contract.Contract) -> Any:
+        path = os.fspath(self._bundle.path(name))
         try:
-            return self._ort.InferenceSession(os.fspath(path), self._options, providers=["CPUExecutionProvider"])
-        except MemoryError as e:
-            raise DeviceError(f"not enough memory to load {name}; {_SMALLER}") from e
+            session = self._ort.InferenceSession(path, self._options, providers=["CPUExecutionProvider"])
         except Exception as e:
-            if "bad_alloc" in str(e) or "allocate" in str(e):
-                raise DeviceError(
-                    f"not enough memory to load {name}; use a smaller precision or another machine"
-                ) from e
+            if isinstance(e, MemoryError) or "bad_alloc" in str(e) or "allocate" in str(e):
+                raise DeviceError(f"not enough memory to load {name}; {_SMALLER}") from e
             raise BundleError(f"onnxruntime cannot load {name}: {_one_line(e)}; export the bundle again") from e
+        contract.check(name, session, promised)
+        return session
 
     def _load_rope(self) -> tuple[Any, Any]:
         from vtx.runtime.safetensors import read_header, read_tensor
 
         path: Path = self._bundle.path(self._manifest.rope)
-        tensors = read_header(path).tensors
+        tensors = read_header(path, error=BundleError).tensors
         want = (self._manifest.max_context, self._manifest.model.head_dim // 2)
         tables = []
         for name in (names.COS, names.SIN):
@@ -114,7 +121,8 @@ class OrtBackend:
     def vision(self, pixels: NDArray[np.float32]) -> Rows:
         with self._vision_lock:
             if self._vision is None:
-                self._vision = self._session(self._manifest.dialects["ort"].vision)
+                name = self._manifest.dialects["ort"].vision
+                self._vision = self._session(name, contract.vision(self._manifest))
         features = self._vision.run(None, {names.PIXELS: pixels})[0]
         rows: Rows = features.reshape(-1, features.shape[-1])
         return rows
@@ -128,7 +136,12 @@ class OrtBackend:
         return odds
 
     def stage(self, index: int, capacity: int) -> OrtStageCache:
-        return OrtStageCache(self, self._stages[index], self._specs[index], capacity)
+        try:
+            return OrtStageCache(self, self._stages[index], self._specs[index], capacity)
+        except MemoryError as e:
+            raise DeviceError(
+                f"not enough memory for a KV cache of {capacity} slots; export a smaller --max-context"
+            ) from e
 
 
 class OrtStageCache:

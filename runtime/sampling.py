@@ -42,10 +42,11 @@ class Sampler:
         s = self._settings
         if s.temperature == 0:
             return int(logits.argmax())
-        scores = logits.astype(np.float64) / s.temperature
+        with np.errstate(over="ignore"):
+            scores = (logits.astype(np.float64) - float(logits.max())) / s.temperature
         if 0 < s.top_k < len(scores):
             scores[scores < np.partition(scores, -s.top_k)[-s.top_k]] = -np.inf
-        odds = np.exp(scores - scores.max())
+        odds = np.exp(scores)
         odds /= odds.sum()
         if s.top_p < 1:
             odds = _nucleus(odds, s.top_p)

@@ -172,7 +172,9 @@ def test_a_tower_that_does_not_see_rgb_is_refused(configs: Any) -> None:
     assert "4 channels" in refused(changed(configs(), "vision_config", "num_channels", to=4), UnsupportedModelError)
 
 
-@pytest.mark.parametrize("way", [("projector_hidden_act",), ("text_config", "hidden_act"), ("vision_config", "hidden_act")])
+@pytest.mark.parametrize(
+    "way", [("projector_hidden_act",), ("text_config", "hidden_act"), ("vision_config", "hidden_act")]
+)
 def test_an_unknown_activation_is_refused_by_name(tiny_checkpoint: Make, tmp_path: Path, way: tuple[str, ...]) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
     (folder / "config.json").write_text(json.dumps(changed(config_of(folder), *way, to="wobble")))

@@ -118,7 +118,10 @@ def test_draws_follow_the_odds() -> None:
     np.testing.assert_allclose(counts, [0.6, 0.3, 0.1, 0], atol=0.03)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-308, 5e-324, 1e308])
+@pytest.mark.parametrize(
+    "temperature",
+    [1e-3, 1e-30, 1e-308, 5e-324, 1e308],
+)
 def test_any_positive_temperature_gives_a_token(temperature: float) -> None:
     logits = random_logits(0)
     token = Sampler(Sampling(temperature=temperature, top_p=0.9, top_k=5, seed=0))(logits)

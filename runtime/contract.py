@@ -1,0 +1,67 @@
+"""What each graph must take and give, by the manifest: compared when a graph is loaded, so that no run fails for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vtx.runtime import names
+from vtx.runtime.errors import BundleError
+from vtx.runtime.manifest import Manifest, StageSpec
+
+Tensor = tuple[Sequence[int | None], str]  # sizes (None: any) and onnxruntime's word for the type
+Contract = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # inputs and outputs
+KV_WORDS = {"float32": "float", "float16": "float16"}  # numpy's words and onnxruntime's
+
+
+def embed(m: Manifest) -> Contract:
+    return {names.IDS: ([None], "int64")}, {names.HIDDEN: ([None, m.model.hidden], "float")}
+
+
+def vision(m: Manifest) -> Contract:
+    features = [None, m.model.vision_tokens, m.model.hidden]
+    return (
+        {names.PIXELS: ([None, 3, m.image.height, m.image.width], "float")},
+        {names.FEATURES: (features, "float")},
+    )
+
+
+def stage(m: Manifest, spec: StageSpec) -> Contract:
+    hidden: Tensor = ([None, m.model.hidden], "float")
+    table: Tensor = ([None, m.model.head_dim // 2], "float")
+    cache: Tensor = ([1, m.model.kv_heads, None, m.model.head_dim], KV_WORDS[m.kv_dtype])
+    layers = range(spec.first, spec.last + 1)
+    inputs = {names.HIDDEN: hidden, names.POSITIONS: ([1, None], "int64"), names.COS: table, names.SIN: table}
+    inputs |= {names.LAST_SLOT: ([1], "int32"), names.TOTAL_SLOTS: ([1], "int32")}
+    inputs |= {name(n): cache for n in layers for name in (names.past_key, names.past_value)}
+    outputs = {name(n): cache for n in layers for name in (names.present_key, names.present_value)}
+    return inputs, {names.HIDDEN_OUT: hidden, **outputs}
+
+
+def head(m: Manifest) -> Contract:
+    return {names.HIDDEN: ([None, m.model.hidden], "float")}, {names.LOGITS: ([None, m.model.vocab], "float")}
+
+
+def gate(m: Manifest) -> Contract:
+    return {names.HIDDEN: ([None, m.model.hidden], "float")}, {names.ODDS: ([2], "float")}
+
+
+def check(graph: str, session: Any, contract: Contract) -> None:
+    """Raise BundleError unless a loaded graph takes and gives what its contract says."""
+    for wanted, found in zip(contract, (session.get_inputs(), session.get_outputs()), strict=True):
+        if {tensor.name for tensor in found} != set(wanted):
+            raise BundleError(f"{graph} is not the graph that vtx.json says it is; export the bundle again")
+        for tensor in found:
+            sizes, kind = wanted[tensor.name]
+            if tensor.type != f"tensor({kind})" or not _fits(sizes, tensor.shape or ()):
+                raise BundleError(
+                    f"{graph}: {tensor.name} is {tensor.type} {tensor.shape}, vtx.json says {kind} {list(sizes)}; "
+                    "export the bundle again"
+                )
+
+
+def _fits(wanted: Sequence[int | None], found: Sequence[Any]) -> bool:
+    """Equal in every size that both sides name; a graph's free size is a string."""
+    return len(wanted) == len(found) and all(
+        a is None or not isinstance(b, int) or a == b for a, b in zip(wanted, found, strict=True)
+    )
