@@ -41,8 +41,8 @@ types: $(READY) ## mypy --strict
 imports: $(READY) ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
-pytest: $(READY) ## the tests
-	$(BIN)/pytest
+pytest: $(READY) ## the tests, one process a core
+	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .

@@ -660,7 +660,7 @@ def _calibrated(model: str, data: str, template: str | None) -> dict[str, Any]:
 @click.option("--lr", type=float, default=4e-5, show_default=True, help="Learning rate.")
 @click.option("--epochs", type=int, help="[default: as many as show a gate 8,000 items, at least 1]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draw and of the gates.")
-@click.option("--ray-address", metavar="ADDR", help="Measure on a Ray cluster: host:port, ray://host:port, or auto.")
+@click.option("--ray-address", metavar="ADDR", help="Measure on a Ray cluster: host:port, or auto.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for what is measured [default: OUT.work].")
 @click.option(
     "--out", type=click.Path(path_type=Path),

@@ -30,7 +30,7 @@ TIMEOUT_S = 5
 def measure_on_cluster(
     address: str, model: str, fingerprint: str, options: MeasureOptions, work: Work, report: Report
 ) -> None:
-    """Measure what is missing on the cluster at `address`: host:port, ray://host:port, or auto.
+    """Measure what is missing on the cluster at `address`: host:port of its head, or auto.
 
     `report` gets the items as they are done. A machine of the cluster measures one shard at a time, on all its cores.
 
@@ -94,9 +94,15 @@ def _connected(address: str) -> Iterator[Any]:
         import ray.data
     except ImportError as e:
         raise DeviceError(f'--ray-address needs {e.name}; pip install "vtx-edge[ray]"') from e
-    _reach(address)
     try:
+        _reach(address)
         ray.init(address=address, log_to_driver=False)
+    except Exception as e:
+        raise DeviceError(
+            f"cannot join a Ray cluster at {address} ({_first_line(e)}); give host:port of one started with "
+            "ray start --head, or auto on one of its machines"
+        ) from e
+    try:
         yield ray
     except VtxError:
         raise
@@ -107,17 +113,10 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _reach(address: str) -> None:
-    """Fail soon where nobody listens: Ray itself would try for minutes."""
-    if address in ("auto", "local"):
-        return
-    try:
-        place = urlsplit(address if "//" in address else f"//{address}")
+    """Raise OSError or ValueError soon where nobody listens: Ray itself would try for minutes."""
+    if address != "auto":
+        place = urlsplit(f"//{address}")
         socket.create_connection((place.hostname or "", place.port or 0), TIMEOUT_S).close()
-    except (OSError, ValueError) as e:
-        raise DeviceError(
-            f"no Ray cluster answers at {address} ({e}); give host:port, ray://host:port, or auto, of one started "
-            "with ray start --head"
-        ) from e
 
 
 def _first_line(error: Exception) -> str:

@@ -163,10 +163,8 @@ def _without_labels(part: Any) -> Any:
 
 
 def _parse(config: Mapping[str, Any]) -> Any:
-    try:
-        from transformers import LlavaConfig
-    except ImportError as e:
-        raise CheckpointError('exporting needs transformers; pip install "vtx-edge[export]"') from e
+    from transformers import LlavaConfig
+
     try:
         return LlavaConfig.from_dict(_without_labels({key: _without_labels(part) for key, part in config.items()}))
     except Exception as e:

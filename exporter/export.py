@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.resources import files
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +40,7 @@ from vtx.exporter.vision import build_vision, vision_tensors
 from vtx.exporter.weights import WeightPlan, plan_weights, write_weights
 from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, Bundle, sha256
-from vtx.runtime.errors import ExportError, RequestError, UnsupportedModelError
+from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.image import ImageSettings
 from vtx.runtime.manifest import FORMAT, PRECISIONS, FileRecord, GateSpec, Graphs, Manifest, ModelSpec, StageSpec
 from vtx.runtime.safetensors import read_header, write_safetensors
@@ -136,8 +137,10 @@ def plan_export(options: ExportOptions) -> Plan:
         CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError where vtx
             does not export this kind of model.
         RequestError: a K out of range, or a context the model was not made for.
+        DeviceError: a library of the [export] extra is missing.
 
     """
+    _check_libraries()
     checkpoint = open_checkpoint(str(demo_checkpoint()) if options.model == DEMO else options.model)
     config = ModelConfig.from_hf(checkpoint.config)
     for activation in (config.text.activation, config.vision.activation, config.projector_activation):
@@ -161,6 +164,13 @@ def plan_export(options: ExportOptions) -> Plan:
     weights = plan_weights(checkpoint, [*vision_tensors(config), *decoder_tensors(config.text)], options.precision)
     prediction = predict(config, weights, context, KV_TYPES[options.precision])
     return Plan(options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction)
+
+
+def _check_libraries() -> None:
+    """See now that what the last step of an export needs is there."""
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise DeviceError(f'exporting needs {name}; pip install "vtx-edge[export]"')
 
 
 def demo_checkpoint() -> Path:
@@ -202,7 +212,7 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
         with _alone_in(out.parent):
             _clear_after_killed(out)
             _check_target(out, force)
-        check_disk(out.parent, plan.prediction.disk)
+        check_disk(out.parent, plan.prediction.disk - _linkable(plan, out.parent))
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
     with _building(out) as folder:
@@ -224,6 +234,12 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
         with _alone_in(out.parent):
             _put_in_place(folder, out, force)
     return Bundle.open(out, check=False)
+
+
+def _linkable(plan: Plan, folder: Path) -> int:
+    """Bytes that need no room, because they are linked: whole files on the same disk."""
+    device = folder.stat().st_dev
+    return sum(file.size for file in plan.weights.files if file.whole and file.source.stat().st_dev == device)
 
 
 def _check_target(out: Path, force: bool) -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -96,7 +96,12 @@ def _load_tokenizer(folder: Path, text_config: Mapping[str, Any], top_config: Ma
 
     with TemporaryDirectory(prefix="vtx-tokenizer-") as name:
         clean = Path(name)
-        _copy_data(folder, clean, text_config, top_config)
+        try:
+            _copy_data(folder, clean, text_config, top_config)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot copy the tokenizer of {folder} to {gettempdir()} ({error.strerror}); free some space there"
+            ) from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(clean, local_files_only=True, trust_remote_code=False)
         except BaseException as error:  # tokenizers' panics derive from BaseException
