@@ -16,10 +16,10 @@ import click
 from vtx.runtime.errors import DeviceError, VtxError
 
 if TYPE_CHECKING:
-    from vtx.exporter.calibrate import CalibrationOptions
+    from vtx.exporter.choose.calibrate import CalibrationOptions
+    from vtx.exporter.choose.report import Choosing
+    from vtx.exporter.choose.source import Source
     from vtx.exporter.export import Plan
-    from vtx.exporter.report import Choosing
-    from vtx.exporter.source import Source
     from vtx.runtime.model import AnswerStream, Conversation, Options
 
 INTERRUPTED = 130
@@ -432,8 +432,8 @@ def plan(
     max_new_tokens: int, profile: str | None, as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Say what a model will cost: arithmetic, weights, KV cache, memory, per K and precision."""
-    from vtx.exporter.plan import PRECISIONS, Workload, find_profile, make_plan
-    from vtx.exporter.sizes import find_size
+    from vtx.exporter.planning.plan import PRECISIONS, Workload, find_profile, make_plan
+    from vtx.exporter.planning.sizes import find_size
 
     device = None if profile is None else find_profile(profile)
     size = find_size(model)
@@ -441,7 +441,7 @@ def plan(
     work = Workload(text, image if sequence is None else sequence - text, max_new_tokens)
     found = make_plan(size, work, ks, precisions or PRECISIONS, device)
     if plot is not None:
-        from vtx.exporter.plot import plot_plan
+        from vtx.exporter.planning.plot import plot_plan
 
         plot_plan(found, plot)
     if as_json:
@@ -525,10 +525,10 @@ def calibrate(
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     exporter = _exporter()
-    from vtx.exporter.calibrate import CalibrationOptions
-    from vtx.exporter.pictures import draw_report
-    from vtx.exporter.report import Choosing
-    from vtx.exporter.source import open_source
+    from vtx.exporter.choose.calibrate import CalibrationOptions
+    from vtx.exporter.choose.pictures import draw_report
+    from vtx.exporter.choose.report import Choosing
+    from vtx.exporter.choose.source import open_source
 
     choosing = Choosing(eta, max_accuracy_drop)
     options = CalibrationOptions(k_from, max_new_tokens, batch, attention)
@@ -553,12 +553,12 @@ def _measure(
     choosing: Choosing, folder: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure with a forecast before and a bar during, and write the report into `folder`."""
-    from vtx.exporter.calibrate import calibrate as measure
-    from vtx.exporter.calibrate import forecast
-    from vtx.exporter.data import read_data
+    from vtx.exporter.choose.calibrate import calibrate as measure
+    from vtx.exporter.choose.calibrate import forecast
+    from vtx.exporter.choose.data import read_data
+    from vtx.exporter.choose.prompts import prepare
+    from vtx.exporter.choose.report import make_report, write_report
     from vtx.exporter.predict import peak_memory
-    from vtx.exporter.prompts import prepare
-    from vtx.exporter.report import make_report, write_report
     from vtx.runtime.units import size
 
     found = read_data(data, images, samples, seed)
@@ -619,9 +619,9 @@ def _show_calibration(report: dict[str, Any]) -> None:
 
 def _calibrated(model: str, data: str, template: str | None) -> dict[str, Any]:
     """The K that a calibration on `data` chooses, or that an earlier one chose, and what to record of it."""
-    from vtx.exporter.calibrate import CalibrationOptions
-    from vtx.exporter.report import Choosing, chosen, find_report, read_choice
-    from vtx.exporter.source import open_source
+    from vtx.exporter.choose.calibrate import CalibrationOptions
+    from vtx.exporter.choose.report import Choosing, chosen, find_report, read_choice
+    from vtx.exporter.choose.source import open_source
 
     source = open_source(model, None, template)
     if earlier := find_report(Path(data)):
@@ -679,9 +679,9 @@ def train_gate(
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _exporter()
-    from vtx.exporter.gate_training import FitOptions
-    from vtx.exporter.gate_work import MeasureOptions
-    from vtx.exporter.train_gate import TrainOptions, default_out, train_gates
+    from vtx.exporter.choose.gate_training import FitOptions
+    from vtx.exporter.choose.gate_work import MeasureOptions
+    from vtx.exporter.choose.train_gate import TrainOptions, default_out, train_gates
 
     measuring = MeasureOptions(answers, max_new_tokens, batch)  # type: ignore[arg-type]  # click has checked it
     fitting = FitOptions(alpha, width, lr, epochs, seed)

@@ -85,10 +85,10 @@ def scratch(where: Path | None) -> Iterator[Path]:
 
 def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn: int, vocab: int | None) -> Path:
     """The demo checkpoint with a larger text model of random float32 weights, written a block at a time."""
-    from vtx.exporter.config import ModelConfig
-    from vtx.exporter.decoder import decoder_tensors
     from vtx.exporter.export import demo_checkpoint
-    from vtx.exporter.vision import vision_tensors
+    from vtx.exporter.graphs.decoder import decoder_tensors
+    from vtx.exporter.graphs.vision import vision_tensors
+    from vtx.exporter.hf.config import ModelConfig
     from vtx.runtime.safetensors import layout
 
     shutil.copytree(demo_checkpoint(), folder, ignore=shutil.ignore_patterns("*.safetensors"))

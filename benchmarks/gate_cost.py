@@ -17,7 +17,7 @@ import numpy as np
 from common import parser, random_checkpoint, report, scratch, shown, spread
 
 from vtx.exporter.export import ExportOptions, plan_export, run_export
-from vtx.exporter.gates import gate_tensors
+from vtx.exporter.graphs.gates import gate_tensors
 from vtx.runtime.backend import Rows
 from vtx.runtime.model import Model, load
 from vtx.runtime.safetensors import write_safetensors

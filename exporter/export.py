@@ -27,16 +27,16 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from vtx.exporter.activations import check_activation
-from vtx.exporter.checkpoint import Checkpoint, open_checkpoint
-from vtx.exporter.config import ModelConfig
-from vtx.exporter.decoder import build_embed, build_head, build_stage, decoder_tensors
-from vtx.exporter.gates import FEATURES, Gates, build_gate, gate_tensors, read_gates
-from vtx.exporter.graph import Builder, StoredTensor
+from vtx.exporter.graphs.activations import check_activation
+from vtx.exporter.graphs.builder import Builder, StoredTensor
+from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage, decoder_tensors
+from vtx.exporter.graphs.gates import FEATURES, Gates, build_gate, gate_tensors, read_gates
+from vtx.exporter.graphs.vision import build_vision, vision_tensors
+from vtx.exporter.hf.checkpoint import Checkpoint, open_checkpoint
+from vtx.exporter.hf.config import ModelConfig
+from vtx.exporter.hf.processor import read_image_settings
+from vtx.exporter.hf.text import read_text
 from vtx.exporter.predict import Prediction, check_disk, predict
-from vtx.exporter.processor import read_image_settings
-from vtx.exporter.text import read_text
-from vtx.exporter.vision import build_vision, vision_tensors
 from vtx.exporter.weights import WeightPlan, plan_weights, write_weights
 from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, Bundle, sha256

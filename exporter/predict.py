@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vtx.exporter.config import ModelConfig
+from vtx.exporter.hf.config import ModelConfig
 from vtx.exporter.weights import WeightPlan
 from vtx.runtime.errors import ExportError
 from vtx.runtime.manifest import KV_BYTES

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.checkpoint import Checkpoint
-from vtx.exporter.config import ModelConfig, TextConfig
-from vtx.exporter.decoder import decoder_tensors, layer_tensors
-from vtx.exporter.vision import vision_tensors
+from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.hf.checkpoint import Checkpoint
+from vtx.exporter.hf.config import ModelConfig, TextConfig
 from vtx.runtime.safetensors import read_tensor
 
 Report = Callable[[int], None]

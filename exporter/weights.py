@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint import Checkpoint, check_finite
-from vtx.exporter.graph import StoredTensor
+from vtx.exporter.graphs.builder import StoredTensor
+from vtx.exporter.hf.checkpoint import Checkpoint, check_finite
 from vtx.runtime.errors import ExportError
 from vtx.runtime.safetensors import TensorInfo, layout, open_tensor, widen_bf16
 

@@ -20,12 +20,12 @@ from tests.exported import THREADS
 from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter import prompts
-from vtx.exporter import source as sources
-from vtx.exporter.calibrate import CalibrationOptions, Measurement, calibrate, forecast
-from vtx.exporter.data import Data, Item
-from vtx.exporter.prompts import prepare
-from vtx.exporter.report import (
+from vtx.exporter.choose import prompts
+from vtx.exporter.choose import source as sources
+from vtx.exporter.choose.calibrate import CalibrationOptions, Measurement, calibrate, forecast
+from vtx.exporter.choose.data import Data, Item
+from vtx.exporter.choose.prompts import prepare
+from vtx.exporter.choose.report import (
     Choosing,
     choose_by_accuracy,
     choose_by_eta,
@@ -34,7 +34,7 @@ from vtx.exporter.report import (
     mean_intervals,
     share_interval,
 )
-from vtx.exporter.source import open_source
+from vtx.exporter.choose.source import open_source
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.model import load
@@ -520,7 +520,7 @@ def test_an_export_calibrates_on_data_and_stops_where_no_k_fits(
     assert "calibration picks no K" in done.stderr
     assert "smallest mean KL" in done.stderr
     assert not (workplace / "bundle").exists()
-    monkeypatch.setattr("vtx.exporter.report.Choosing", functools.partial(Choosing, eta=1e9))
+    monkeypatch.setattr("vtx.exporter.choose.report.Choosing", functools.partial(Choosing, eta=1e9))
     done = vtx(*words, "--out", "bundle")
     assert done.exit_code == 0, done.stderr
     assert "calibration chooses K = 5 (mean KL < 1e+09, 5 items of questions.jsonl)" in done.stderr

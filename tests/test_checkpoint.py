@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from vtx.exporter.checkpoint import INDEX, SINGLE, canonical_name, check_finite, open_checkpoint, read_json_object
+from vtx.exporter.hf.checkpoint import INDEX, SINGLE, canonical_name, check_finite, open_checkpoint, read_json_object
 from vtx.runtime.errors import BundleError, CheckpointError, DeviceError, UnsupportedModelError
 from vtx.runtime.safetensors import open_tensor, read_header
 

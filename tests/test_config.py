@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import Tiny
-from vtx.exporter.config import ModelConfig
 from vtx.exporter.export import ExportOptions, Plan, plan_export
+from vtx.exporter.hf.config import ModelConfig
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError, VtxError
 
 Make = Callable[..., Path]

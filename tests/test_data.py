@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from vtx.exporter import data
-from vtx.exporter.data import Data, Item, read_data, scene_items
+from vtx.exporter.choose import data
+from vtx.exporter.choose.data import Data, Item, read_data, scene_items
 from vtx.runtime.errors import RequestError
 
 

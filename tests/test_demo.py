@@ -16,7 +16,7 @@ from tests.bundles import export
 from tests.exported import THREADS
 from tests.reference import Reference
 from tests.tiny import prompt_messages
-from vtx.exporter import scenes
+from vtx.exporter.choose import scenes
 from vtx.exporter.export import DEMO, demo_checkpoint
 from vtx.runtime.model import Model, Options, load
 

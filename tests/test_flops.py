@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from tests.bundles import export
 from tests.tiny import Tiny
-from vtx.exporter.config import ModelConfig
-from vtx.exporter.decoder import decoder_tensors
-from vtx.exporter.sizes import KNOWN, config_size, model_size
-from vtx.exporter.vision import vision_tensors
+from vtx.exporter.graphs.decoder import decoder_tensors
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.hf.config import ModelConfig
+from vtx.exporter.planning.sizes import KNOWN, config_size, model_size
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import RequestError
 from vtx.runtime.flops import (

@@ -19,10 +19,10 @@ from tests.exported import THREADS, Checkpoints
 from tests.reference import Inputs, Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter.checkpoint import open_checkpoint
-from vtx.exporter.config import ModelConfig
 from vtx.exporter.export import ExportOptions, Plan, plan_export, run_export
-from vtx.exporter.gates import FEATURES, MAX_METADATA, Gates, read_gates
+from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates
+from vtx.exporter.hf.checkpoint import open_checkpoint
+from vtx.exporter.hf.config import ModelConfig
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError
 from vtx.runtime.model import Answer, Model, Options, load
 from vtx.runtime.policy import Boundary, Gate

@@ -89,9 +89,9 @@ def test_the_import_contracts_hold(tree: Path) -> None:
     [
         ("runtime/units.py", "import torch"),
         ("runtime/units.py", "def late() -> None:\n    import onnx"),
-        ("runtime/units.py", "import vtx.exporter.graph"),
+        ("runtime/units.py", "import vtx.exporter.graphs.builder"),
         ("profiles/__init__.py", "import vtx.runtime.units"),
-        ("exporter/graph.py", "import vtx.cli"),
+        ("exporter/graphs/builder.py", "import vtx.cli"),
     ],
 )
 def test_an_import_against_the_direction_is_found(tree: Path, file: str, line: str) -> None:

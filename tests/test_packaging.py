@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from vtx.exporter.scenes import Scene, Thing, draw
+from vtx.exporter.choose.scenes import Scene, Thing, draw
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("exporter", "profiles", "runtime", "src")

@@ -14,8 +14,8 @@ import torch
 from tests.exported import KS, THREADS, Checkpoints, Models, greedy, prompt
 from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.activations import ACTIVATIONS, activate
-from vtx.exporter.graph import Builder
+from vtx.exporter.graphs.activations import ACTIVATIONS, activate
+from vtx.exporter.graphs.builder import Builder
 from vtx.runtime.model import Model, Options
 from vtx.runtime.ort import _share_threads
 

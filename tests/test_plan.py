@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from tests.bundles import copy, export
 from tests.tiny import Tiny
 from vtx import cli
-from vtx.exporter.plan import PRECISIONS, Workload, find_profile, make_plan, spread_ks, weight_bytes
-from vtx.exporter.sizes import KNOWN, bundle_size, find_size
+from vtx.exporter.planning.plan import PRECISIONS, Workload, find_profile, make_plan, spread_ks, weight_bytes
+from vtx.exporter.planning.sizes import KNOWN, bundle_size, find_size
 from vtx.profiles import Figure
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError

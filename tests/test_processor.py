@@ -6,7 +6,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from vtx.exporter.processor import image_settings, read_image_settings
+from vtx.exporter.hf.processor import image_settings, read_image_settings
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 CLASSES = {

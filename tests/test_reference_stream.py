@@ -12,8 +12,8 @@ import torch
 from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter import reference as streamed
-from vtx.exporter.checkpoint import open_checkpoint
-from vtx.exporter.config import ModelConfig
+from vtx.exporter.hf.checkpoint import open_checkpoint
+from vtx.exporter.hf.config import ModelConfig
 
 TOLERANCE = 5e-5
 DEPTHS = (None, 2, 3, 5, 8)

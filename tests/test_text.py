@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from vtx.exporter.text import read_template, read_text
+from vtx.exporter.hf.text import read_template, read_text
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, TemplateError
 from vtx.runtime.text import MAX_TEXT, Message, Text, TextSettings
 

@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter.checkpoint import open_checkpoint
-from vtx.exporter.config import ModelConfig
-from vtx.exporter.data import Item
-from vtx.exporter.gate_items import Measurer, gate_input, measure
-from vtx.exporter.gate_report import HeldOut, judge
-from vtx.exporter.gate_training import FitOptions, fit_gate, fit_gates, gate_odds, labels
-from vtx.exporter.gate_work import MeasureOptions, Work, make_shards
-from vtx.exporter.gates import FEATURES, read_gates
-from vtx.exporter.sizes import model_size
-from vtx.exporter.source import Source, open_source
-from vtx.exporter.train_gate import TrainOptions, split, train_gates
+from vtx.exporter.choose.data import Item
+from vtx.exporter.choose.gate_items import Measurer, gate_input, measure
+from vtx.exporter.choose.gate_report import HeldOut, judge
+from vtx.exporter.choose.gate_training import FitOptions, fit_gate, fit_gates, gate_odds, labels
+from vtx.exporter.choose.gate_work import MeasureOptions, Work, make_shards
+from vtx.exporter.choose.source import Source, open_source
+from vtx.exporter.choose.train_gate import TrainOptions, split, train_gates
+from vtx.exporter.graphs.gates import FEATURES, read_gates
+from vtx.exporter.hf.checkpoint import open_checkpoint
+from vtx.exporter.hf.config import ModelConfig
+from vtx.exporter.planning.sizes import model_size
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.safetensors import read_header, read_tensor
 
@@ -440,7 +440,7 @@ RAY = importlib.util.find_spec("ray") is not None
 
 
 def on_cluster(address: str, model: Path, source: Source, work: Work, report: Callable[[int], None] = QUIET) -> None:
-    from vtx.exporter.cluster import measure_on_cluster
+    from vtx.exporter.choose.cluster import measure_on_cluster
 
     measure_on_cluster(address, str(model), source.fingerprint, MEASURE, work, report)
 

@@ -17,8 +17,8 @@ import vtx
 from tests import bundles
 from tests.tiny import Tiny, random_image
 from vtx.exporter import predict, weights
-from vtx.exporter.checkpoint import canonical_name, open_checkpoint
 from vtx.exporter.export import ExportOptions, plan_export, run_export
+from vtx.exporter.hf.checkpoint import canonical_name, open_checkpoint
 from vtx.exporter.weights import WeightPlan, write_weights
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 from vtx.runtime.safetensors import TensorInfo, read_header, read_tensor

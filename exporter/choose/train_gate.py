@@ -12,14 +12,14 @@ from typing import Any
 
 from PIL import Image
 
-from vtx.exporter.data import SCENES, Item, read_data
+from vtx.exporter.choose.data import SCENES, Item, read_data
+from vtx.exporter.choose.gate_items import Measurer, measure
+from vtx.exporter.choose.gate_report import HeldOut, judge, plot_report
+from vtx.exporter.choose.gate_training import FitOptions, fit_gates, write_gates
+from vtx.exporter.choose.gate_work import MeasureOptions, Shard, Work, make_shards
+from vtx.exporter.choose.source import Source, open_source
 from vtx.exporter.export import DEMO
-from vtx.exporter.gate_items import Measurer, measure
-from vtx.exporter.gate_report import HeldOut, judge, plot_report
-from vtx.exporter.gate_training import FitOptions, fit_gates, write_gates
-from vtx.exporter.gate_work import MeasureOptions, Shard, Work, make_shards
-from vtx.exporter.sizes import model_size
-from vtx.exporter.source import Source, open_source
+from vtx.exporter.planning.sizes import model_size
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.units import size
 
@@ -139,7 +139,7 @@ def _measure(options: TrainOptions, source: Source, work: Work, report: Report) 
     if options.ray_address is None:
         measure(Measurer(source, options.measure), work, count)
         return
-    from vtx.exporter.cluster import measure_on_cluster
+    from vtx.exporter.choose.cluster import measure_on_cluster
 
     model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
     measure_on_cluster(options.ray_address, model, source.fingerprint, options.measure, work, count)

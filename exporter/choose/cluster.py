@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from vtx.exporter.gate_items import Measurer, Report
-from vtx.exporter.gate_work import MeasureOptions, Work
+from vtx.exporter.choose.gate_items import Measurer, Report
+from vtx.exporter.choose.gate_work import MeasureOptions, Work
 from vtx.runtime.errors import DeviceError, VtxError
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.gate_work import Work
-from vtx.exporter.gates import FEATURES, gate_tensors
+from vtx.exporter.choose.gate_work import Work
+from vtx.exporter.graphs.gates import FEATURES, gate_tensors
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.safetensors import read_header, read_tensor, write_safetensors
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.attention import KINDS
-from vtx.exporter.calibrate import Measurement
-from vtx.exporter.checkpoint import read_json_object
-from vtx.exporter.source import Source
+from vtx.exporter.choose.attention import KINDS
+from vtx.exporter.choose.calibrate import Measurement
+from vtx.exporter.choose.source import Source
+from vtx.exporter.hf.checkpoint import read_json_object
 from vtx.runtime.errors import ExportError, RequestError
 
 FORMAT = "vtx-calibration-1"

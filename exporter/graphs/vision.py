@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from vtx.exporter.activations import activate
-from vtx.exporter.config import ModelConfig, VisionConfig
-from vtx.exporter.graph import FLOAT, MICROSOFT, Builder
+from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
+from vtx.exporter.hf.config import ModelConfig, VisionConfig
 from vtx.runtime import names
 
 MAX_ROW = 1 << 30

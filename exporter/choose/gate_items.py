@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.data import Item
-from vtx.exporter.gate_work import MeasureOptions, Shard, Tensors, Work
-from vtx.exporter.prompts import answer_ids, messages
+from vtx.exporter.choose.data import Item
+from vtx.exporter.choose.gate_work import MeasureOptions, Shard, Tensors, Work
+from vtx.exporter.choose.prompts import answer_ids, messages
+from vtx.exporter.choose.source import Source, open_source
 from vtx.exporter.reference import Reference, Sample
-from vtx.exporter.source import Source, open_source
 from vtx.runtime.errors import CheckpointError, RequestError, VtxError
 from vtx.runtime.image import load_image, preprocess
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.data import MAX_SKIPPED, Item
-from vtx.exporter.source import Source
+from vtx.exporter.choose.data import MAX_SKIPPED, Item
+from vtx.exporter.choose.source import Source
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.safetensors import open_tensor, read_header, write_safetensors
 

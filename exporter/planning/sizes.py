@@ -13,7 +13,7 @@ from vtx.runtime.errors import BundleError, CheckpointError, RequestError
 from vtx.runtime.flops import DecoderSize, VisionSize
 
 if TYPE_CHECKING:
-    from vtx.exporter.config import ModelConfig
+    from vtx.exporter.hf.config import ModelConfig
     from vtx.runtime.bundle import Bundle
 
 MAX_CONFIG = 1 << 20
@@ -108,7 +108,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
     """Sizes of a Hugging Face configuration, read as the exporter reads it; no weights are needed."""
-    from vtx.exporter.config import ModelConfig
+    from vtx.exporter.hf.config import ModelConfig
 
     return model_size(ModelConfig.from_hf(config), name)
 

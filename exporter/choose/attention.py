@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vtx.exporter.config import ModelConfig
+from vtx.exporter.hf.config import ModelConfig
 from vtx.exporter.reference import Sample
 
 KINDS = ("system", "vision", "question", "answer")

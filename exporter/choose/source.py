@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vtx.exporter.checkpoint import MAX_CONFIG, Checkpoint, canonical_name, read_json_object
-from vtx.exporter.config import ModelConfig
-from vtx.exporter.decoder import decoder_tensors
 from vtx.exporter.export import CONFIG, ExportOptions, Plan, plan_export, run_export
-from vtx.exporter.vision import vision_tensors
+from vtx.exporter.graphs.decoder import decoder_tensors
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.hf.checkpoint import MAX_CONFIG, Checkpoint, canonical_name, read_json_object
+from vtx.exporter.hf.config import ModelConfig
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, ExportError
 from vtx.runtime.image import ImageSettings

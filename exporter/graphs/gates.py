@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint import check_finite
-from vtx.exporter.config import TextConfig
-from vtx.exporter.graph import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.hf.checkpoint import check_finite
+from vtx.exporter.hf.config import TextConfig
 from vtx.runtime import names
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.safetensors import TensorInfo, open_tensor, read_header, read_tensor, shown

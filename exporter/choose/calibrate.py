@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.attention import AttentionMeter
-from vtx.exporter.data import Data, Item
-from vtx.exporter.journal import Journal
+from vtx.exporter.choose.attention import AttentionMeter
+from vtx.exporter.choose.data import Data, Item
+from vtx.exporter.choose.journal import Journal
+from vtx.exporter.choose.prompts import Asked, prepare
+from vtx.exporter.choose.source import Source, answering
+from vtx.exporter.planning.sizes import model_size
 from vtx.exporter.predict import EXPORT_BASE, RUN_BASE
-from vtx.exporter.prompts import Asked, prepare
 from vtx.exporter.reference import Reference, Sample
-from vtx.exporter.sizes import model_size
-from vtx.exporter.source import Source, answering
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.image import load_image, preprocess
 from vtx.runtime.model import Answer, Model, Options

@@ -102,7 +102,7 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
 
 def scene_items(count: int) -> tuple[Item, ...]:
     """`count` drawn scenes with a question each; the same ones always, and none that the demo model was trained on."""
-    from vtx.exporter.scenes import ask_some, photograph, random_scene
+    from vtx.exporter.choose.scenes import ask_some, photograph, random_scene
 
     rng, items = random.Random(SCENES_SEED), list[Item]()
     for _ in range(count):

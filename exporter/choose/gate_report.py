@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.gate_items import UNKNOWN
-from vtx.exporter.gate_training import GateWeights, gate_odds
-from vtx.exporter.gate_work import Work
-from vtx.exporter.sizes import ModelSize
+from vtx.exporter.choose.gate_items import UNKNOWN
+from vtx.exporter.choose.gate_training import GateWeights, gate_odds
+from vtx.exporter.choose.gate_work import Work
+from vtx.exporter.planning.sizes import ModelSize
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.flops import total_flops, withdrawn_rows
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.data import MAX_SKIPPED, Data, Item
-from vtx.exporter.source import Source
+from vtx.exporter.choose.data import MAX_SKIPPED, Data, Item
+from vtx.exporter.choose.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.text import Message, Part
 

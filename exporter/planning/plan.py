@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtx.exporter.sizes import ModelSize
+from vtx.exporter.planning.sizes import ModelSize
 from vtx.profiles import Figure, Profile, ProfileError, load_profile
 from vtx.runtime.errors import RequestError
 from vtx.runtime.flops import (

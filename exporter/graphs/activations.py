@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from vtx.exporter.graph import MICROSOFT, Builder
+from vtx.exporter.graphs.builder import MICROSOFT, Builder
 from vtx.runtime.errors import UnsupportedModelError
 
 

@@ -1,0 +1,1 @@
+"""Choosing K: data, calibration, and gates that choose per question."""

@@ -1,0 +1,1 @@
+"""Building the ONNX graphs: decoder stages, vision tower, gates."""

@@ -1,0 +1,1 @@
+"""Reading Hugging Face checkpoints: files, configuration, image processor, tokenizer and chat template."""

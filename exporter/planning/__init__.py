@@ -1,0 +1,1 @@
+"""What a model will cost on a device, before anything is built."""
