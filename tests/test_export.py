@@ -19,7 +19,9 @@ import pytest
 import vtx
 from tests import bundles
 from tests.tiny import Tiny, random_image
+from vtx.exporter import build as build_module
 from vtx.exporter import export as export_module
+from vtx.exporter import place as place_module
 from vtx.exporter.export import ExportOptions, Plan, plan_export, run_export
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, CheckpointError, ExportError, RequestError
@@ -261,15 +263,15 @@ def test_every_file_is_on_the_disk_before_the_bundle_is_in_its_place(
     monkeypatch.setattr(os, "fsync", lambda number: synced.add(os.readlink(f"/proc/self/fd/{number}")))
     monkeypatch.setattr(Path, "rename", rename)
     with monkeypatch.context() as patch:
-        patch.setattr(export_module, "_clear_after_killed", lambda _: None)
-        patch.setattr(export_module, "_set_back", lambda *_: None)
+        patch.setattr(export_module, "clear_after_killed", lambda _: None)
+        patch.setattr(place_module, "_set_back", lambda *_: None)
         run(plan(tiny_checkpoint()), tmp_path / "b")
     assert len(synced) > 10
 
 
 def test_the_manifest_is_written_last(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then the hidden directory is no bundle, and with it it is a whole one."""
-    real, seen = export_module._write_file, []
+    real, seen = build_module._write_file, []
 
     def write(path: Path, text: str) -> None:
         if path.name == "vtx.json":
@@ -280,7 +282,7 @@ def test_the_manifest_is_written_last(tiny_checkpoint: Make, tmp_path: Path, mon
         else:
             real(path, text)
 
-    monkeypatch.setattr(export_module, "_write_file", write)
+    monkeypatch.setattr(build_module, "_write_file", write)
     run(plan(tiny_checkpoint()), tmp_path / "b")
     assert seen == [True]
 

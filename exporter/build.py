@@ -1,0 +1,182 @@
+"""Filling the folder of a bundle: text files, graphs, weights, golden vectors, and the manifest last."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from vtx.exporter.graphs.builder import Builder, StoredTensor
+from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
+from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
+from vtx.exporter.graphs.vision import build_vision
+from vtx.exporter.prepare import Plan
+from vtx.exporter.weights import write_weights
+from vtx.runtime import names
+from vtx.runtime.bundle import MANIFEST, sha256
+from vtx.runtime.manifest import FORMAT, FileRecord, Graphs, Manifest, ModelSpec
+from vtx.runtime.safetensors import read_header, write_safetensors
+from vtx.runtime.text import Text
+
+GATES = "gates.safetensors"
+CONFIG = "config.json"
+KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
+RECORDED = ("onnx-ir", "numpy", "torch", "transformers", "tokenizers", "safetensors")
+Report = Callable[[str, int, int], None]
+
+
+def fill(folder: Path, plan: Plan, report: Report) -> None:
+    """Write everything of the bundle into the empty `folder`; `report` gets (phase, done, total)."""
+    started = time.time()
+    _write_text(folder, plan)
+    _write_graphs(folder, plan)
+    total, done = plan.prediction.work, 0
+
+    def wrote(count: int) -> None:
+        nonlocal done
+        done += count
+        report("weights", done, total)
+
+    write_weights(plan.weights, folder, wrote)
+    _write_golden(folder, plan, report)
+    _write_file(folder / MANIFEST, _manifest(folder, plan, started, report).to_json())
+
+
+def _write_file(path: Path, text: str) -> None:
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+
+
+def _write_text(folder: Path, plan: Plan) -> None:
+    _write_file(folder / "tokenizer.json", plan.tokenizer)
+    _write_file(folder / "chat_template.jinja", plan.template)
+    _write_file(folder / CONFIG, json.dumps(plan.checkpoint.config, indent=1) + "\n")  # for measuring the bundle
+    cos, sin = plan.config.text.rope.tables(plan.max_context)
+    write_safetensors(folder / "rope.safetensors", {names.COS: cos, names.SIN: sin}, None)
+
+
+def _write_graphs(folder: Path, plan: Plan) -> None:
+    text, kv = plan.config.text, KV_ELEMENTS[plan.kv_dtype]
+
+    weights = {**plan.weights.stored, **_write_gates(folder, plan)}
+
+    def write(name: str, build: Callable[[Builder], None]) -> None:
+        builder = Builder(name.partition(".")[0], weights, folder)
+        build(builder)
+        builder.write(folder / name)
+
+    write("vision.ort.onnx", lambda b: build_vision(b, plan.config))
+    write("embed.ort.onnx", lambda b: build_embed(b, text))
+    for stage in plan.stages:
+        write(stage.graph, lambda b, s=stage: build_stage(b, text, s.first, s.last, kv))  # type: ignore[misc]
+    write("head.ort.onnx", lambda b: build_head(b, text))
+    for gate in plan.gate_specs:
+        write(gate.graph, lambda b, k=gate.k: build_gate(b, text, k))  # type: ignore[misc]
+
+
+def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
+    """Write the weights of the gates that are used, and say where they lie."""
+    if plan.gates is None:
+        return {}
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for spec in plan.gate_specs:
+        tensors.update(zip(gate_tensors(spec.k), plan.gates.by_k[spec.k], strict=True))
+    write_safetensors(folder / GATES, tensors, plan.gates.metadata)
+    places = read_header(folder / GATES).tensors.values()
+    return {p.name: StoredTensor(GATES, p.offset, p.nbytes, p.dtype, p.shape) for p in places}
+
+
+def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
+    from vtx.exporter.golden import record_golden
+    from vtx.exporter.reference import Reference
+
+    layers, done = plan.config.text.layers, 0
+
+    def layer(count: int) -> None:
+        nonlocal done
+        done += count
+        report("reference", done, layers)
+
+    report("reference", 0, layers)
+    record_golden(
+        folder / "golden.safetensors",
+        Reference(plan.checkpoint, plan.config),
+        Text.load(folder, plan.text),
+        plan.image,
+        plan.config.vision_tokens,
+        [None, *plan.ks],
+        layer,
+    )
+
+
+def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manifest:
+    text, options = plan.config.text, plan.options
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    total, done, records = sum(p.stat().st_size for p in paths), 0, dict[str, FileRecord]()
+
+    def hashed(count: int) -> None:
+        nonlocal done
+        done += count
+        report("checksums", done, total)
+
+    for path in paths:
+        records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, sha256(path, hashed))
+    graphs = Graphs("vision.ort.onnx", "embed.ort.onnx", "head.ort.onnx", plan.stages, plan.gate_specs)
+    spec = ModelSpec(
+        plan.name, text.family, text.layers, text.hidden, text.heads, text.kv_heads, text.head_dim, text.vocab,
+        plan.config.vision_tokens,
+    )  # fmt: skip
+    return Manifest(
+        format=FORMAT,
+        vtx=_version("vtx-edge"),
+        model=spec,
+        precision=options.precision,
+        kv_dtype=plan.kv_dtype,
+        max_context=plan.max_context,
+        variants=tuple(sorted(plan.ks)),
+        default_k=plan.default_k,
+        dialects={"ort": graphs},
+        rope="rope.safetensors",
+        golden="golden.safetensors",
+        image=plan.image,
+        text=plan.text,
+        files=records,
+        record=_record(plan, started),
+    )
+
+
+def _record(plan: Plan, started: float) -> dict[str, Any]:
+    """How the bundle was made: enough to make it again."""
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "seconds": round(time.time() - started, 1),
+        "source": {
+            "model": plan.name,
+            "revision": plan.checkpoint.revision,
+            "fingerprint": plan.checkpoint.fingerprint(),
+            "tower": plan.config.vision.family,
+            "parameters": plan.weights.parameters,
+        },
+        "options": {
+            "k": list(plan.ks),
+            "precision": plan.options.precision,
+            "max_context": plan.options.max_context,
+        },
+        **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
+        **({"calibration": dict(plan.options.calibration)} if plan.options.calibration else {}),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in RECORDED}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

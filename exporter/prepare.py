@@ -1,0 +1,180 @@
+"""An export before it begins: options, every check that needs no weight, and the plan that comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from vtx.exporter.graphs.activations import check_activation
+from vtx.exporter.graphs.decoder import decoder_tensors
+from vtx.exporter.graphs.gates import Gates, read_gates
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.hf.checkpoint import Checkpoint, open_checkpoint
+from vtx.exporter.hf.config import ModelConfig
+from vtx.exporter.hf.processor import read_image_settings
+from vtx.exporter.hf.text import read_text
+from vtx.exporter.predict import Prediction, predict
+from vtx.exporter.weights import WeightPlan, plan_weights
+from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
+from vtx.runtime.image import ImageSettings
+from vtx.runtime.manifest import PRECISIONS, GateSpec, StageSpec
+from vtx.runtime.text import TextSettings
+
+DEMO = "demo"
+DEFAULT_CONTEXT = 4096
+KV_TYPES = {"fp32": "float32", "fp16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
+
+    "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
+    `calibration` says how K was chosen where it was measured; it is kept in the record.
+    """
+
+    model: str = DEMO
+    ks: tuple[int, ...] | Literal["auto"] = ()
+    precision: str = "fp16"
+    max_context: int | None = None
+    template: str | None = None
+    gates: Path | None = None
+    calibration: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise RequestError(f"precision {self.precision!r} is not among {', '.join(PRECISIONS)}")
+        if self.max_context is not None and self.max_context < 2:
+            raise RequestError(f"--max-context is {self.max_context}; give at least 2")
+        if self.ks == "auto" and self.gates is None:
+            raise RequestError(
+                "--k auto needs something to choose by; add --gates FILE (vtx-train-gate makes one) for a K per "
+                "question or --calibration DATA for one K, or name K"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An export that has been checked and not yet begun."""
+
+    options: ExportOptions
+    checkpoint: Checkpoint
+    config: ModelConfig
+    ks: tuple[int, ...]
+    gates: Gates | None
+    weights: WeightPlan
+    image: ImageSettings
+    tokenizer: str
+    template: str
+    text: TextSettings
+    max_context: int
+    prediction: Prediction
+
+    @property
+    def name(self) -> str:
+        demo = self.options.model == DEMO
+        name = DEMO if demo else Path(self.options.model).expanduser().absolute().name
+        return name.encode("utf-8", "replace").decode()  # a directory's name need not be Unicode, a manifest is
+
+    @property
+    def kv_dtype(self) -> str:
+        return KV_TYPES[self.options.precision]
+
+    @property
+    def default_k(self) -> int | str | None:
+        if self.options.ks == "auto":
+            return "auto"
+        return self.ks[0] if self.ks else None
+
+    @property
+    def gate_specs(self) -> tuple[GateSpec, ...]:
+        """The gates of the prebuilt depths; those of other layers are left out."""
+        gated = self.gates.by_k if self.gates else {}
+        return tuple(GateSpec(k, f"gate-{k:02d}.ort.onnx") for k in sorted(self.ks) if k in gated)
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        cuts = [1, *sorted(self.ks), self.config.text.layers + 1]
+        spans = [(a, b - 1) for a, b in pairwise(cuts)]
+        return tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.ort.onnx") for a, b in spans)
+
+
+def plan_export(options: ExportOptions) -> Plan:
+    """Read and check everything but the weights themselves; write nothing.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError where vtx
+            does not export this kind of model.
+        RequestError: a K out of range, or a context the model was not made for.
+        DeviceError: a library of the [export] extra is missing.
+
+    """
+    _check_libraries()
+    checkpoint = open_checkpoint(str(demo_checkpoint()) if options.model == DEMO else options.model)
+    config = ModelConfig.from_hf(checkpoint.config)
+    for activation in (config.text.activation, config.vision.activation, config.projector_activation):
+        check_activation(activation)
+    gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
+    ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
+    _check_ks(ks, config.text.layers)
+    if gates and not set(ks) & set(gates.by_k):
+        raise RequestError(f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one")
+    context = _context(options.max_context, config)
+    image = read_image_settings(checkpoint.folder)
+    if (image.height, image.width) != (config.vision.image, config.vision.image):
+        raise UnsupportedModelError(
+            f"the image processor gives {image.height} x {image.width} pixels, the tower takes "
+            f"{config.vision.image} x {config.vision.image}; correct preprocessor_config.json"
+        )
+    text_config = checkpoint.config.get("text_config") or {}
+    tokenizer, template, text = read_text(
+        checkpoint.folder, config.image_token_id, text_config, checkpoint.config, options.template
+    )
+    weights = plan_weights(checkpoint, [*vision_tensors(config), *decoder_tensors(config.text)], options.precision)
+    prediction = predict(config, weights, context, KV_TYPES[options.precision])
+    return Plan(options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction)
+
+
+def _check_libraries() -> None:
+    """See now that what the last step of an export needs is there."""
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise DeviceError(f'exporting needs {name}; pip install "vtx-edge[export]"')
+
+
+def demo_checkpoint() -> Path:
+    """The built-in demo model, a small LLaVA in Hugging Face's layout."""
+    return Path(str(files("vtx.exporter") / "demo_model"))
+
+
+def _check_ks(ks: Sequence[int], layers: int) -> None:
+    for k in ks:
+        if not 2 <= k <= layers:
+            raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+    if len(set(ks)) != len(ks):
+        raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each once")
+
+
+def _context(asked: int | None, config: ModelConfig) -> int:
+    most = config.text.max_positions
+    context = min(DEFAULT_CONTEXT, most) if asked is None else asked
+    if context > most:
+        raise RequestError(f"--max-context {context} is beyond the {most} positions the model was made for; lower it")
+    if context <= config.vision_tokens + 1:
+        raise RequestError(
+            f"--max-context {context} does not hold one image of {config.vision_tokens} tokens and a question; raise it"
+        )
+    return context
+
+
+def load_template(path: Path) -> str:
+    """A chat template from a file of the user's."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise RequestError(f"the chat template {path} cannot be read ({e}); name a text file") from e
