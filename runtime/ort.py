@@ -33,7 +33,7 @@ def load_onnxruntime() -> Any:
     return onnxruntime
 
 
-def _share_threads(ort: Any, threads: int) -> None:
+def share_threads(ort: Any, threads: int) -> None:
     """Give all sessions of the process one thread pool. Its size is settled by the first bundle loaded."""
     global _pool_threads
     with _pool_lock:
@@ -67,7 +67,7 @@ class OrtBackend:
         self._bundle, self._manifest = bundle, bundle.manifest
         self.device = "cpu"
         self.threads = threads or _pool_threads or _cores()
-        _share_threads(self._ort, self.threads)
+        share_threads(self._ort, self.threads)
         graphs = self._manifest.dialects["ort"]
         self._options = self._session_options()
         self._embed = self._session(graphs.embed, contract.embed(self._manifest))

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bundles import export
+from tests.exported import THREADS
 from tests.tiny import Tiny
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
@@ -35,6 +36,7 @@ from vtx.runtime.flops import (
     total_flops,
     withdrawn_rows,
 )
+from vtx.runtime.ort import share_threads
 
 SEVEN, THIRTEEN, NEXT = (KNOWN[name] for name in ("llava-1.5-7b", "llava-1.5-13b", "llava-next-7b"))
 TERA = 1e12
@@ -282,7 +284,8 @@ def executed_macs(bundle: Bundle, graph: str, folder: Path, dims: dict[str, int]
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
-    options.intra_op_num_threads = 1
+    options.use_per_session_threads = False
+    share_threads(ort, THREADS)
     session = ort.InferenceSession(str(bundle.path(graph)), options, providers=["CPUExecutionProvider"])
     session.run(None, {value.name: fed(value, dims, slots) for value in session.get_inputs()})
     events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
 from vtx.exporter.graphs.builder import Builder
 from vtx.runtime.model import Model, Options
-from vtx.runtime.ort import _share_threads
+from vtx.runtime.ort import share_threads
 
 STEPS = 24
 TOLERANCE = 1e-4
@@ -202,7 +202,7 @@ def test_every_activation_equals_transformers(name: str, tmp_path: Path) -> None
     import onnxruntime
     from transformers.activations import ACT2FN
 
-    _share_threads(onnxruntime, THREADS)
+    share_threads(onnxruntime, THREADS)
     builder = Builder("activation", {}, tmp_path)
     x = builder.input("x", ir.DataType.FLOAT, ["n"])
     y = builder.op("Identity", activate(builder, x, name))  # `linear` gives its input back
