@@ -209,11 +209,13 @@ def _bar() -> Iterator[Callable[[str, int, int], None]]:
 @click.option("--seed", type=int, help="For the same answer again when the temperature is above 0.")
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu", help="Where to compute.")
 @click.option("--threads", type=int, help="[default: all cores]")
+@click.option("--force", is_flag=True, help="Load also where the free memory looks too small.")
 def run(
     words: tuple[str, ...], bundle: str | None, k: int | str, gate_threshold: float,
     more: tuple[str, ...], text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, device: str, threads: int | None,
+    force: bool,
 ) -> None:  # fmt: skip
     """Answer questions about an image. Several questions reuse the image."""
     images, questions = ([], list(words)) if text_only else (list(words[:1]), list(words[1:]))
@@ -223,7 +225,7 @@ def run(
     from vtx.runtime.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
-    model = load(_find_bundle(bundle), device=device, threads=threads)
+    model = load(_find_bundle(bundle), device=device, threads=threads, force=force)
     if device == "auto" and not as_json:
         _note(f"{model.manifest.model.name} on {model.backend.device}, {model.manifest.precision} weights")
     with model.open([_image(name) for name in [*images, *more]]) as conversation:

@@ -21,7 +21,8 @@ FORMAT = 1
 MAX_BYTES = 4 << 20
 MAX_LAYERS = 512
 KV_BYTES = {"float32": 4, "float16": 2}
-PRECISIONS = ("fp32", "fp16")
+WEIGHT_BYTES = {"fp32": 4, "fp16": 2}
+PRECISIONS = tuple(WEIGHT_BYTES)
 T = TypeVar("T")
 
 

@@ -28,11 +28,13 @@ from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.generate import generate
 from vtx.runtime.image import ImageSource, load_image, preprocess
-from vtx.runtime.manifest import Manifest
+from vtx.runtime.machine import available_memory
+from vtx.runtime.manifest import WEIGHT_BYTES, Manifest
 from vtx.runtime.policy import Decision, Gate, make_policy
 from vtx.runtime.sampling import Sampler, Sampling
 from vtx.runtime.session import Prefilled, Prompt, Session
 from vtx.runtime.text import Message, Part, Text
+from vtx.runtime.units import size
 
 K = int | str | None
 DEFAULT = "default"
@@ -360,17 +362,20 @@ class _Clock:
         return {name: round(1000 * seconds, 3) for name, seconds in times.items()}
 
 
-def load(bundle: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None) -> Model:
+def load(
+    bundle: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None, force: bool = False
+) -> Model:
     """Load a bundle that `vtx-export` made.
 
     Args:
         bundle: its directory.
         device: "auto" or "cpu".
         threads: threads of the one pool that all models of this process share; all cores when left out.
+        force: load also where the memory that is free looks too small for the weights.
 
     Raises:
         BundleError: no bundle, or a damaged one.
-        DeviceError: the device is not there, or onnxruntime is not installed.
+        DeviceError: the device is not there, onnxruntime is not installed, or the memory is too small.
 
     """
     start = time.perf_counter()
@@ -381,5 +386,20 @@ def load(bundle: str | os.PathLike[str], *, device: str = "auto", threads: int |
     from vtx.runtime.ort import OrtBackend
 
     opened = Bundle.open(bundle)
+    if not force:
+        _check_memory(opened.manifest)
     backend = OrtBackend(opened, threads)
     return Model(opened, backend, 1000 * (time.perf_counter() - start))
+
+
+def _check_memory(manifest: Manifest) -> None:
+    """Raise DeviceError when the weights, expanded to float32 as a CPU needs them, exceed the free memory."""
+    stored = sum(record.bytes for name, record in manifest.files.items() if name.startswith("weights/"))
+    embedding = manifest.model.vocab * manifest.model.hidden  # read from its file a row at a time
+    needed = stored * 4 // WEIGHT_BYTES[manifest.precision] - 4 * embedding
+    free = available_memory()
+    if free is not None and needed > free:
+        raise DeviceError(
+            f"{manifest.model.name} needs about {size(needed)} of memory on a CPU, which computes in float32; "
+            f"{size(free)} is free; use a machine with more or a smaller model (--force tries all the same)"
+        )

@@ -16,7 +16,7 @@ from tests import bundles
 from tests.tiny import random_image
 from vtx.runtime import bundle as bundle_module
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.errors import BundleError, TemplateError, VtxError
+from vtx.runtime.errors import BundleError, DeviceError, TemplateError, VtxError
 from vtx.runtime.safetensors import read_header, read_tensor, write_safetensors
 
 SHARD = "weights/00001-of-00001.safetensors"
@@ -319,3 +319,13 @@ def test_stages_in_each_other_s_place_are_refused(folder: Path) -> None:
     stages[0]["graph"], stages[1]["graph"] = stages[1]["graph"], stages[0]["graph"]
     bundles.write_manifest(folder, lying)
     refused(folder)
+
+
+def test_a_bundle_too_large_for_the_memory_is_refused_before_it_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vtx.runtime.model.available_memory", lambda: 1000)
+    with pytest.raises(DeviceError, match=r"needs about .* kB of memory .*; 1 kB is free; .*--force"):
+        vtx.load(folder, threads=1)
+    forced = vtx.load(folder, threads=1, force=True)
+    assert forced.ask("What is this?", options=vtx.Options(max_new_tokens=1)).token_ids

@@ -131,7 +131,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_the_calls_that_users_write_keep_their_parameters() -> None:
-    assert parameters(vtx.load) == ["bundle", "device", "threads"]
+    assert parameters(vtx.load) == ["bundle", "device", "threads", "force"]
     assert parameters(vtx.Model.open) == ["images"]
     assert parameters(vtx.Model.ask) == ["question", "k", "options"]
     assert parameters(vtx.Conversation.ask) == parameters(vtx.Conversation.stream) == ["question", "k", "options"]
