@@ -21,6 +21,7 @@ import vtx
 from tests import bundles
 from tests.tiny import Tiny, random_image
 from vtx import cli
+from vtx.runtime import console
 from vtx.runtime.errors import VtxError
 
 Make = Callable[..., Path]
@@ -485,7 +486,7 @@ def test_doctor_is_not_deceived_by_checksums_that_were_made_to_match(bundle: Pat
     ],
 )
 def test_every_end_is_one_line_and_its_exit_code(error: BaseException, code: int, line: str) -> None:
-    @click.command(cls=cli.Command)
+    @click.command(cls=console.Command)
     def command() -> None:
         raise error
 

@@ -1,0 +1,186 @@
+"""vtx-export and vtx-plan. They parse, call and print; heavy imports stand inside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vtx.exporter.choose.commands import calibrated
+from vtx.exporter.libraries import exporter
+from vtx.runtime.console import bar, command, end_on_sigterm, note, table
+from vtx.runtime.last import remember
+
+if TYPE_CHECKING:
+    from vtx.exporter.export import Plan
+
+
+def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...] | str:
+    if value == "none":
+        return ()
+    if value == "auto":
+        return value
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, a list like 8,16, auto, or none") from e
+
+
+@command(
+    epilog="vtx-export --k 16 --precision fp16\n"
+    "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
+    "vtx-export --model ./my-llava --k none --precision fp32 --max-context 2048"
+)
+@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@click.option(
+    "--k", "ks", default="none", show_default=True, callback=_k_at_export, metavar="N|N,M,...|auto|none",
+    help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
+)  # fmt: skip
+@click.option(
+    "--precision", type=click.Choice(["fp32", "fp16"]), default="fp16", show_default=True, help="Of the weights."
+)
+@click.option(
+    "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own]."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION]."
+)
+@click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
+@click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto takes all of them.")
+@click.option(
+    "--calibration", metavar="DATA",
+    help="For --k auto: questions as vtx-calibrate takes them, scenes, or the folder of an earlier calibration.",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
+def export(
+    model: str, ks: tuple[int, ...] | str, precision: str, max_context: int | None, out: Path | None,
+    chat_template: Path | None, gates: Path | None, calibration: str | None, force: bool,
+) -> None:  # fmt: skip
+    """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
+    end_on_sigterm()
+    library = exporter()
+    template = library.load_template(chat_template) if chat_template else None
+    if calibration is not None and (ks != "auto" or gates is not None):
+        raise click.UsageError("--calibration chooses one K; it goes with --k auto and without --gates")
+    chosen = calibrated(model, calibration, template) if calibration is not None else None
+    ks = (chosen["k"],) if chosen else ks
+    options = library.ExportOptions(model, ks, precision, max_context, template, gates, chosen)
+    if model == library.DEMO:
+        note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
+    plan = library.plan_export(options)
+    for warning in plan.gates.warnings if plan.gates else ():
+        note(f"warning: {warning}")
+    depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
+    export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), force=force)
+
+
+def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
+    """Export with a forecast before, a bar during, and the measured figures after."""
+    import time
+
+    from vtx.exporter.predict import peak_memory
+    from vtx.runtime.units import size
+
+    started, forecast = time.monotonic(), plan.prediction
+    linked = f", {size(forecast.linked)} of it linked or copied unchanged" if forecast.linked else ""
+    note(f"predicted: {size(forecast.disk)} of disk{linked}; {size(forecast.export_memory)} of memory to export,")
+    note(
+        f"           {size(forecast.run_memory)} to run on a CPU, which computes in fp32 and expands the weights to it"
+    )
+    with bar() as report:
+        bundle = exporter().run_export(plan, out, force=force, report=report)
+    weighed = sum(record.bytes for record in bundle.manifest.files.values())
+    seconds = time.monotonic() - started
+    note(f"measured:  {size(weighed)} of disk, {size(peak_memory())} of memory, {seconds:.1f} s")
+    remember(bundle.folder)
+    depth = ", ".join(map(str, plan.ks)) or "none"
+    note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')
+    return Path(bundle.folder)
+
+
+def _ks_to_plan(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int | None, ...]:
+    try:
+        return tuple(None if part == "none" else int(part) for part in value.split(",")) if value else ()
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, none, or a list like none,8,16") from e
+
+
+@command(
+    epilog="vtx-plan --model llava-1.5-7b\n"
+    "vtx-plan --model llava-1.5-7b --sequence 642 --text 66 --k 17 --json\n"
+    "vtx-plan --model llava-next-7b --precision int4 --profile orin-nx-16\n"
+    "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
+)
+@click.option(
+    "--model", required=True, metavar="NAME|FOLDER", help="A known name, a checkpoint (its config.json), or a bundle."
+)
+@click.option("--sequence", type=int, help="Tokens of the prompt [default: one image and --text].")
+@click.option("--text", type=int, default=64, show_default=True, help="Tokens of it that are not of images.")
+@click.option(
+    "--k", "ks", callback=_ks_to_plan, metavar="N|none|N,M,...",
+    help="First layer without vision tokens, counted from 1 [default: none and a spread].",
+)  # fmt: skip
+@click.option(
+    "--precision", "precisions", multiple=True, help="Of the weights; may be given again.",
+    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]), show_default="all",
+)  # fmt: skip
+@click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Of the answer, for the peak memory.")
+@click.option("--profile", metavar="NAME", help="A device: does it fit, and an estimate of the time.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
+def plan(
+    model: str, sequence: int | None, text: int, ks: tuple[int | None, ...], precisions: tuple[str, ...],
+    max_new_tokens: int, profile: str | None, as_json: bool, plot: Path | None,
+) -> None:  # fmt: skip
+    """Say what a model will cost: arithmetic, weights, KV cache, memory, per K and precision."""
+    from vtx.exporter.planning.plan import PRECISIONS, Workload, find_profile, make_plan
+    from vtx.exporter.planning.sizes import find_size
+
+    device = None if profile is None else find_profile(profile)
+    size = find_size(model)
+    image = 0 if size.vision is None else size.vision.image_tokens
+    work = Workload(text, image if sequence is None else sequence - text, max_new_tokens)
+    found = make_plan(size, work, ks, precisions or PRECISIONS, device)
+    if plot is not None:
+        from vtx.exporter.planning.plot import plot_plan
+
+        plot_plan(found, plot)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(found, ensure_ascii=False))
+        return
+    _show_plan(found)
+    if plot is not None:
+        note(f"drew {plot}")
+
+
+def _show_plan(found: dict[str, Any]) -> None:
+    from vtx.runtime.units import size
+
+    device = found["profile"]
+    click.echo(
+        f"{found['model']['name']}: {found['parameters'] / 1e9:.3g} billion parameters; a prompt of "
+        f"{found['text_tokens']} text and {found['vision_tokens']} vision tokens, {found['max_new_tokens']} new ones"
+    )
+    click.echo("weights: " + ", ".join(f"{name} {size(count)}" for name, count in found["weights_bytes"].items()))
+    rows = [
+        [str(d["k"] or "none"), str(d["full_layers"]), f"{d['calflops'] / 1e12:.3g} T ({d['calflops_ratio']:.1%})",
+         f"{d['total_flops'] / 1e12:.3g} T ({d['total_ratio']:.1%})"]
+        for d in found["depths"]
+    ]  # fmt: skip
+    table("arithmetic of the prompt", ["K", "full layers", "calflops", "total"], rows)
+    heads, rows = ["K", "precision", "KV cache", "peak memory"], []
+    if device:
+        heads += ["fits", "vision", "prefill", "per token"]
+    for depth in found["depths"]:
+        for name, memory in depth["precisions"].items():
+            row = [str(depth["k"] or "none"), name, size(memory["kv_bytes"]), size(memory["peak_bytes"])]
+            if device:
+                row += ["yes" if memory["fits"] else "NO"]
+                row += [f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms" for ms in memory["latency_ms"].values()]
+            rows.append(row)
+    table(f"memory on {device['name']}" if device else "memory", heads, rows)
+    if device:
+        click.echo(f"{device['power_mode']}, {size(device['usable_bytes'])} usable; times are {found['estimate']}")
