@@ -18,7 +18,8 @@ from vtx.runtime.errors import DeviceError
 from vtx.runtime.last import home, remembered
 
 if TYPE_CHECKING:
-    from vtx.runtime.model import AnswerStream, Conversation, Options
+    from vtx.runtime.answer import AnswerStream, Options
+    from vtx.runtime.model import Conversation
 
 
 def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int | str:
@@ -72,7 +73,8 @@ def run(
     images, questions = ([], list(words)) if text_only else (list(words[:1]), list(words[1:]))
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
-    from vtx.runtime.model import Options, load
+    from vtx.runtime.answer import Options
+    from vtx.runtime.model import load
     from vtx.runtime.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)

@@ -21,7 +21,7 @@ from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.hf.checkpoint import Checkpoint
 from vtx.exporter.hf.config import ModelConfig, TextConfig
-from vtx.runtime.safetensors import read_tensor
+from vtx.runtime.safetensors import open_tensor, widen_bf16
 
 Report = Callable[[int], None]
 Watch = Callable[[int, int, Tensor], None]
@@ -108,6 +108,7 @@ class Reference:
                 watch(layer, number, stream.full)
                 if len(stream.tails):
                     stream.tails = _decoder_layer(text, stream.tails, stream.text_positions, weights)
+            del weights  # before the next layer's are read
             report(1)
         order: list[int | None] = [None, *depths]
         return [
@@ -201,7 +202,9 @@ class Reference:
         return F.linear(x, self._tensor(f"{name}.weight"), self._tensor(bias) if bias in self._names else None)
 
     def _tensor(self, name: str) -> Tensor:
-        return torch.from_numpy(read_tensor(self._checkpoint.tensors[name]).astype(np.float32, copy=False))
+        info = self._checkpoint.tensors[name]
+        stored = open_tensor(info)  # mapped: the float32 copy is the only one
+        return torch.from_numpy(widen_bf16(stored) if info.dtype == "BF16" else stored.astype(np.float32))
 
     def _layer_weights(self, layer: int) -> dict[str, Tensor]:
         """The weights of one decoder layer, counted from 1, by their names inside it."""

@@ -10,19 +10,19 @@ answer = image.ask("What colour is it?")   # the image's part of the caches is r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.answer import Answer, AnswerStream, Clock, Options, Stats
 from vtx.runtime.backend import Backend, Rows
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import DeviceError, RequestError
@@ -31,7 +31,7 @@ from vtx.runtime.image import ImageSource, load_image, preprocess
 from vtx.runtime.machine import available_memory
 from vtx.runtime.manifest import WEIGHT_BYTES, Manifest
 from vtx.runtime.policy import Decision, Gate, make_policy
-from vtx.runtime.sampling import Sampler, Sampling
+from vtx.runtime.sampling import Sampler
 from vtx.runtime.session import Prefilled, Prompt, Session
 from vtx.runtime.text import Message, Part, Text
 from vtx.runtime.units import size
@@ -39,96 +39,6 @@ from vtx.runtime.units import size
 K = int | str | None
 DEFAULT = "default"
 DEVICES = ("auto", "cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What an answer cost. Per-layer lists start with layer 1; times are milliseconds.
-
-    `k` is the first layer without vision rows and None where they stayed; `exit_layer` is the last layer
-    with them, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the prompt.
-    `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
-    `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
-    """
-
-    k: int | None
-    full_layers: int
-    exit_layer: int | None
-    prompt_tokens: int
-    vision_tokens: int
-    vision_tokens_kept: tuple[int, ...]
-    kv_slots: tuple[int, ...]
-    kv_bytes: int
-    reused_image: bool
-    device: str
-    precision: str
-    timings_ms: dict[str, float]
-    gate: tuple[Decision, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer's text, its token ids (an end token included), its cost, and why it ended.
-
-    `stopped` is "end" (an end token), "length" (`max_new_tokens`) or "context" (no KV slot left).
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    stats: Stats
-    stopped: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `vtx-run --json` prints."""
-        facts = {"text": self.text, "token_ids": self.token_ids, **dataclasses.asdict(self.stats)}
-        return facts if facts["gate"] is not None else {k: v for k, v in facts.items() if k != "gate"}
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Limits and sampling of one answer."""
-
-    max_new_tokens: int = 256
-    ignore_eos: bool = False
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    gate_threshold: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens is {self.max_new_tokens}; give a number from 1 on")
-
-
-class AnswerStream:
-    """An iterator over pieces of text as they come; `answer` is there when it is exhausted.
-
-    It ends early when the same thread puts the next question before this one has been read to its end.
-    """
-
-    def __init__(self, pieces: Callable[[AnswerStream], Generator[str]]) -> None:
-        self._answer: Answer | None = None
-        self._pieces = pieces(self)
-
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    @property
-    def answer(self) -> Answer:
-        if self._answer is None:
-            raise RequestError("the answer is not complete; read its stream to the end, before the next question")
-        return self._answer
-
-    def close(self) -> None:
-        """Stop here; the answer stays incomplete."""
-        self._pieces.close()
-
-    def read(self) -> Answer:
-        """Run to the end and return the answer."""
-        for _ in self._pieces:
-            pass
-        return self.answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +143,8 @@ class Conversation:
             self._end_own_stream()
             with self._lock:
                 self._reading = threading.get_ident(), weakref.ref(stream)
-                clock = _Clock()
-                pictures = tuple((p.key, lambda p=p: clock.vision(self._encode, p)) for p in self._pictures)
+                clock = Clock()
+                pictures = tuple((p.key, lambda p=p: clock.vision(lambda: self._encode(p))) for p in self._pictures)
                 prompt = Prompt(ids, ids == manifest.text.image_token_id, pictures)
                 done = self._session.prefill(prompt, policy, go_on=go_on)
                 clock.prefilled()
@@ -260,7 +170,7 @@ class Conversation:
         done: Prefilled,
         prompt_tokens: int,
         options: Options,
-        clock: _Clock,
+        clock: Clock,
         gate: list[Decision] | None,
     ) -> Iterator[str]:
         text, ids = self._model.text.stream(), list[int]()
@@ -285,7 +195,7 @@ class Conversation:
         stats = self._stats(done, prompt_tokens, clock, gate)
         stream._answer = Answer("".join(shown), tuple(ids), stats, stopped)
 
-    def _stats(self, done: Prefilled, prompt_tokens: int, clock: _Clock, gate: list[Decision] | None) -> Stats:
+    def _stats(self, done: Prefilled, prompt_tokens: int, clock: Clock, gate: list[Decision] | None) -> Stats:
         manifest = self._model.manifest
         return Stats(
             k=done.k,
@@ -326,40 +236,6 @@ class Chat:
             self.messages += [turn, {"role": "assistant", "content": [{"type": "text", "text": inner.answer.text}]}]
 
         return AnswerStream(pieces)
-
-
-class _Clock:
-    """Milliseconds of the parts of one answer."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._vision = 0.0
-        self._prefilled = self._first = self._last = self._start
-        self._tokens = 0
-
-    def vision(self, encode: Callable[[Picture], Rows], picture: Picture) -> Rows:
-        start = time.perf_counter()
-        rows = encode(picture)
-        self._vision += time.perf_counter() - start
-        return rows
-
-    def prefilled(self) -> None:
-        self._prefilled = time.perf_counter()
-
-    def token(self) -> None:
-        self._last = time.perf_counter()
-        self._first = self._last if not self._tokens else self._first
-        self._tokens += 1
-
-    def timings(self) -> dict[str, float]:
-        per_token = (self._last - self._first) / (self._tokens - 1) if self._tokens > 1 else 0.0
-        times = {
-            "vision": self._vision,
-            "prefill": self._prefilled - self._start - self._vision,
-            "first_token": self._first - self._start,
-            "decode_per_token": per_token,
-        }
-        return {name: round(1000 * seconds, 3) for name, seconds in times.items()}
 
 
 def load(

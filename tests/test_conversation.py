@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from tests.exported import KS, Checkpoints, Models
 from tests.reference import Reference
 from tests.tiny import Message, Tiny, prompt_messages, random_image
+from vtx.runtime.answer import Answer, Options
 from vtx.runtime.errors import RequestError
-from vtx.runtime.model import Answer, Conversation, Model, Options
+from vtx.runtime.model import Conversation, Model
 
 TOLERANCE = 1e-4
 STEPS = 12

@@ -18,7 +18,8 @@ from tests.reference import Reference
 from tests.tiny import prompt_messages
 from vtx.exporter.choose import scenes
 from vtx.exporter.export import DEMO, demo_checkpoint
-from vtx.runtime.model import Model, Options, load
+from vtx.runtime.answer import Options
+from vtx.runtime.model import Model, load
 
 SEED = 9_100_000_000  # far from the seeds that training and demo/evaluate.py draw from
 PAIRS = 200

@@ -23,8 +23,9 @@ from vtx.exporter.export import ExportOptions, Plan, plan_export, run_export
 from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates
 from vtx.exporter.hf.checkpoint import open_checkpoint
 from vtx.exporter.hf.config import ModelConfig
+from vtx.runtime.answer import Answer, Options
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError
-from vtx.runtime.model import Answer, Model, Options, load
+from vtx.runtime.model import Model, load
 from vtx.runtime.policy import Boundary, Gate
 from vtx.runtime.safetensors import write_safetensors
 

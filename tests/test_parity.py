@@ -16,7 +16,8 @@ from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
 from vtx.exporter.graphs.builder import Builder
-from vtx.runtime.model import Model, Options
+from vtx.runtime.answer import Options
+from vtx.runtime.model import Model
 from vtx.runtime.ort import share_threads
 
 STEPS = 24

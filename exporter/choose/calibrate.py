@@ -26,9 +26,10 @@ from vtx.exporter.choose.source import Source, answering
 from vtx.exporter.planning.sizes import model_size
 from vtx.exporter.predict import EXPORT_BASE, RUN_BASE
 from vtx.exporter.reference import Reference, Sample
+from vtx.runtime.answer import Answer, Options
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.image import load_image, preprocess
-from vtx.runtime.model import Answer, Model, Options
+from vtx.runtime.model import Model
 
 LOGITS = 1 << 25  # logits computed at a time
 LAYER_SECONDS = 0.002  # of a layer over one item's rows beside its products, which is what small models cost

@@ -10,22 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vtx.runtime.answer import Answer as Answer
+    from vtx.runtime.answer import Options as Options
     from vtx.runtime.errors import VtxError as VtxError
-    from vtx.runtime.model import Answer as Answer
     from vtx.runtime.model import Chat as Chat
     from vtx.runtime.model import Conversation as Conversation
     from vtx.runtime.model import Model as Model
-    from vtx.runtime.model import Options as Options
     from vtx.runtime.model import load as load
     from vtx.runtime.sampling import Sampling as Sampling
 
 __version__ = "0.1.0"
 _HOMES = {
-    "Answer": "model",
+    "Answer": "answer",
     "Chat": "model",
     "Conversation": "model",
     "Model": "model",
-    "Options": "model",
+    "Options": "answer",
     "load": "model",
     "Sampling": "sampling",
     "VtxError": "errors",
