@@ -10,10 +10,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 
-.PHONY: help setup demo test lint types imports pytest format wheel clean
+.PHONY: help setup demo test test-ray lint types imports pytest format wheel clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 setup: $(READY) ## make .venv with the package and all its tools, once
 
@@ -43,6 +43,10 @@ imports: $(READY) ## import-linter: who may import whom
 
 pytest: $(READY) ## the tests, one process a core
 	$(BIN)/pytest --numprocesses auto --dist loadfile
+
+test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"
+	$(BIN)/pytest -m ray tests/test_train_gate.py
 
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .

@@ -103,8 +103,8 @@ def forecast(source: Source, asked: Sequence[Asked], options: CalibrationOptions
 
 
 def _speed(hidden: int, ffn: int, rows: int) -> float:
-    """FLOPs a second of one of the model's products, in blocks of at most 1024 columns."""
-    a, b = torch.ones(rows, hidden), torch.ones(min(ffn, 1024), hidden)
+    """FLOPs a second of the model's largest product, whose weights are too many for the processor's caches."""
+    a, b = torch.ones(rows, hidden), torch.ones(ffn, hidden)
     torch.nn.functional.linear(a, b)
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < 0.05:
