@@ -79,11 +79,10 @@ def run(
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
     model = load(_find_bundle(bundle), device=device, threads=threads, force=force)
-    if device == "auto" and not as_json:
-        note(f"{model.manifest.model.name} on {model.backend.device}, {model.manifest.precision} weights")
+    where = f"{model.manifest.model.name} on {model.backend.device}, {model.manifest.precision} weights"
     with model.open([_image(name) for name in [*images, *more]]) as conversation:
-        for stream in _streams(conversation, questions, k, options, chat=chat):
-            _show(stream, as_json=as_json)
+        for number, stream in enumerate(_streams(conversation, questions, k, options, chat=chat)):
+            _show(stream, as_json=as_json, before=where if device == "auto" and not number else "")
 
 
 def _image(name: str) -> str | BinaryIO:
@@ -98,13 +97,17 @@ def _streams(
         yield turns.stream(question, options) if turns else conversation.stream(question, k, options)
 
 
-def _show(stream: AnswerStream, *, as_json: bool) -> None:
+def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
+    """Print an answer as it comes; `before` is noted once there is one, so that an error stands alone."""
     if as_json:
         import json
 
         click.echo(json.dumps(stream.read().to_dict(), ensure_ascii=False))
         return
     for piece in stream:
+        if before:
+            note(before)
+            before = ""
         click.echo(piece, nl=False)
         sys.stdout.flush()
     click.echo()
