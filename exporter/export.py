@@ -29,7 +29,8 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
         with alone_in(out.parent):
             clear_after_killed(out)
             check_target(out, force)
-        check_disk(out.parent, plan.prediction.disk - _linkable(plan, out.parent))
+        needed = plan.prediction.disk - _linkable(plan, out.parent)
+        check_disk(out.parent, needed, what="the bundle", cure="or choose another --out")
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
     with building(out) as folder:

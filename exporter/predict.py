@@ -54,14 +54,11 @@ def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: s
     )
 
 
-def check_disk(folder: Path, needed: int) -> None:
-    """Raise ExportError when the disk under `folder` has less than `needed` bytes free."""
+def check_disk(folder: Path, needed: int, *, what: str, cure: str) -> None:
+    """Raise ExportError, naming `what` needs the room and the `cure`, when `folder` has not `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ExportError(
-            f"the bundle needs {size(needed)} of disk, {folder} has {size(free)} free; "
-            "free some, or choose another --out"
-        )
+        raise ExportError(f"{what} needs {size(needed)} of disk, {folder} has {size(free)} free; free some, {cure}")
 
 
 def peak_memory() -> int:

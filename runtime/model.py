@@ -30,7 +30,7 @@ from vtx.runtime.generate import generate
 from vtx.runtime.image import ImageSource, load_image, preprocess
 from vtx.runtime.machine import available_memory
 from vtx.runtime.manifest import WEIGHT_BYTES, Manifest
-from vtx.runtime.policy import Decision, Gate, make_policy
+from vtx.runtime.policy import Decision, decisions, make_policy
 from vtx.runtime.sampling import Sampler
 from vtx.runtime.session import Prefilled, Prompt, Session
 from vtx.runtime.text import Message, Part, Text
@@ -148,8 +148,7 @@ class Conversation:
                 prompt = Prompt(ids, ids == manifest.text.image_token_id, pictures)
                 done = self._session.prefill(prompt, policy, go_on=go_on)
                 clock.prefilled()
-                gate = policy.asked if isinstance(policy, Gate) else None
-                yield from self._generate(stream, done, len(ids), options, clock, gate)
+                yield from self._generate(stream, done, len(ids), options, clock, decisions(policy))
 
         return AnswerStream(pieces)
 

@@ -85,6 +85,11 @@ class Gate:
         return probability > self.threshold
 
 
+def decisions(policy: Policy) -> list[Decision] | None:
+    """What the gates of a policy have said so far, or None where it asks none."""
+    return policy.asked if isinstance(policy, Gate) else None
+
+
 def make_policy(
     k: int | str | None,
     manifest: Manifest,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,8 @@ from vtx.exporter.choose.gate_work import MeasureOptions, Shard, Work, make_shar
 from vtx.exporter.choose.source import Source, open_source
 from vtx.exporter.export import DEMO
 from vtx.exporter.planning.sizes import model_size
+from vtx.exporter.predict import check_disk
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
-from vtx.runtime.units import size
 
 Report = Callable[[str, int, int], None]
 
@@ -68,7 +67,12 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
     ]
     _make_folder(out.parent)
     work = Work(work_folder, source, options.measure, shards)
-    _check_disk(work_folder, disk_bytes(source, work.missing()))
+    check_disk(
+        work_folder,
+        disk_bytes(source, work.missing()),
+        what="measuring",
+        cure="name another --work, or take fewer --items",
+    )
     _measure(options, source, work, report)
     ks = tuple(range(2, source.config.text.layers + 1))
     count = len(work.read("item", held_out=False))
@@ -122,15 +126,6 @@ def disk_bytes(source: Source, shards: Sequence[Shard]) -> int:
     """What measuring `shards` writes: the inputs of all gates, two rows of float32 a layer and item, and a little."""
     text = source.config.text
     return sum(len(shard.items) for shard in shards) * text.layers * (8 * text.hidden + 16)
-
-
-def _check_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ExportError(
-            f"measuring needs {size(needed)} of disk, {folder} has {size(free)} free; free some, name another --work, "
-            "or take fewer --items"
-        )
 
 
 def _measure(options: TrainOptions, source: Source, work: Work, report: Report) -> None:
