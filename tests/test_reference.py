@@ -147,7 +147,8 @@ def test_tensor_and_config_names_of_every_age_load_to_the_same_model(
     torch.testing.assert_close(
         dict(hub.model.state_dict()), dict(other.model.state_dict()), atol=0, rtol=0, equal_nan=False
     )
-    assert torch.equal(hub.logits(ask(hub), None), other.logits(ask(other), None))
+    # Equal weights at other addresses may meet other kernels (unaligned rows), so the last bits may differ.
+    assert (hub.logits(ask(hub), None) - other.logits(ask(other), None)).abs().max() < TOLERANCE
 
 
 def _config(model: Reference) -> dict[str, Any]:
