@@ -174,17 +174,36 @@ def inspect(bundle: str, as_json: bool) -> None:
 @command(epilog="vtx-doctor\nvtx-doctor vtx-demo-k16-fp16")
 @click.argument("bundle", type=click.Path(), required=False)
 def doctor(bundle: str | None) -> None:
-    """Check this machine, or a bundle: its checksums, then its golden vectors computed again."""
+    """Check this machine and say what fits, or a bundle: its checksums, then its golden vectors computed again."""
+    from vtx.runtime.device import recognise
     from vtx.runtime.machine import look
 
     if bundle is None:
-        found = look()
+        device = recognise()
+        found = look(device)
         table("this machine", ["what", "found"], [[f.name, f.value if f.ok else f"PROBLEM: {f.value}"] for f in found])
         problems = [f.name for f in found if not f.ok]
         if problems:
             raise DeviceError(f"vtx cannot run here yet: see {', '.join(problems)} above")
+        _show_fits(device.profile)
         return
     _check_bundle(bundle)
+
+
+def _show_fits(profile: str | None) -> None:
+    """Which known models fit: by the device's profile, else by the memory that is free for the CPU."""
+    from vtx.exporter.planning.fits import PRECISIONS, what_fits
+    from vtx.profiles import load_profile
+    from vtx.runtime.machine import available_memory
+    from vtx.runtime.units import size
+
+    device = load_profile(profile or "cpu")
+    usable = device.usable_bytes if profile else available_memory()
+    if usable is None:
+        return
+    rows = [[model, *map(str, fits)] for model, fits in what_fits(device, usable).items()]
+    where = device.name if profile else "this CPU"
+    table(f"what fits into {size(usable)} on {where}, by calculation (vtx-plan)", ["model", *PRECISIONS], rows)
 
 
 def _check_bundle(folder: str) -> None:

@@ -57,6 +57,7 @@ class Profile:
     and what the hardware sets aside, both in GiB. `bandwidth` is in GB/s (1e9). `fp32`, `fp16`, `int8` and
     `int4` are dense peaks in 1e12 operations a second, without sparsity and of the GPU alone (the CPU where
     there is none); `fp16` accumulates in fp32. None: no such arithmetic. `unified`: CPU and GPU share the memory.
+    `modules` are the numbers by which a Jetson's device tree names it; a desktop card is known by its `name`.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Profile:
     int8: Figure | None
     int4: Figure | None
     jetpack: tuple[JetPack, ...]
+    modules: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if self.kind not in typing.get_args(Kind):
@@ -80,6 +82,8 @@ class Profile:
             raise ProfileError("the system leaves no memory")
         if bool(self.jetpack) != (self.kind == "jetson"):
             raise ProfileError("a JetPack is named for a Jetson, and for nothing else")
+        if bool(self.modules) != (self.kind == "jetson"):
+            raise ProfileError("a Jetson has the numbers of its modules, and nothing else has")
 
     @property
     def usable_bytes(self) -> int:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from vtx.runtime.device import Device, recognise, swap
+from vtx.runtime.units import size
+
 EXPORT_PACKAGES = ("torch", "transformers", "onnx-ir", "safetensors", "huggingface-hub")
 
 
@@ -20,13 +23,14 @@ class Finding:
     ok: bool = True
 
 
-def look() -> list[Finding]:
-    """Everything that decides what vtx can do here."""
+def look(device: Device | None = None) -> list[Finding]:
+    """Everything that decides what vtx can do here. `device` is what `recognise` found, asked when left out."""
     return [
         Finding("vtx", version("vtx-edge") or "not installed as a package"),
         Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("processor", f"{_processor()}, {os.cpu_count()} cores"),
         Finding("memory", _memory()),
+        *_device(device or recognise()),
         *_onnxruntime(),
         _extra("export", EXPORT_PACKAGES),
         _extra("tensorrt", ("polygraphy", "tensorrt"), optional=True),
@@ -62,7 +66,25 @@ def _processor() -> str:
 
 def _memory() -> str:
     free = available_memory()
-    return "unknown" if free is None else f"{free / 1e9:.1f} GB available"
+    swapped = swap()
+    swapping = "" if swapped is None else f", {size(swapped)} of swap" if swapped else ", no swap"
+    return ("unknown" if free is None else f"{free / 1e9:.1f} GB available") + swapping
+
+
+def _device(device: Device) -> list[Finding]:
+    """The Jetson, or each NVIDIA card; nothing where there is neither."""
+    profile = f"profile {device.profile}" if device.profile else "no profile of vtx fits"
+    found = []
+    if device.jetson:
+        j = device.jetson
+        parts = [j.model, f"module {j.module or 'unknown'}", "CPU and GPU share the memory", profile]
+        found.append(Finding("Jetson", ", ".join(parts)))
+        jetpack = f"JetPack {j.jetpack or 'unknown'} (Linux for Tegra {j.l4t or 'unknown'})"
+        found.append(Finding("JetPack", f"{jetpack}, TensorRT {j.tensorrt or 'not installed'}"))
+    for gpu in () if device.jetson else device.gpus:
+        memory = f"{size(gpu.free or 0)} of {size(gpu.memory)} free" if gpu.memory else "memory unknown"
+        found.append(Finding("GPU", f"{gpu.name} ({gpu.target}), {memory}, driver {gpu.driver}, {profile}"))
+    return found
 
 
 def _onnxruntime() -> list[Finding]:
