@@ -210,8 +210,8 @@ def test_a_nested_configuration_that_is_no_object_is_refused(tmp_path, inner):
 
 def test_a_directory_or_fifo_in_place_of_the_file_is_refused(tmp_path):
     (tmp_path / "preprocessor_config.json").mkdir()
-    with pytest.raises(CheckpointError, match="is not a file"):
+    with pytest.raises(CheckpointError, match="is a directory, a regular file is needed"):
         read_image_settings(tmp_path)
     os.mkfifo(tmp_path / "processor_config.json")
-    with pytest.raises(CheckpointError, match="is not a file"):
+    with pytest.raises(CheckpointError, match="is a device or a pipe, a regular file is needed"):
         read_image_settings(tmp_path)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vtx.exporter.hf.checkpoint import MAX_CONFIG, read_json_object
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.image import RESAMPLING, ImageSettings
 
-MAX_JSON_BYTES = 1 << 20
 _OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _OPENAI_STD = [0.26862954, 0.26130258, 0.27577711]
 _COMMON = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3}
@@ -46,11 +45,11 @@ def read_image_settings(folder: Path) -> ImageSettings:
     CheckpointError where neither file holds one, or it is damaged.
     """
     nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
-    config = _read_json(nested).get("image_processor") if nested.exists() else None
+    config = read_json_object(nested, MAX_CONFIG).get("image_processor") if nested.exists() else None
     if config is None:
         if not alone.exists():
             raise CheckpointError(f"{folder} has no {alone.name} that says how images are prepared; download it too")
-        config = _read_json(alone)
+        config = read_json_object(alone, MAX_CONFIG)
     return image_settings(config)
 
 
@@ -154,24 +153,6 @@ def _resample(value: Any) -> str:
         known = ", ".join(f"{number} ({name})" for number, name in sorted(_FILTERS.items()))
         raise CheckpointError(f"resample is {_show(value)}; it must be one of {known}")
     return _FILTERS[value]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not a file; download the checkpoint again")
-        with path.open("rb") as file:
-            content = file.read(MAX_JSON_BYTES + 1)
-        if len(content) > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is over {MAX_JSON_BYTES >> 20} MiB, the limit for such a file")
-        values = json.loads(content)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); check its permissions") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object; download it again")
-    return values
 
 
 _show = reprlib.repr

@@ -11,11 +11,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from vtx.exporter.hf.checkpoint import MAX_CONFIG, read_json_object
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.template import MAX_SOURCE
 from vtx.runtime.text import MAX_TOKENIZER_BYTES, Text, TextSettings, parse_tokenizer, read_utf8
 
-MAX_JSON_BYTES = 1 << 20
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _SMALL_FILES = ("special_tokens_map.json", "added_tokens.json")
 # What a tokenizer's ids depend on. Whatever else stands in a tokenizer_config.json (auto_map, paths, templates) never
@@ -80,7 +80,7 @@ def _template_file(path: Path) -> str | None:
 
 def _template_in(path: Path) -> str | None:
     """The key "chat_template": a string, {name: template}, or [{"name": ..., "template": ...}]."""
-    found = _read_json(path).get("chat_template")
+    found = _settings(path).get("chat_template")
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):
@@ -129,8 +129,8 @@ def _copy_data(folder: Path, clean: Path, text_config: Mapping[str, Any], top_co
         shutil.copyfile(folder / name, clean / name)
     for name in _SMALL_FILES:
         if (folder / name).exists():
-            _write_json(clean / name, _read_json(folder / name))
-    config = _read_json(folder / "tokenizer_config.json")
+            _write_json(clean / name, _settings(folder / name))
+    config = _settings(folder / "tokenizer_config.json")
     _write_json(clean / "tokenizer_config.json", {key: config[key] for key in _TOKENIZER_KEYS & config.keys()})
     # The class of tokenizer hangs on these two of the model's settings. A LLaVA's own class reads no vocab.json.
     model = {key: top_config[key] for key in ("model_type", "transformers_version") if key in top_config}
@@ -146,17 +146,9 @@ def _check_size(path: Path, limit: int) -> None:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes, the limit for this file is {limit}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _settings(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no file. Raises `CheckpointError`."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(read_utf8(path, MAX_JSON_BYTES, CheckpointError))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
+    return read_json_object(path, MAX_CONFIG) if path.exists() else {}
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -185,7 +177,7 @@ def _end_ids(
     folder: Path, text_config: Mapping[str, Any], top_config: Mapping[str, Any], tokenizer: Any
 ) -> tuple[int, ...]:
     """Where transformers' generate would stop: by generation_config.json, else the configs, else the tokenizer."""
-    generation = _read_json(folder / "generation_config.json")
+    generation = _settings(folder / "generation_config.json")
     places = {"generation_config.json": generation, "config.json": top_config, "text_config": text_config}
     for place, config in places.items():
         ids = config.get("eos_token_id")

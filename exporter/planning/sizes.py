@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vtx.runtime.errors import BundleError, CheckpointError, RequestError
+from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.flops import DecoderSize, VisionSize
 
 if TYPE_CHECKING:
     from vtx.exporter.hf.config import ModelConfig
     from vtx.runtime.bundle import Bundle
 
-MAX_CONFIG = 1 << 20
 MAX_GRAPH = 64 << 20
 
 _VICUNA_7B = DecoderSize(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32064)
@@ -82,28 +81,14 @@ def find_size(model: str) -> ModelSize:
         from vtx.runtime.bundle import Bundle
 
         return bundle_size(Bundle.open(path))
+    from vtx.exporter.hf.checkpoint import MAX_CONFIG, read_json_object
+
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
         raise RequestError(
             f"{model!r} is no known model ({', '.join(KNOWN)}), and no directory with a config.json or a bundle in it"
         )
-    return config_size(_read_config(config), path.absolute().name if path.is_dir() else path.absolute().parent.name)
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    from vtx.runtime.safetensors import parse_json
-
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_CONFIG + 1)
-    except OSError as e:
-        raise CheckpointError(f"cannot read {path} ({e.strerror}); check its permissions") from e
-    if len(raw) > MAX_CONFIG:
-        raise CheckpointError(f"{path} is over {MAX_CONFIG} bytes, too long for a configuration; download it again")
-    config = parse_json(raw, path.name)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path.name} is not a JSON object; download it again")
-    return config
+    return config_size(read_json_object(config, MAX_CONFIG), config.absolute().parent.name)
 
 
 def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
