@@ -106,7 +106,7 @@ def test_a_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = vtx_plan("--model", "vila-7b", "--plot", str(tmp_path / "plan.png"))
     assert done.exit_code == 1
-    assert "pip install matplotlib" in done.stderr
+    assert 'pip install "vtx-edge[plot]"' in done.stderr
 
 
 @pytest.mark.parametrize(

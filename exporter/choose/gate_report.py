@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from vtx.exporter.choose.gate_items import UNKNOWN
 from vtx.exporter.choose.gate_training import GateWeights, gate_odds
 from vtx.exporter.choose.gate_work import Work
+from vtx.exporter.drawing import draw
 from vtx.exporter.planning.sizes import ModelSize
-from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.flops import total_flops, withdrawn_rows
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -178,18 +178,11 @@ def _verdict(gates: Mapping[str, Any]) -> str:
 
 
 def plot_report(report: Mapping[str, Any], path: Path) -> None:
-    """Draw agreement over full layers, and where the questions leave, into `path`.
+    """Draw agreement over full layers, and where the questions leave, into `path`. Raises as `draw` does."""
+    draw(path, lambda figure: _fill(figure, report))
 
-    Raises:
-        DeviceError: matplotlib is missing.
-        RequestError: the file cannot be written.
 
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise DeviceError(f"the plot needs {e.name or 'matplotlib'}; pip install matplotlib") from e
-    figure = Figure(figsize=(10, 4), layout="constrained")
+def _fill(figure: Any, report: Mapping[str, Any]) -> None:
     curve, histogram = figure.subplots(1, 2)
     for name, points in (("fixed K", report["fixed"]), ("gates, by threshold", report["gates"])):
         curve.plot([p["full_layers"] for p in points], [100 * p["agreement"] for p in points], marker="o", label=name)
@@ -199,7 +192,3 @@ def plot_report(report: Mapping[str, Any], path: Path) -> None:
     histogram.bar(range(len(exits)), exits.values())
     histogram.set_xticks(range(len(exits)), list(exits), rotation=90, fontsize=7)
     histogram.set(xlabel=f"K that the gates chose above {report['gates'][0]['threshold']:g}", ylabel="questions")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as e:
-        raise RequestError(f"cannot write the plot {path} ({e}); name another --out") from e

@@ -1,40 +1,26 @@
-"""Calibration as pictures; matplotlib is loaded here, late."""
+"""Calibration as pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.errors import DeviceError, ExportError
+from vtx.exporter.drawing import draw
 
 FLOOR = 1e-9  # a logarithmic axis has no zero
 
 
 def draw_report(report: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write kl.png, accuracy.png and, where it was measured, attention.png into `folder`.
-
-    Raises:
-        DeviceError: matplotlib is missing.
-        ExportError: a file cannot be written.
-
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise DeviceError('plots need matplotlib; pip install "vtx-edge[plot]"') from e
+    """Write kl.png, accuracy.png and, where it was measured, attention.png into `folder`. Raises as `draw` does."""
     drawings = {
         "kl.png": _kl,
         "accuracy.png": _accuracy,
         **({"attention.png": _attention} if "attention" in report else {}),
     }
-    for name, draw in drawings.items():
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        draw(figure, report)
-        try:
-            figure.savefig(folder / name, dpi=110)
-        except OSError as e:
-            raise ExportError(f"cannot write {folder / name} ({e.strerror}); free some space") from e
+    for name, fill in drawings.items():
+        draw(folder / name, partial(fill, report=report), width=8, height=4.5)
     return [folder / name for name in drawings]
 
 
