@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.graphs.builder import Builder, StoredTensor
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
+from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.prepare import Plan
@@ -68,7 +69,7 @@ def _write_graphs(folder: Path, plan: Plan) -> None:
     weights = {**plan.weights.stored, **_write_gates(folder, plan)}
 
     def write(name: str, build: Callable[[Builder], None]) -> None:
-        builder = Builder(name.partition(".")[0], weights, folder)
+        builder = Builder(name.partition(".")[0], weights, folder, Ort())
         build(builder)
         builder.write(folder / name)
 

@@ -16,6 +16,7 @@ from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
 from vtx.exporter.graphs.builder import Builder
+from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.runtime.answer import Options
 from vtx.runtime.model import Model
 from vtx.runtime.ort import share_threads
@@ -204,7 +205,7 @@ def test_every_activation_equals_transformers(name: str, tmp_path: Path) -> None
     from transformers.activations import ACT2FN
 
     share_threads(onnxruntime, THREADS)
-    builder = Builder("activation", {}, tmp_path)
+    builder = Builder("activation", {}, tmp_path, Ort())
     x = builder.input("x", ir.DataType.FLOAT, ["n"])
     y = builder.op("Identity", activate(builder, x, name))  # `linear` gives its input back
     builder.output(y, "y", ir.DataType.FLOAT, ["n"])

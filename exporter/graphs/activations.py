@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import onnx_ir as ir
 
-from vtx.exporter.graphs.builder import MICROSOFT, Builder
+from vtx.exporter.graphs.builder import Builder
 from vtx.runtime.errors import UnsupportedModelError
 
 
-def _scalar(b: Builder, value: float) -> ir.Value:
-    return b.constant(np.array(value, np.float32))
+def _gelu(b: Builder, x: ir.Value) -> ir.Value:
+    return b.dialect.gelu(b, x, tanh=False)
 
 
-def _swish(b: Builder, x: ir.Value, rate: float) -> ir.Value:
-    """X * sigmoid(rate * x), one fused kernel in onnxruntime."""
-    return b.op("QuickGelu", x, domain=MICROSOFT, alpha=rate)
+def _gelu_tanh(b: Builder, x: ir.Value) -> ir.Value:
+    return b.dialect.gelu(b, x, tanh=True)
+
+
+def _clip(b: Builder, x: ir.Value, low: float, high: float) -> ir.Value:
+    return b.op("Clip", x, b.scalar(low), b.scalar(high))
 
 
 def _relu2(b: Builder, x: ir.Value) -> ir.Value:
@@ -26,23 +28,23 @@ def _relu2(b: Builder, x: ir.Value) -> ir.Value:
 
 
 ACTIVATIONS: dict[str, Callable[[Builder, ir.Value], ir.Value]] = {
-    "gelu": lambda b, x: b.op("Gelu", x),
-    "gelu_python": lambda b, x: b.op("Gelu", x),
-    "gelu_new": lambda b, x: b.op("Gelu", x, approximate="tanh"),
-    "gelu_fast": lambda b, x: b.op("Gelu", x, approximate="tanh"),
-    "gelu_accurate": lambda b, x: b.op("Gelu", x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda b, x: b.op("Gelu", x, approximate="tanh"),
-    "gelu_python_tanh": lambda b, x: b.op("Gelu", x, approximate="tanh"),
-    "gelu_10": lambda b, x: b.op("Clip", b.op("Gelu", x), _scalar(b, -10), _scalar(b, 10)),
-    "quick_gelu": lambda b, x: _swish(b, x, 1.702),
-    "silu": lambda b, x: _swish(b, x, 1.0),
-    "swish": lambda b, x: _swish(b, x, 1.0),
+    "gelu": _gelu,
+    "gelu_python": _gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_accurate": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_python_tanh": _gelu_tanh,
+    "gelu_10": lambda b, x: _clip(b, _gelu(b, x), -10, 10),
+    "quick_gelu": lambda b, x: b.dialect.swish(b, x, 1.702),
+    "silu": lambda b, x: b.dialect.swish(b, x, 1.0),
+    "swish": lambda b, x: b.dialect.swish(b, x, 1.0),
     "relu": lambda b, x: b.op("Relu", x),
     "relu2": _relu2,
-    "relu6": lambda b, x: b.op("Clip", x, _scalar(b, 0), _scalar(b, 6)),
+    "relu6": lambda b, x: _clip(b, x, 0, 6),
     "leaky_relu": lambda b, x: b.op("LeakyRelu", x, alpha=0.01),
     "hardswish": lambda b, x: b.op("HardSwish", x),
-    "mish": lambda b, x: b.op("Mish", x),
+    "mish": lambda b, x: b.dialect.mish(b, x),
     "sigmoid": lambda b, x: b.op("Sigmoid", x),
     "tanh": lambda b, x: b.op("Tanh", x),
     "linear": lambda b, x: x,

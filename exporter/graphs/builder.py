@@ -6,16 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from vtx.exporter.graphs.dialects.base import Dialect
+
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
-OPSETS = {"": 21, MICROSOFT: 1}
-IR_VERSION = 10
 ELEMENT_TYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 Shape = Sequence[int | str]
 
@@ -32,19 +33,19 @@ class StoredTensor:
 
 
 class Builder:
-    """One graph under construction.
+    """One graph under construction, in the operators of its `dialect`.
 
-    Arithmetic is float32; weights keep the type they are stored in and are cast where they are used, which
-    the engine folds away at load. A weight is never read here: initializers point into the bundle's files.
+    Weights keep the type they are stored in and are cast where they are used, which the engine folds away at
+    load. A weight is never read here: initializers point into the bundle's files.
     """
 
-    def __init__(self, name: str, weights: Mapping[str, StoredTensor], folder: Path) -> None:
-        self.name, self._weights, self._folder = name, weights, folder
+    def __init__(self, name: str, weights: Mapping[str, StoredTensor], folder: Path, dialect: Dialect) -> None:
+        self.name, self.dialect, self._weights, self._folder = name, dialect, weights, folder
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
-        self._cast: dict[str, ir.Value] = {}
+        self._cast: dict[tuple[str, ir.DataType], ir.Value] = {}
 
     def input(self, name: str, dtype: ir.DataType, shape: Shape) -> ir.Value:
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
@@ -92,18 +93,32 @@ class Builder:
         )
         return self._initializer(name, tensor)
 
-    def weight(self, name: str) -> ir.Value:
-        """A weight as float32."""
-        if self._weights[name].dtype == "F32":
+    def weight(self, name: str, dtype: ir.DataType | None = None) -> ir.Value:
+        """A weight in the dialect's arithmetic type, or in `dtype`."""
+        dtype = dtype or self.dialect.compute
+        if ELEMENT_TYPES[self._weights[name].dtype] == dtype:
             return self.stored(name)
-        if name not in self._cast:
-            self._cast[name] = self.op("Cast", self.stored(name), to=FLOAT.value)
-        return self._cast[name]
+        if (name, dtype) not in self._cast:
+            self._cast[name, dtype] = self.op("Cast", self.stored(name), to=dtype.value)
+        return self._cast[name, dtype]
 
     def linear(self, x: ir.Value, name: str, *, bias: bool) -> ir.Value:
         """X @ W^T (+ b) for [rows, in], with W as Hugging Face stores it, [out, in]."""
         inputs = [x, self.weight(f"{name}.weight")] + ([self.weight(f"{name}.bias")] if bias else [])
         return self.op("Gemm", *inputs, transB=1)
+
+    def from_float32(self, x: ir.Value) -> ir.Value:
+        """Float32 values in the dialect's arithmetic type."""
+        compute = self.dialect.compute
+        return x if compute == FLOAT else self.op("Cast", x, to=compute.value)
+
+    def to_float32(self, x: ir.Value) -> ir.Value:
+        """Values of the dialect's arithmetic type as float32."""
+        return x if self.dialect.compute == FLOAT else self.op("Cast", x, to=FLOAT.value)
+
+    def scalar(self, value: float) -> ir.Value:
+        """A number in the dialect's arithmetic type."""
+        return self.constant(np.array(value, self.dialect.compute.numpy()))
 
     def reshape(self, x: ir.Value, *shape: int) -> ir.Value:
         """0 keeps an axis, -1 takes what is left."""
@@ -115,10 +130,10 @@ class Builder:
             self._outputs,
             nodes=self._nodes,
             initializers=list(self._initializers.values()),
-            opset_imports=OPSETS,
+            opset_imports=dict(self.dialect.opsets),
             name=self.name,
         )
-        return ir.Model(graph, ir_version=IR_VERSION, producer_name="vtx")
+        return ir.Model(graph, ir_version=self.dialect.ir_version, producer_name="vtx")
 
     def write(self, path: Path) -> None:
         ir.save(self.model(), path)

@@ -109,7 +109,7 @@ def gate_tensors(k: int) -> tuple[str, str]:
 def build_gate(b: Builder, c: TextConfig, k: int) -> None:
     """softmax(fc2(gelu(fc1([mean; last])))) of a question's rows [rows, hidden]: odds [2].
 
-    The mean is over all rows but the last; a question of one row has a mean of zeros.
+    The mean is over all rows but the last; a question of one row has a mean of zeros. Float32 in every dialect.
     """
     hidden = b.input(names.HIDDEN, FLOAT, ["rows", c.hidden])
     last = b.op("Slice", hidden, b.constant([-1]), b.constant([1 << 30]), b.constant([0]))
@@ -118,6 +118,6 @@ def build_gate(b: Builder, c: TextConfig, k: int) -> None:
     count = b.op("Max", b.op("Sub", b.op("Shape", hidden, start=0, end=1), b.constant([1])), b.constant([1]))
     mean = b.op("Div", total, b.op("Cast", count, to=FLOAT.value))
     first, second = gate_tensors(k)
-    x = b.op("Gemm", b.op("Concat", mean, last, axis=-1), b.weight(first), transB=1)
-    x = b.op("Gemm", b.op("Gelu", x), b.weight(second), transB=1)
+    x = b.op("Gemm", b.op("Concat", mean, last, axis=-1), b.weight(first, FLOAT), transB=1)
+    x = b.op("Gemm", b.dialect.gelu(b, x, tanh=False), b.weight(second, FLOAT), transB=1)
     b.output(b.reshape(b.op("Softmax", x, axis=-1), 2), names.ODDS, FLOAT, [2])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.hf.config import ModelConfig, VisionConfig
 from vtx.runtime import names
 
@@ -53,11 +53,11 @@ def _layer_tensors(v: VisionConfig, p: str) -> Iterator[tuple[str, tuple[int, ..
 def build_vision(b: Builder, c: ModelConfig) -> None:
     """[images, 3, side, side] float32 to [images, vision_tokens, hidden] float32."""
     v = c.vision
-    pixels = b.input(names.PIXELS, FLOAT, ["images", 3, v.image, v.image])
+    pixels = b.from_float32(b.input(names.PIXELS, FLOAT, ["images", 3, v.image, v.image]))
     x = _embeddings(b, v, pixels)
     states = [x]
     for layer in range(max(c.feature_layers)):
-        x = _layer(b, v, x, f"vision.encoder.layers.{layer}")
+        x = _layer(b, v, x, f"vision.encoder.layers.{layer}", (-1, v.rows, v.hidden))
         states.append(x)
     chosen = [_select(b, c, states[number]) for number in c.feature_layers]
     features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
@@ -65,7 +65,7 @@ def build_vision(b: Builder, c: ModelConfig) -> None:
     rows = activate(b, b.linear(rows, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
     rows = b.linear(rows, "projector.linear_2", bias=c.projector_bias)
     out = b.reshape(rows, -1, c.vision_tokens, c.text.hidden)
-    b.output(out, names.FEATURES, FLOAT, ["images", c.vision_tokens, c.text.hidden])
+    b.output(b.to_float32(out), names.FEATURES, FLOAT, ["images", c.vision_tokens, c.text.hidden])
 
 
 def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
@@ -81,25 +81,20 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
     shape = b.op("Concat", images, b.constant([1, v.hidden]), axis=0)
     cls = b.op("Expand", b.weight("vision.embeddings.class_embedding"), shape)
     x = b.op("Add", b.op("Concat", cls, x, axis=1), positions)
-    return _norm(b, v, x, "vision.pre_layrnorm")
+    return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps)
 
 
-def _norm(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
-    return b.op("LayerNormalization", x, b.weight(f"{name}.weight"), b.weight(f"{name}.bias"), axis=-1, epsilon=v.eps)
-
-
-def _layer(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
-    rows = b.reshape(_norm(b, v, x, f"{name}.layer_norm1"), -1, v.hidden)
-    q, k, w = (
-        b.reshape(b.linear(rows, f"{name}.self_attn.{part}_proj", bias=True), -1, v.rows, v.hidden) for part in "qkv"
-    )
-    y = b.op("MultiHeadAttention", q, k, w, domain=MICROSOFT, num_heads=v.heads)
+def _layer(b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int]) -> ir.Value:
+    """One block on [images, rows, hidden]; `shape` says how to come back to that from [images * rows, hidden]."""
+    rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
+    q, k, w = (b.reshape(b.linear(rows, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in "qkv")
+    y = b.dialect.tower_attention(b, q, k, w, v.heads)
     y = b.linear(b.reshape(y, -1, v.hidden), f"{name}.self_attn.out_proj", bias=True)
-    x = b.op("Add", x, b.reshape(y, -1, v.rows, v.hidden))
-    rows = b.reshape(_norm(b, v, x, f"{name}.layer_norm2"), -1, v.hidden)
+    x = b.op("Add", x, b.reshape(y, *shape))
+    rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", v.eps), -1, v.hidden)
     rows = activate(b, b.linear(rows, f"{name}.mlp.fc1", bias=True), v.activation)
     y = b.linear(rows, f"{name}.mlp.fc2", bias=True)
-    return b.op("Add", x, b.reshape(y, -1, v.rows, v.hidden))
+    return b.op("Add", x, b.reshape(y, *shape))
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value) -> ir.Value:

@@ -1,0 +1,95 @@
+"""The dialect of onnxruntime: its own fused operators, K and V updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
+from vtx.exporter.hf.config import TextConfig
+from vtx.runtime import names
+
+
+@dataclass(frozen=True, slots=True)
+class Ort:
+    """ONNX opset 21 with onnxruntime's operators. Arithmetic is float32: what its CPU provider computes in."""
+
+    name: str = "ort"
+    opsets: Mapping[str, int] = field(default_factory=lambda: {"": 21, MICROSOFT: 1})
+    ir_version: int = 10
+    compute: ir.DataType = FLOAT
+
+    def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
+        return b.op("SimplifiedLayerNormalization", x, b.weight(weight), axis=-1, epsilon=eps, stash_type=1)
+
+    def add_norm(
+        self, b: Builder, delta: ir.Value, total: ir.Value, weight: str, eps: float
+    ) -> tuple[ir.Value, ir.Value]:
+        outs = b.ops(
+            "SkipSimplifiedLayerNormalization", delta, total, b.weight(weight), outputs=4, domain=MICROSOFT, epsilon=eps
+        )
+        return outs[0], outs[3]
+
+    def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
+        return b.op("LayerNormalization", x, b.weight(f"{name}.weight"), b.weight(f"{name}.bias"), axis=-1, epsilon=eps)
+
+    def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
+        return b.op("Gelu", x, approximate="tanh") if tanh else b.op("Gelu", x)
+
+    def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
+        return b.op("QuickGelu", x, domain=MICROSOFT, alpha=rate)
+
+    def mish(self, b: Builder, x: ir.Value) -> ir.Value:
+        return b.op("Mish", x)
+
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> OrtAttention:
+        return OrtAttention(b, c, kv_type)
+
+    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int) -> ir.Value:
+        return b.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads)
+
+
+class OrtAttention:
+    """`StageAttention` with rotation outside of GroupQueryAttention, which at decode would rotate by slot."""
+
+    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
+        self._b, self._c, self._kv_type = b, c, kv_type
+        half = c.head_dim // 2
+        self._rope = (
+            b.input(names.POSITIONS, ir.DataType.INT64, [1, "rows"]),
+            b.input(names.COS, FLOAT, ["max_context", half]),
+            b.input(names.SIN, FLOAT, ["max_context", half]),
+        )
+        self._slots = (
+            b.input(names.LAST_SLOT, ir.DataType.INT32, [1]),
+            b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]),
+        )
+        self._cache_shape = (1, c.kv_heads, "capacity", c.head_dim)
+        self._presents: list[tuple[ir.Value, str]] = []
+
+    def split(self, x: ir.Value, heads: int) -> ir.Value:
+        return self._b.op("Unsqueeze", x, self._b.constant([0]))
+
+    def rotate(self, x: ir.Value, heads: int) -> ir.Value:
+        return self._b.op("RotaryEmbedding", x, *self._rope, domain=MICROSOFT, num_heads=heads)
+
+    def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
+        b, c, kv_type = self._b, self._c, self._kv_type
+        past = [b.input(name(layer), kv_type, self._cache_shape) for name in (names.past_key, names.past_value)]
+        if kv_type != FLOAT:
+            q, k, v = (b.op("Cast", part, to=kv_type.value) for part in (q, k, v))
+        y, key, value = b.ops(
+            "GroupQueryAttention", q, k, v, *past, *self._slots,
+            outputs=3, domain=MICROSOFT, num_heads=c.heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5,
+        )  # fmt: skip
+        self._presents += [(key, names.present_key(layer)), (value, names.present_value(layer))]
+        return y if kv_type == FLOAT else b.op("Cast", y, to=FLOAT.value)
+
+    def join(self, x: ir.Value) -> ir.Value:
+        return self._b.op("Squeeze", x, self._b.constant([0]))
+
+    def finish(self) -> None:
+        for present, name in self._presents:
+            self._b.output(present, name, self._kv_type, self._cache_shape)
