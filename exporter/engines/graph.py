@@ -1,0 +1,123 @@
+"""An ONNX graph as the linter sees it: nodes, types, shapes, and which values come from where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vtx.runtime.errors import BundleError
+
+if TYPE_CHECKING:
+    import onnx
+
+Dim = int | str | None
+_SHAPES_ONLY = frozenset({"Shape", "Size"})
+
+
+@dataclass(frozen=True)
+class SeenGraph:
+    """A graph without its weights, types and shapes inferred where ONNX can.
+
+    `shapes` gives sizes (int: fixed, str: a free size's name, None: unknown); a missing value has no known rank.
+    """
+
+    name: str
+    opset: int
+    nodes: tuple[onnx.NodeProto, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: frozenset[str]
+    types: dict[str, str]
+    shapes: dict[str, tuple[Dim, ...]]
+
+    @cached_property
+    def makers(self) -> dict[str, onnx.NodeProto]:
+        """The node that makes each value."""
+        return {value: node for node in self.nodes for value in node.output if value}
+
+    @cached_property
+    def computed(self) -> dict[str, str]:
+        """Values that depend on what an input holds, not only on its shape, and such an input of each."""
+        source = {name: name for name in self.inputs}
+        for node in self.nodes:
+            found = [source[value] for value in node.input if value in source]
+            if found and node.op_type not in _SHAPES_ONLY:
+                source.update({value: found[0] for value in node.output if value})
+        return source
+
+    def users(self, value: str) -> Iterator[onnx.NodeProto]:
+        return (node for node in self.nodes if value in node.input)
+
+
+def load_graph(path: Path) -> SeenGraph:
+    """Read a graph file; weights in other files are left alone.
+
+    Raises:
+        BundleError: it cannot be read, or is no ONNX model.
+
+    """
+    import onnx
+
+    cure = "export the bundle again"
+    try:
+        model = onnx.load(os.fspath(path), load_external_data=False)
+    except Exception as e:
+        raise BundleError(f"{path.name} is not a readable ONNX graph ({type(e).__name__}); {cure}") from e
+    if not model.opset_import or not model.graph.output:
+        raise BundleError(f"{path.name} holds no ONNX graph; {cure}")
+    return see(model, path.name)
+
+
+def see(model: onnx.ModelProto, name: str) -> SeenGraph:
+    import onnx
+
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model)
+    except Exception:  # opsets newer than the onnx package; the operators are judged all the same
+        inferred = model
+    graph = inferred.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    nodes = tuple(_nodes(graph))
+    constants = weights | {node.output[0] for node in nodes if node.op_type == "Constant"}
+    types, shapes = {}, {}
+    for info in [*graph.input, *graph.value_info, *graph.output]:
+        tensor = info.type.tensor_type
+        types[info.name] = onnx.TensorProto.DataType.Name(tensor.elem_type)
+        if tensor.HasField("shape"):
+            shapes[info.name] = tuple(_dim(dim) for dim in tensor.shape.dim)
+    for tensor in graph.initializer:
+        types[tensor.name] = onnx.TensorProto.DataType.Name(tensor.data_type)
+        shapes[tensor.name] = tuple(tensor.dims)
+    inputs = tuple(value.name for value in graph.input if value.name not in weights)
+    outputs = tuple(value.name for value in graph.output)
+    return SeenGraph(name, opsets.get("", 0), nodes, inputs, outputs, frozenset(constants), types, shapes)
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    """The value of an attribute, or `default` where the node leaves it out."""
+    import onnx
+
+    for found in node.attribute:
+        if found.name == name:
+            return onnx.helper.get_attribute_value(found)
+    return default
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node, those of loops and branches too."""
+    for node in graph.node:
+        yield node
+        for found in node.attribute:
+            for inner in [found.g] if found.HasField("g") else found.graphs:
+                yield from _nodes(inner)
+
+
+def _dim(dim: Any) -> Dim:
+    if dim.HasField("dim_value"):
+        return int(dim.dim_value)
+    return dim.dim_param or None
