@@ -14,6 +14,22 @@ backend binds by them. Layers are numbered from 1, as K is.
     head     hidden [rows, hidden]                         -> logits [rows, vocab] f32
     gate     hidden [rows, hidden], a question's rows      -> odds [2] f32: stay, withdraw
 
+What reductions need stands only in the bundles that were exported for them:
+
+    stage    that ends where rows are scored               -> query [rows, heads * head_dim] f32, the last layer's
+                                                              queries, rotated and not yet scaled
+    score    query [rows, heads * head_dim] f32 of the rows that fill the last slots,
+             key [1, kv_heads, capacity, head_dim],
+             total_slots [1] int32                         -> attention_sum and attention_max [slots] f32: what a slot
+                                                              gets, mean over heads, summed and at most over rows
+    vision   tau [1] f32, the mean cosine from which a window merges (above 1: none);
+             one image at a time                           -> image_features [1, rows, hidden],
+                                                              places [rows] int64 (a row's first patch in raster
+                                                              order, the class token -1),
+                                                              merged [rows] int64 (1: a window of nine),
+                                                              cls_attention [rows] f32 (what the class token gives
+                                                              to the row, mean over heads)
+
 `hidden` is float32 in every graph of the `ort` dialect; K and V have the bundle's KV type.
 """
 
@@ -31,6 +47,14 @@ LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
 LOGITS = "logits"
 ODDS = "odds"
+QUERY = "query"
+KEY = "key"
+ATTENTION_SUM = "attention_sum"
+ATTENTION_MAX = "attention_max"
+TAU = "tau"
+PLACES = "places"
+MERGED = "merged"
+CLS_ATTENTION = "cls_attention"
 
 
 def past_key(layer: int) -> str:

@@ -64,19 +64,21 @@ def build_head(b: Builder, c: TextConfig) -> None:
     b.output(logits, names.LOGITS, FLOAT, ["rows", c.vocab])
 
 
-def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.DataType) -> None:
-    """Layers `first` to `last`, with the KV cache of each as input and output."""
+def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.DataType, *, query: bool = False) -> None:
+    """Layers `first` to `last`, with the KV cache of each as input and output; with `query` also the last one's q."""
     total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["rows", c.hidden]))
     attention = b.dialect.stage_attention(b, c, kv_type)
     delta: ir.Value | None = None
     for layer in range(first, last + 1):
         prefix = f"text.layers.{layer - 1}"
         x, total = _add_norm(b, c, delta, total, f"{prefix}.input_layernorm.weight")
-        delta = _attention(b, c, x, f"{prefix}.self_attn", attention, layer)
+        delta, q = _attention(b, c, x, f"{prefix}.self_attn", attention, layer)
         x, total = _add_norm(b, c, delta, total, f"{prefix}.post_attention_layernorm.weight")
         delta = _mlp(b, c, x, f"{prefix}.mlp")
     assert delta is not None
     b.output(b.to_float32(b.op("Add", total, delta)), names.HIDDEN_OUT, FLOAT, ["rows", c.hidden])
+    if query:
+        b.output(b.to_float32(attention.join(q)), names.QUERY, FLOAT, ["rows", c.heads * c.head_dim])
     attention.finish()
 
 
@@ -89,14 +91,17 @@ def _add_norm(
     return b.dialect.add_norm(b, delta, total, weight, c.eps)
 
 
-def _attention(b: Builder, c: TextConfig, x: ir.Value, name: str, attention: StageAttention, layer: int) -> ir.Value:
+def _attention(
+    b: Builder, c: TextConfig, x: ir.Value, name: str, attention: StageAttention, layer: int
+) -> tuple[ir.Value, ir.Value]:
+    """The layer's share of the residual sum, and its rotated queries."""
     q, k, v = (
         attention.split(b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias), heads)
         for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads))
     )
     q, k = attention.rotate(q, c.heads), attention.rotate(k, c.kv_heads)
     rows = attention.join(attention.attend(q, k, v, layer))
-    return b.linear(rows, f"{name}.o_proj", bias=c.o_bias)
+    return b.linear(rows, f"{name}.o_proj", bias=c.o_bias), q
 
 
 def _mlp(b: Builder, c: TextConfig, x: ir.Value, name: str) -> ir.Value:

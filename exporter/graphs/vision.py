@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.merge import class_attention, merge_windows
 from vtx.exporter.hf.config import ModelConfig, VisionConfig
 from vtx.runtime import names
 
@@ -50,22 +52,58 @@ def _layer_tensors(v: VisionConfig, p: str) -> Iterator[tuple[str, tuple[int, ..
         yield f"{p}.{name}.bias", (out,)
 
 
-def build_vision(b: Builder, c: ModelConfig) -> None:
-    """[images, 3, side, side] float32 to [images, vision_tokens, hidden] float32."""
+@dataclass(slots=True)
+class _Tower:
+    """The tower under construction: its hidden states [images, rows, hidden], the embeddings first.
+
+    `query` and `key` are those of the last block; `places` and `merged` [rows] are there where windows merge.
+    """
+
+    states: list[ir.Value]
+    query: ir.Value | None = None
+    key: ir.Value | None = None
+    places: ir.Value | None = None
+    merged: ir.Value | None = None
+
+
+def build_vision(b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False) -> None:
+    """[images, 3, side, side] float32 to [images, vision_tokens, hidden] float32.
+
+    `merges`: windows of like patches merge after the first block, so it is one image at a time and the number of rows
+    is known at run time only. `attention`: says what the class token gives to each row.
+    """
     v = c.vision
-    pixels = b.from_float32(b.input(names.PIXELS, FLOAT, ["images", 3, v.image, v.image]))
-    x = _embeddings(b, v, pixels)
-    states = [x]
-    for layer in range(max(c.feature_layers)):
-        x = _layer(b, v, x, f"vision.encoder.layers.{layer}", (-1, v.rows, v.hidden))
-        states.append(x)
-    chosen = [_select(b, c, states[number]) for number in c.feature_layers]
+    pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
+    tau = b.input(names.TAU, FLOAT, [1]) if merges else None
+    tower = _tower(b, c, _embeddings(b, v, pixels), tau)
+    chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
     rows = b.reshape(features, -1, v.hidden * len(chosen))
     rows = activate(b, b.linear(rows, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
     rows = b.linear(rows, "projector.linear_2", bias=c.projector_bias)
-    out = b.reshape(rows, -1, c.vision_tokens, c.text.hidden)
-    b.output(b.to_float32(out), names.FEATURES, FLOAT, ["images", c.vision_tokens, c.text.hidden])
+    shape = (1, -1) if merges else (-1, c.vision_tokens)
+    out = b.to_float32(b.reshape(rows, *shape, c.text.hidden))
+    b.output(out, names.FEATURES, FLOAT, [*((1, "rows") if merges else ("images", c.vision_tokens)), c.text.hidden])
+    if merges:
+        for value, name in ((tower.places, names.PLACES), (tower.merged, names.MERGED)):
+            assert value is not None
+            b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, ["rows"])
+    if attention:
+        assert tower.query is not None
+        assert tower.key is not None
+        given = _select(b, c, class_attention(b, v, tower.query, tower.key))
+        b.output(b.reshape(given, -1), names.CLS_ATTENTION, FLOAT, ["rows" if merges else "all_rows"])
+
+
+def _tower(b: Builder, c: ModelConfig, x: ir.Value, tau: ir.Value | None) -> _Tower:
+    tower, shape = _Tower([x]), (-1, c.vision.rows, c.vision.hidden)
+    for layer in range(max(c.feature_layers)):
+        x, tower.query, tower.key = _layer(b, c.vision, x, f"vision.encoder.layers.{layer}", shape)
+        if layer == 0 and tau is not None:
+            x, tower.places, tower.merged = merge_windows(b, c.vision, x, tau)
+            shape = (1, -1, c.vision.hidden)
+        tower.states.append(x)
+    return tower
 
 
 def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
@@ -84,8 +122,13 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
     return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps)
 
 
-def _layer(b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int]) -> ir.Value:
-    """One block on [images, rows, hidden]; `shape` says how to come back to that from [images * rows, hidden]."""
+def _layer(
+    b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int]
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """One block on [images, rows, hidden], and its q and k.
+
+    `shape` says how to come back to that from [images * rows, hidden].
+    """
     rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
     q, k, w = (b.reshape(b.linear(rows, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in "qkv")
     y = b.dialect.tower_attention(b, q, k, w, v.heads)
@@ -94,11 +137,11 @@ def _layer(b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int
     rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", v.eps), -1, v.hidden)
     rows = activate(b, b.linear(rows, f"{name}.mlp.fc1", bias=True), v.activation)
     y = b.linear(rows, f"{name}.mlp.fc2", bias=True)
-    return b.op("Add", x, b.reshape(y, *shape))
+    return b.op("Add", x, b.reshape(y, *shape)), q, k
 
 
-def _select(b: Builder, c: ModelConfig, x: ir.Value) -> ir.Value:
+def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:
     """`default` leaves out the first row (CLIP's class token); `full` keeps all."""
     if c.select == "full":
         return x
-    return b.op("Slice", x, b.constant([1]), b.constant([MAX_ROW]), b.constant([1]))
+    return b.op("Slice", x, b.constant([1]), b.constant([MAX_ROW]), b.constant([axis]))

@@ -1,0 +1,69 @@
+"""The score graph: how much attention some rows of a stage's last layer give to each KV slot.
+
+It has no weights and serves every layer. A method that prunes by attention asks it between two stages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.hf.config import TextConfig
+from vtx.runtime import names
+
+UNSEEN = np.array(-1e30, np.float32)  # of a masked product: nothing is left of it after the softmax
+
+
+def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType, *, sliced: bool = True) -> None:
+    """Head-mean softmax attention of the last rows of a cache over its filled slots, summed and maximised over rows.
+
+    `query` [rows, heads * head_dim] are the rotated queries of the rows that fill the last slots, so row i sees the
+    slots up to total_slots - rows + i. The largest intermediate is [heads, rows, slots] float32. `sliced`: the key
+    buffer is cut to the filled slots first; otherwise the mask hides the rest, all shapes are static, and the
+    outputs are as long as the buffer, 0 beyond the filled slots (MustDrop Eq. 8 and 10).
+    """
+    query = b.input(names.QUERY, FLOAT, ["rows", c.heads * c.head_dim])
+    key = b.input(names.KEY, kv_type, [1, c.kv_heads, "capacity", c.head_dim])
+    total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
+    if sliced:
+        key = b.op("Slice", key, b.constant([0]), total, b.constant([2]))
+    if kv_type != FLOAT:
+        key = b.op("Cast", key, to=FLOAT.value)
+    seen = _seen(b, query, key, total)
+    products = _products(b, c, query, b.op("Squeeze", key, b.constant([0])))
+    weights = b.op("Softmax", b.op("Where", seen, products, b.constant(UNSEEN)), axis=-1)
+    mean = b.op(
+        "ReduceSum", b.op("Div", weights, b.constant(np.array(c.heads, np.float32))), b.constant([0]), keepdims=0
+    )
+    slots = "slots" if sliced else "capacity"
+    b.output(b.op("ReduceSum", mean, b.constant([0]), keepdims=0), names.ATTENTION_SUM, FLOAT, [slots])
+    b.output(_largest(b, mean), names.ATTENTION_MAX, FLOAT, [slots])
+
+
+def _largest(b: Builder, x: ir.Value) -> ir.Value:
+    """Maximum over the first axis; opset 18 made the axes an input."""
+    if b.dialect.opsets[""] < 18:
+        return b.op("ReduceMax", x, axes=[0], keepdims=0)
+    return b.op("ReduceMax", x, b.constant([0]), keepdims=0)
+
+
+def _products(b: Builder, c: TextConfig, query: ir.Value, key: ir.Value) -> ir.Value:
+    """Scaled products [heads, rows, slots] of the queries with the keys [kv_heads, slots, head_dim] of their groups."""
+    scaled = b.op("Mul", query, b.constant(np.array(c.head_dim**-0.5, np.float32)))
+    grouped = b.op("Transpose", b.reshape(scaled, 0, c.kv_heads, -1, c.head_dim), perm=[1, 2, 0, 3])
+    stacked = b.reshape(grouped, c.kv_heads, -1, c.head_dim)
+    products = b.op("MatMul", stacked, b.op("Transpose", key, perm=[0, 2, 1]))
+    rows, slots = b.op("Shape", query, start=0, end=1), b.op("Shape", key, start=1, end=2)
+    return b.op("Reshape", products, b.op("Concat", b.constant([c.heads]), rows, slots, axis=0))
+
+
+def _seen(b: Builder, query: ir.Value, key: ir.Value, total: ir.Value) -> ir.Value:
+    """[rows, slots]: whether a row sees a slot; its own is the last it sees."""
+    one = b.constant(np.array(1, np.int64))
+    zero = b.constant(np.array(0, np.int64))
+    rows = b.op("Shape", query, start=0, end=1)
+    slots = b.op("Range", zero, b.op("Squeeze", b.op("Shape", key, start=2, end=3)), one)
+    row = b.op("Range", zero, b.op("Squeeze", rows), one)
+    own = b.op("Add", row, b.op("Sub", total, rows))
+    return b.op("LessOrEqual", b.op("Unsqueeze", slots, b.constant([0])), b.op("Unsqueeze", own, b.constant([1])))
