@@ -143,6 +143,7 @@ def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manif
         max_context=plan.max_context,
         variants=tuple(sorted(plan.ks)),
         default_k=plan.default_k,
+        reductions=(),
         dialects={"ort": graphs},
         rope="rope.safetensors",
         golden="golden.safetensors",

@@ -17,7 +17,7 @@ from vtx.runtime.image import ImageSettings
 from vtx.runtime.safetensors import parse_json
 from vtx.runtime.text import TextSettings
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 4 << 20
 MAX_LAYERS = 512
 KV_BYTES = {"float32": 4, "float16": 2}
@@ -51,11 +51,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """One graph of layers `first` to `last`, both counted from 1 and included."""
+    """One graph of layers `first` to `last`, both counted from 1 and included; `query`: it gives the last one's q."""
 
     first: int
     last: int
     graph: str
+    query: bool = False
 
     @property
     def layers(self) -> int:
@@ -72,13 +73,24 @@ class GateSpec:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Files of the graphs of one dialect, relative to the bundle."""
+    """Files of the graphs of one dialect, relative to the bundle.
+
+    `score` is there where a stage gives its queries. `vision_merges`: the vision graph takes the threshold of window
+    merging, one image at a time; `vision_attention`: it says what the class token looks at.
+    """
 
     vision: str
     embed: str
     head: str
     stages: tuple[StageSpec, ...]
     gates: tuple[GateSpec, ...]
+    score: str | None = None
+    vision_merges: bool = False
+    vision_attention: bool = False
+
+    def __post_init__(self) -> None:
+        if any(stage.query for stage in self.stages) != (self.score is not None):
+            raise BundleError("vtx.json: stages that give queries and a score graph go together; export again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +106,8 @@ class Manifest:
     """Everything a runtime must know of a bundle before it opens another file of it.
 
     `variants` are the prebuilt K in rising order and `default_k` the one used when none is asked for
-    (None: no withdrawal; "auto": the gates decide). `kv_dtype` is numpy's word for the type of K and V.
+    (None: no withdrawal; "auto": the gates decide). `reductions` are the words of the methods that it was
+    exported for, the first one used when none is asked for. `kv_dtype` is numpy's word for the type of K and V.
     `files` covers every file of the bundle but the manifest. `record` says how the bundle was made and is
     not interpreted.
     """
@@ -107,6 +120,7 @@ class Manifest:
     max_context: int
     variants: tuple[int, ...]
     default_k: int | str | None
+    reductions: tuple[str, ...]
     dialects: dict[str, Graphs]
     rope: str
     golden: str
@@ -136,11 +150,13 @@ class Manifest:
 
     def _check_stages(self, stages: tuple[StageSpec, ...]) -> None:
         spans = [(s.first, s.last) for s in stages]
-        cuts = [1, *self.variants, self.model.layers + 1]
-        if spans != [(a, b - 1) for a, b in pairwise(cuts)] or cuts != sorted(set(cuts)):
+        scored = {s.last + 1 for s in stages if s.query}
+        cuts = [1, *sorted({*self.variants, *scored}), self.model.layers + 1]
+        sound = cuts == sorted(set(cuts)) and [*self.variants] == sorted(set(self.variants))
+        if not sound or spans != [(a, b - 1) for a, b in pairwise(cuts)]:
             raise BundleError(
-                f"vtx.json: stages {spans} do not cut {self.model.layers} layers at K = {list(self.variants)}; "
-                "export again"
+                f"vtx.json: stages {spans} do not cut {self.model.layers} layers at K = {list(self.variants)} "
+                f"and before layers {sorted(scored)} for reductions; export again"
             )
         gated = {gate.k for graphs in self.dialects.values() for gate in graphs.gates}
         known = {None, *self.variants, *(["auto"] if gated else [])}
@@ -157,6 +173,7 @@ class Manifest:
         for graphs in self.dialects.values():
             used += [graphs.vision, graphs.embed, graphs.head]
             used += [*(s.graph for s in graphs.stages), *(g.graph for g in graphs.gates)]
+            used += [graphs.score] if graphs.score else []
         for name in used:
             if name not in self.files:
                 raise BundleError(f"vtx.json: {name!r} has no checksum in 'files'; export again")

@@ -171,6 +171,24 @@ def test_values_that_contradict_each_other_are_refused(sound: dict[str, Any], ch
     refuse({**sound, **change})
 
 
+def test_a_stage_may_end_for_a_reduction_where_no_k_is(sound: dict[str, Any]) -> None:
+    scored = put(sound, ("dialects", "ort", "stages", 0, "query"), True)
+    scored = put(scored, ("dialects", "ort", "score"), sound["rope"])
+    read = Manifest.from_json(json.dumps({**scored, "variants": [5], "reductions": ["fastv:k=2,ratio=0.5"]}))
+    assert json.loads(read.to_json())["dialects"]["ort"]["stages"][0]["query"] is True
+    assert "layers [3] for reductions" in refuse({**scored, "variants": []})
+
+
+def test_queries_and_the_graph_that_scores_them_go_together(sound: dict[str, Any]) -> None:
+    assert "score graph" in refuse(put(sound, ("dialects", "ort", "stages", 0, "query"), True))
+    assert "score graph" in refuse(put(sound, ("dialects", "ort", "score"), sound["rope"]))
+
+
+def test_no_stage_is_scored_after_the_last_layer(sound: dict[str, Any]) -> None:
+    scored = put(sound, ("dialects", "ort", "stages", 2, "query"), True)
+    assert "do not cut" in refuse(put(scored, ("dialects", "ort", "score"), sound["rope"]))
+
+
 def test_stages_must_cut_the_layers_at_the_variants(sound: dict[str, Any]) -> None:
     stages = ("dialects", "ort", "stages")
     whole = at(sound, stages)
