@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from vtx.exporter.graphs.builder import Builder, StoredTensor
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
-from vtx.exporter.graphs.dialects.ort import Ort
+from vtx.exporter.graphs.dialects import make_dialect
+from vtx.exporter.graphs.dialects.base import Dialect
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.prepare import Plan
@@ -64,21 +65,27 @@ def _write_text(folder: Path, plan: Plan) -> None:
 
 
 def _write_graphs(folder: Path, plan: Plan) -> None:
+    weights = {**plan.weights.stored, **_write_gates(folder, plan)}
+    for name, graphs in plan.dialects.items():
+        _write_dialect(folder, plan, graphs, make_dialect(name), weights)
+
+
+def _write_dialect(
+    folder: Path, plan: Plan, graphs: Graphs, dialect: Dialect, weights: Mapping[str, StoredTensor]
+) -> None:
     text, kv = plan.config.text, KV_ELEMENTS[plan.kv_dtype]
 
-    weights = {**plan.weights.stored, **_write_gates(folder, plan)}
-
     def write(name: str, build: Callable[[Builder], None]) -> None:
-        builder = Builder(name.partition(".")[0], weights, folder, Ort())
+        builder = Builder(name.partition(".")[0], weights, folder, dialect)
         build(builder)
         builder.write(folder / name)
 
-    write("vision.ort.onnx", lambda b: build_vision(b, plan.config))
-    write("embed.ort.onnx", lambda b: build_embed(b, text))
-    for stage in plan.stages:
+    write(graphs.vision, lambda b: build_vision(b, plan.config))
+    write(graphs.embed, lambda b: build_embed(b, text))
+    for stage in graphs.stages:
         write(stage.graph, lambda b, s=stage: build_stage(b, text, s.first, s.last, kv))  # type: ignore[misc]
-    write("head.ort.onnx", lambda b: build_head(b, text))
-    for gate in plan.gate_specs:
+    write(graphs.head, lambda b: build_head(b, text))
+    for gate in graphs.gates:
         write(gate.graph, lambda b, k=gate.k: build_gate(b, text, k))  # type: ignore[misc]
 
 
@@ -87,8 +94,8 @@ def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
     if plan.gates is None:
         return {}
     tensors: dict[str, NDArray[np.float32]] = {}
-    for spec in plan.gate_specs:
-        tensors.update(zip(gate_tensors(spec.k), plan.gates.by_k[spec.k], strict=True))
+    for k in plan.gated_ks:
+        tensors.update(zip(gate_tensors(k), plan.gates.by_k[k], strict=True))
     write_safetensors(folder / GATES, tensors, plan.gates.metadata)
     places = read_header(folder / GATES).tensors.values()
     return {p.name: StoredTensor(GATES, p.offset, p.nbytes, p.dtype, p.shape) for p in places}
@@ -129,7 +136,6 @@ def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manif
 
     for path in paths:
         records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, sha256(path, hashed))
-    graphs = Graphs("vision.ort.onnx", "embed.ort.onnx", "head.ort.onnx", plan.stages, plan.gate_specs)
     spec = ModelSpec(
         plan.name, text.family, text.layers, text.hidden, text.heads, text.kv_heads, text.head_dim, text.vocab,
         plan.config.vision_tokens,
@@ -144,7 +150,7 @@ def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manif
         variants=tuple(sorted(plan.ks)),
         default_k=plan.default_k,
         reductions=(),
-        dialects={"ort": graphs},
+        dialects=plan.dialects,
         rope="rope.safetensors",
         golden="golden.safetensors",
         image=plan.image,

@@ -11,6 +11,7 @@ from vtx.exporter.choose.commands import calibrated
 from vtx.exporter.libraries import exporter
 from vtx.runtime.console import bar, command, end_on_sigterm, note, table
 from vtx.runtime.last import remember
+from vtx.runtime.names import DIALECTS
 
 if TYPE_CHECKING:
     from vtx.exporter.export import Plan
@@ -25,6 +26,10 @@ def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int
         return tuple(int(part) for part in value.split(","))
     except ValueError as e:
         raise click.BadParameter(f"{value!r} is not a number, a list like 8,16, auto, or none") from e
+
+
+def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))
 
 
 @command(
@@ -52,10 +57,14 @@ def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int
     "--calibration", metavar="DATA",
     help="For --k auto: questions as vtx-calibrate takes them, scenes, or the folder of an earlier calibration.",
 )  # fmt: skip
+@click.option(
+    "--dialect", "dialects", callback=_dialects, metavar="ort,...",
+    help="Operator sets of the graphs: ort always, plain for OpenVINO and older engines [default: all].",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
 def export(
     model: str, ks: tuple[int, ...] | str, precision: str, max_context: int | None, out: Path | None,
-    chat_template: Path | None, gates: Path | None, calibration: str | None, force: bool,
+    chat_template: Path | None, gates: Path | None, calibration: str | None, dialects: tuple[str, ...], force: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
@@ -65,7 +74,7 @@ def export(
         raise click.UsageError("--calibration chooses one K; it goes with --k auto and without --gates")
     chosen = calibrated(model, calibration, template) if calibration is not None else None
     ks = (chosen["k"],) if chosen else ks
-    options = library.ExportOptions(model, ks, precision, max_context, template, gates, chosen)
+    options = library.ExportOptions(model, ks, precision, max_context, template, gates, chosen, dialects)
     if model == library.DEMO:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
     plan = library.plan_export(options)

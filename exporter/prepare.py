@@ -22,7 +22,8 @@ from vtx.exporter.predict import Prediction, predict
 from vtx.exporter.weights import WeightPlan, plan_weights
 from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.image import ImageSettings
-from vtx.runtime.manifest import PRECISIONS, GateSpec, StageSpec
+from vtx.runtime.manifest import PRECISIONS, GateSpec, Graphs, StageSpec
+from vtx.runtime.names import DIALECTS
 from vtx.runtime.text import TextSettings
 
 DEMO = "demo"
@@ -34,6 +35,7 @@ KV_TYPES = {"fp32": "float32", "fp16": "float16"}
 class ExportOptions:
     """What to export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
 
+    `dialects` are the operator sets to write the graphs in.
     "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
     `calibration` says how K was chosen where it was measured; it is kept in the record.
     """
@@ -45,10 +47,14 @@ class ExportOptions:
     template: str | None = None
     gates: Path | None = None
     calibration: Mapping[str, Any] | None = None
+    dialects: tuple[str, ...] = DIALECTS
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise RequestError(f"precision {self.precision!r} is not among {', '.join(PRECISIONS)}")
+        if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
+            asked = ", ".join(self.dialects)
+            raise RequestError(f"dialects {asked}: name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
         if self.max_context is not None and self.max_context < 2:
             raise RequestError(f"--max-context is {self.max_context}; give at least 2")
         if self.ks == "auto" and self.gates is None:
@@ -92,16 +98,20 @@ class Plan:
         return self.ks[0] if self.ks else None
 
     @property
-    def gate_specs(self) -> tuple[GateSpec, ...]:
-        """The gates of the prebuilt depths; those of other layers are left out."""
-        gated = self.gates.by_k if self.gates else {}
-        return tuple(GateSpec(k, f"gate-{k:02d}.ort.onnx") for k in sorted(self.ks) if k in gated)
+    def gated_ks(self) -> tuple[int, ...]:
+        """The prebuilt depths that have a gate; gates of other layers are left out."""
+        return tuple(k for k in sorted(self.ks) if self.gates and k in self.gates.by_k)
 
     @property
-    def stages(self) -> tuple[StageSpec, ...]:
-        cuts = [1, *sorted(self.ks), self.config.text.layers + 1]
-        spans = [(a, b - 1) for a, b in pairwise(cuts)]
-        return tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.ort.onnx") for a, b in spans)
+    def dialects(self) -> dict[str, Graphs]:
+        """The files of the graphs to be, by dialect."""
+        return {name: self._graphs(f"{name}.onnx") for name in self.options.dialects}
+
+    def _graphs(self, suffix: str) -> Graphs:
+        spans = [(a, b - 1) for a, b in pairwise([1, *sorted(self.ks), self.config.text.layers + 1])]
+        stages = tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.{suffix}") for a, b in spans)
+        gates = tuple(GateSpec(k, f"gate-{k:02d}.{suffix}") for k in self.gated_ks)
+        return Graphs(f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates)
 
 
 def plan_export(options: ExportOptions) -> Plan:

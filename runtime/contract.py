@@ -26,13 +26,13 @@ def vision(m: Manifest) -> Contract:
     )
 
 
-def stage(m: Manifest, spec: StageSpec) -> Contract:
+def stage(m: Manifest, spec: StageSpec, dialect: str) -> Contract:
     hidden: Tensor = ([None, m.model.hidden], "float")
     table: Tensor = ([None, m.model.head_dim // 2], "float")
     cache: Tensor = ([1, m.model.kv_heads, None, m.model.head_dim], KV_WORDS[m.kv_dtype])
     layers = range(spec.first, spec.last + 1)
     inputs = {names.HIDDEN: hidden, names.POSITIONS: ([1, None], "int64"), names.COS: table, names.SIN: table}
-    inputs |= {names.LAST_SLOT: ([1], "int32"), names.TOTAL_SLOTS: ([1], "int32")}
+    inputs |= {name: ([1], "int32") for name in names.SLOTS[dialect]}
     inputs |= {name(n): cache for n in layers for name in (names.past_key, names.past_value)}
     outputs = {name(n): cache for n in layers for name in (names.present_key, names.present_value)}
     return inputs, {names.HIDDEN_OUT: hidden, **outputs}

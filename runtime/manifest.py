@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from vtx.runtime.errors import BundleError
 from vtx.runtime.image import ImageSettings
+from vtx.runtime.names import DIALECTS
 from vtx.runtime.safetensors import parse_json
 from vtx.runtime.text import TextSettings
 
@@ -144,7 +145,11 @@ class Manifest:
             )
         if "ort" not in self.dialects:
             raise BundleError("vtx.json: the bundle holds no graphs of the 'ort' dialect; export again")
-        for dialect in self.dialects.values():
+        for name, dialect in self.dialects.items():
+            if name not in DIALECTS:
+                raise BundleError(
+                    f'vtx.json: dialect {name!r} is unknown to this vtx; upgrade it with pip install -U "vtx-edge"'
+                )
             self._check_stages(dialect.stages)
         self._check_files()
 

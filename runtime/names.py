@@ -6,11 +6,9 @@ backend binds by them. Layers are numbered from 1, as K is.
     embed    ids [rows] int64                              -> hidden [rows, hidden]
     vision   pixel_values [images, 3, height, width] f32   -> image_features [images, vision_tokens, hidden]
     stage    hidden [rows, hidden], position_ids [1, rows] int64,
-             cos and sin [max_context, head_dim / 2] f32,
-             last_slot [1] int32 (index of the last filled KV slot), total_slots [1] int32,
-             past_key.N, past_value.N [1, kv_heads, capacity, head_dim]
-                                                           -> hidden_out [rows, hidden],
-                                                              present_key.N, present_value.N (same buffers)
+             cos and sin [max_context, head_dim / 2] f32, the slots, and
+             past_key.N, past_value.N                      -> hidden_out [rows, hidden],
+                                                              present_key.N, present_value.N
     head     hidden [rows, hidden]                         -> logits [rows, vocab] f32
     gate     hidden [rows, hidden], a question's rows      -> odds [2] f32: stay, withdraw
 
@@ -30,7 +28,12 @@ What reductions need stands only in the bundles that were exported for them:
                                                               cls_attention [rows] f32 (what the class token gives
                                                               to the row, mean over heads)
 
-`hidden` is float32 in every graph of the `ort` dialect; K and V have the bundle's KV type.
+Rows are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type. What a stage
+is told of KV slots, and the shape of a cache, differ by dialect:
+
+    ort      last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
+             ones, both with the rows' own; caches [1, kv_heads, capacity, head_dim], past and present the same buffer
+    plain    nothing; past [1, kv_heads, past, head_dim], present [1, kv_heads, past + rows, head_dim]
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ COS = "cos"
 SIN = "sin"
 LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
+SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": ()}  # what a stage is told of them, by dialect
+DIALECTS = tuple(SLOTS)
 LOGITS = "logits"
 ODDS = "odds"
 QUERY = "query"

@@ -72,7 +72,7 @@ class OrtBackend:
         self._options = self._session_options()
         self._embed = self._session(graphs.embed, contract.embed(self._manifest))
         self._head = self._session(graphs.head, contract.head(self._manifest))
-        self._stages = [self._session(s.graph, contract.stage(self._manifest, s)) for s in graphs.stages]
+        self._stages = [self._session(s.graph, contract.stage(self._manifest, s, "ort")) for s in graphs.stages]
         self._specs = graphs.stages
         self._gates = {g.k: self._session(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
         self._vision: Any = None

@@ -131,7 +131,7 @@ def _layer(
     """
     rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
     q, k, w = (b.reshape(b.linear(rows, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in "qkv")
-    y = b.dialect.tower_attention(b, q, k, w, v.heads)
+    y = b.dialect.tower_attention(b, q, k, w, v.heads, v.hidden // v.heads)
     y = b.linear(b.reshape(y, -1, v.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(y, *shape))
     rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", v.eps), -1, v.hidden)

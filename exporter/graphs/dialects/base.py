@@ -79,6 +79,6 @@ class Dialect(Protocol):
 
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> StageAttention: ...
 
-    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int) -> ir.Value:
+    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int) -> ir.Value:
         """Attention without a mask; all of [images, rows, hidden], the number of rows may be known at run time only."""
         ...

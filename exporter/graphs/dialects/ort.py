@@ -47,7 +47,7 @@ class Ort:
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> OrtAttention:
         return OrtAttention(b, c, kv_type)
 
-    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int) -> ir.Value:
+    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int) -> ir.Value:
         return b.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads)
 
 

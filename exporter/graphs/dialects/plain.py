@@ -1,0 +1,155 @@
+"""The dialect of everybody else: operators that every engine has read for years, caches that grow by concatenation.
+
+Rotation and attention are written as engines look for them to fuse: rotate-half on [1, heads, rows, head_dim], and
+products around a softmax with the scale and the mask between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.dialects.heads import join_heads, split_heads
+from vtx.exporter.hf.config import TextConfig
+from vtx.runtime import names
+
+MAX_SIZE = 1 << 30
+UNSEEN = -65504.0  # of a masked score: no weight is left after the softmax, and float16 holds it
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """ONNX opset 17 in float32, which engines lower by themselves."""
+
+    name: str = "plain"
+    opsets: Mapping[str, int] = field(default_factory=lambda: {"": 17})
+    ir_version: int = 8
+    compute: ir.DataType = FLOAT
+
+    def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
+        mean = self._mean(b, b.op("Mul", x, x))
+        size = b.op("Sqrt", b.op("Add", mean, b.scalar(eps)))
+        return b.op("Mul", b.op("Div", x, size), b.weight(weight))
+
+    def add_norm(
+        self, b: Builder, delta: ir.Value, total: ir.Value, weight: str, eps: float
+    ) -> tuple[ir.Value, ir.Value]:
+        total = b.op("Add", total, delta)
+        return self.norm(b, total, weight, eps), total
+
+    def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
+        return b.op("LayerNormalization", x, b.weight(f"{name}.weight"), b.weight(f"{name}.bias"), axis=-1, epsilon=eps)
+
+    def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
+        if tanh:
+            cube = b.op("Mul", b.op("Mul", b.op("Mul", x, x), x), b.scalar(0.044715))
+            inner = b.op("Tanh", b.op("Mul", b.op("Add", x, cube), b.scalar(math.sqrt(2 / math.pi))))
+        else:
+            inner = b.op("Erf", b.op("Div", x, b.scalar(math.sqrt(2))))
+        return b.op("Mul", b.op("Mul", x, b.op("Add", inner, b.scalar(1))), b.scalar(0.5))
+
+    def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
+        inner = x if rate == 1 else b.op("Mul", x, b.scalar(rate))
+        return b.op("Mul", x, b.op("Sigmoid", inner))
+
+    def mish(self, b: Builder, x: ir.Value) -> ir.Value:
+        return b.op("Mul", x, b.op("Tanh", b.op("Softplus", x)))
+
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> PlainAttention:
+        return PlainAttention(b, c, kv_type)
+
+    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int) -> ir.Value:
+        q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
+        return join_heads(b, _attend(b, q, k, v, None, head_dim**-0.5), heads * head_dim)
+
+    def _mean(self, b: Builder, x: ir.Value) -> ir.Value:
+        """Over the last axis; opset 18 made the axes an input."""
+        if self.opsets[""] < 18:
+            return b.op("ReduceMean", x, axes=[-1], keepdims=1)
+        return b.op("ReduceMean", x, b.constant([-1]), keepdims=1)
+
+
+class PlainAttention:
+    """`StageAttention` on [1, heads, rows, head_dim]. A cache comes with the past's slots and leaves with the rows'."""
+
+    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
+        self._b, self._c, self._kv_type = b, c, kv_type
+        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "rows"])
+        self._cos, self._sin = self._rotation(names.COS), self._rotation(names.SIN)
+        self._mask: ir.Value | None = None
+        self._presents: list[tuple[ir.Value, str]] = []
+
+    def _rotation(self, name: str) -> ir.Value:
+        """A table's rows, once for each half of a head: [1, 1, rows, head_dim]."""
+        b = self._b
+        table = b.input(name, FLOAT, ["max_context", self._c.head_dim // 2])
+        rows = b.op("Unsqueeze", b.op("Gather", table, self._positions), b.constant([1]))
+        return b.op("Concat", rows, rows, axis=-1)
+
+    def split(self, x: ir.Value, heads: int) -> ir.Value:
+        return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.head_dim)
+
+    def join(self, x: ir.Value) -> ir.Value:
+        rows = join_heads(self._b, x, self._c.heads * self._c.head_dim)
+        return self._b.op("Squeeze", rows, self._b.constant([0]))
+
+    def rotate(self, x: ir.Value, heads: int) -> ir.Value:
+        b, half = self._b, self._c.head_dim // 2
+        first = b.op("Slice", x, b.constant([0]), b.constant([half]), b.constant([3]))
+        second = b.op("Slice", x, b.constant([half]), b.constant([MAX_SIZE]), b.constant([3]))
+        turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
+        return b.op("Add", b.op("Mul", x, self._cos), b.op("Mul", turned, self._sin))
+
+    def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
+        keys = self._append(k, names.past_key(layer), names.present_key(layer))
+        values = self._append(v, names.past_value(layer), names.present_value(layer))
+        if self._mask is None:
+            self._mask = self._causal(q, keys)
+        keys, values = self._for_every_head(keys), self._for_every_head(values)
+        return _attend(self._b, q, keys, values, self._mask, self._c.head_dim**-0.5)
+
+    def _append(self, rows: ir.Value, past: str, present: str) -> ir.Value:
+        """The past's slots and then the rows', in float32; what leaves is of the KV type."""
+        b = self._b
+        before = b.input(past, self._kv_type, [1, self._c.kv_heads, "past", self._c.head_dim])
+        if self._kv_type == FLOAT:
+            after = kept = b.op("Concat", before, rows, axis=2)
+        else:
+            after = b.op("Concat", b.op("Cast", before, to=FLOAT.value), rows, axis=2)
+            kept = b.op("Cast", after, to=self._kv_type.value)
+        self._presents.append((kept, present))
+        return after
+
+    def _causal(self, q: ir.Value, keys: ir.Value) -> ir.Value:
+        """What to add to scores [rows, slots]: a row sees its own slot, one of the last `rows`, and those before."""
+        b = self._b
+        rows, slots = (b.op("Shape", x, start=2, end=3) for x in (q, keys))
+        every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", slots), b.constant(np.array(1)))
+        own = b.op("Slice", every, b.op("Neg", rows), b.constant([MAX_SIZE]), b.constant([0]))
+        seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
+        return b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
+
+    def _for_every_head(self, x: ir.Value) -> ir.Value:
+        """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
+        b, c = self._b, self._c
+        if c.heads == c.kv_heads:
+            return x
+        each = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
+        return b.reshape(each, 1, c.heads, -1, c.head_dim)
+
+    def finish(self) -> None:
+        for present, name in self._presents:
+            self._b.output(present, name, self._kv_type, [1, self._c.kv_heads, "slots", self._c.head_dim])
+
+
+def _attend(b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, scale: float) -> ir.Value:
+    """softmax(q k^T * scale + mask) v on [batch, heads, rows, head_dim]."""
+    scores = b.op("Mul", b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2])), b.scalar(scale))
+    if mask is not None:
+        scores = b.op("Add", scores, mask)
+    return b.op("MatMul", b.op("Softmax", scores, axis=-1), v)
