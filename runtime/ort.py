@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from vtx.runtime.backend import Rows
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.manifest import StageSpec
+from vtx.runtime.rope import read_rope
 
 _SMALLER = "use a smaller precision or a machine with more"
 _pool_lock = threading.Lock()
@@ -77,7 +77,8 @@ class OrtBackend:
         self._gates = {g.k: self._session(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
         self._vision: Any = None
         self._vision_lock = threading.Lock()
-        self._rope = self._load_rope()
+        cos, sin = read_rope(bundle)
+        self._rope = self._value(cos), self._value(sin)
 
     def _session_options(self) -> Any:
         options = self._ort.SessionOptions()
@@ -96,19 +97,6 @@ class OrtBackend:
             raise BundleError(f"onnxruntime cannot load {name}: {_one_line(e)}; export the bundle again") from e
         contract.check(name, session, promised)
         return session
-
-    def _load_rope(self) -> tuple[Any, Any]:
-        from vtx.runtime.safetensors import read_header, read_tensor
-
-        path: Path = self._bundle.path(self._manifest.rope)
-        tensors = read_header(path, error=BundleError).tensors
-        want = (self._manifest.max_context, self._manifest.model.head_dim // 2)
-        tables = []
-        for name in (names.COS, names.SIN):
-            if name not in tensors or tensors[name].shape != want or tensors[name].dtype != "F32":
-                raise BundleError(f"{self._manifest.rope}: {name} is not a float32 table {want}; export again")
-            tables.append(self._value(read_tensor(tensors[name])))
-        return tables[0], tables[1]
 
     def _value(self, array: NDArray[Any]) -> Any:
         """An OrtValue over the array's own memory."""
