@@ -155,13 +155,15 @@ class Manifest:
 
     def _check_stages(self, stages: tuple[StageSpec, ...]) -> None:
         spans = [(s.first, s.last) for s in stages]
-        scored = {s.last + 1 for s in stages if s.query}
-        cuts = [1, *sorted({*self.variants, *scored}), self.model.layers + 1]
-        sound = cuts == sorted(set(cuts)) and [*self.variants] == sorted(set(self.variants))
-        if not sound or spans != [(a, b - 1) for a, b in pairwise(cuts)]:
+        starts = [first for first, _ in spans]
+        cuts = [1, *starts[1:], self.model.layers + 1]
+        sound = spans == [(a, b - 1) for a, b in pairwise(cuts)] and cuts == sorted(set(cuts))
+        missing, further = set(self.variants) - set(starts[1:]), set(starts[1:]) - set(self.variants)
+        rising = [*self.variants] == sorted(set(self.variants))
+        if not sound or not rising or missing or (further and not self.reductions) or stages[-1].query:
             raise BundleError(
                 f"vtx.json: stages {spans} do not cut {self.model.layers} layers at K = {list(self.variants)} "
-                f"and before layers {sorted(scored)} for reductions; export again"
+                f"and for the reductions {list(self.reductions)}; export again"
             )
         gated = {gate.k for graphs in self.dialects.values() for gate in graphs.gates}
         known = {None, *self.variants, *(["auto"] if gated else [])}

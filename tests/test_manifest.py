@@ -172,11 +172,9 @@ def test_values_that_contradict_each_other_are_refused(sound: dict[str, Any], ch
 
 
 def test_a_stage_may_end_for_a_reduction_where_no_k_is(sound: dict[str, Any]) -> None:
-    scored = put(sound, ("dialects", "ort", "stages", 0, "query"), True)
-    scored = put(scored, ("dialects", "ort", "score"), sound["rope"])
-    read = Manifest.from_json(json.dumps({**scored, "variants": [5], "default_k": 5}))
-    assert json.loads(read.to_json())["dialects"]["ort"]["stages"][0]["query"] is True
-    assert "layers [3] for reductions" in refuse({**scored, "variants": []})
+    fewer = {**sound, "variants": [5], "default_k": 5}
+    Manifest.from_json(json.dumps({**fewer, "reductions": ["fastv:k=2,ratio=0.5"]}))
+    assert "do not cut" in refuse(fewer)
 
 
 def test_queries_and_the_graph_that_scores_them_go_together(sound: dict[str, Any]) -> None:
