@@ -106,31 +106,37 @@ class PlainAttention:
         return b.op("Add", b.op("Mul", x, self._cos), b.op("Mul", turned, self._sin))
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        keys = self._append(k, names.past_key(layer), names.present_key(layer))
-        values = self._append(v, names.past_value(layer), names.present_value(layer))
+        b = self._b
+        past = [b.input(name(layer), self._kv_type, self._cache("past")) for name in (names.past_key, names.past_value)]
         if self._mask is None:
-            self._mask = self._causal(q, keys)
-        keys, values = self._for_every_head(keys), self._for_every_head(values)
+            self._mask = self._causal(q, past[0])
+        keys = self._for_every_head(self._append(past[0], k, names.present_key(layer)))
+        values = self._for_every_head(self._append(past[1], v, names.present_value(layer)))
         return _attend(self._b, q, keys, values, self._mask, self._c.head_dim**-0.5)
 
-    def _append(self, rows: ir.Value, past: str, present: str) -> ir.Value:
-        """The past's slots and then the rows', in float32; what leaves is of the KV type."""
-        b = self._b
-        before = b.input(past, self._kv_type, [1, self._c.kv_heads, "past", self._c.head_dim])
-        if self._kv_type == FLOAT:
-            after = kept = b.op("Concat", before, rows, axis=2)
-        else:
-            after = b.op("Concat", b.op("Cast", before, to=FLOAT.value), rows, axis=2)
-            kept = b.op("Cast", after, to=self._kv_type.value)
-        self._presents.append((kept, present))
-        return after
+    def _cache(self, slots: str) -> list[int | str]:
+        return [1, self._c.kv_heads, slots, self._c.head_dim]
 
-    def _causal(self, q: ir.Value, keys: ir.Value) -> ir.Value:
-        """What to add to scores [rows, slots]: a row sees its own slot, one of the last `rows`, and those before."""
+    def _append(self, past: ir.Value, rows: ir.Value, present: str) -> ir.Value:
+        """The past's slots and then the rows', in float32; what leaves as `present` is of the KV type."""
         b = self._b
-        rows, slots = (b.op("Shape", x, start=2, end=3) for x in (q, keys))
-        every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", slots), b.constant(np.array(1)))
-        own = b.op("Slice", every, b.op("Neg", rows), b.constant([MAX_SIZE]), b.constant([0]))
+        if self._kv_type == FLOAT:
+            all_slots = kept = b.op("Concat", past, rows, axis=2)
+        else:
+            all_slots = b.op("Concat", b.op("Cast", past, to=FLOAT.value), rows, axis=2)
+            kept = b.op("Cast", all_slots, to=self._kv_type.value)
+        self._presents.append((kept, present))
+        return all_slots
+
+    def _causal(self, q: ir.Value, past: ir.Value) -> ir.Value:
+        """What to add to scores [rows, slots]: a row sees its own slot, one of the last `rows`, and those before.
+
+        Slots are counted at the past, since OpenVINO fuses a cache only where nothing else reads what it became.
+        """
+        b = self._b
+        before, rows = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (past, q))
+        every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, rows), b.constant(np.array(1)))
+        own = b.op("Slice", every, b.op("Unsqueeze", before, b.constant([0])), b.constant([MAX_SIZE]), b.constant([0]))
         seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
         return b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
 
@@ -144,7 +150,7 @@ class PlainAttention:
 
     def finish(self) -> None:
         for present, name in self._presents:
-            self._b.output(present, name, self._kv_type, [1, self._c.kv_heads, "slots", self._c.head_dim])
+            self._b.output(present, name, self._kv_type, self._cache("slots"))
 
 
 def _attend(b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, scale: float) -> ir.Value:
