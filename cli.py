@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
+from vtx.exporter.bench.commands import bench
 from vtx.exporter.choose.commands import calibrate, train_gate
-from vtx.exporter.commands import export, export_with_bar, plan
-from vtx.exporter.libraries import exporter
+from vtx.exporter.commands import export, find_bundle, plan
 from vtx.runtime.console import bar, command, note, table
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.last import home, remembered
 
 if TYPE_CHECKING:
     from vtx.runtime.answer import AnswerStream, Options
@@ -78,7 +75,7 @@ def run(
     from vtx.runtime.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
-    model = load(_find_bundle(bundle), device=device, threads=threads, force=force)
+    model = load(find_bundle(bundle), device=device, threads=threads, force=force)
     where = f"{model.manifest.model.name} on {model.backend.device}, {model.manifest.precision} weights"
     with model.open([_image(name) for name in [*images, *more]]) as conversation:
         for number, stream in enumerate(_streams(conversation, questions, k, options, chat=chat)):
@@ -113,22 +110,6 @@ def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
     click.echo()
     if stream.answer.stopped == "context":
         note("the answer ends here because the context is full; export with a larger --max-context for longer ones")
-
-
-def _find_bundle(named: str | None) -> Path:
-    """The bundle to use: the one named, else the one exported last, else the demo, exported now."""
-    if named:
-        return Path(named)
-    if last := remembered():
-        if os.path.isfile(last / "vtx.json"):  # unlike Path.is_file it raises nothing
-            return last
-        note(f"the bundle exported last, {last}, is gone")
-    library = exporter()
-    out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
-    if not (out / "vtx.json").is_file():
-        note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")
-        export_with_bar(library.plan_export(library.ExportOptions(ks=(16,))), out, force=True)
-    return out
 
 
 # --- vtx-inspect ----------------------------------------------------------------------------------
@@ -251,7 +232,8 @@ def main() -> None:
 for _name, _item in (("export", export), ("run", run), ("inspect", inspect), ("doctor", doctor)):
     main.add_command(_item, _name)
 main.add_command(plan, "plan")
+main.add_command(bench, "bench")
 main.add_command(calibrate, "calibrate")
 main.add_command(train_gate, "train-gate")
 
-__all__ = ["calibrate", "doctor", "export", "inspect", "main", "plan", "run", "train_gate"]
+__all__ = ["bench", "calibrate", "doctor", "export", "inspect", "main", "plan", "run", "train_gate"]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import export, parser, random_checkpoint, report, scratch, shown, spread
+from common import export, parser, random_checkpoint, report, scratch
 from numpy.typing import NDArray
 
+from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.model import Model, load
 from vtx.runtime.policy import Full
 from vtx.runtime.session import Prompt, Session

@@ -1,21 +1,21 @@
-"""What the benchmarks share: the machine in words, spread of a series, tables, JSON, and large random bundles."""
+"""What the benchmarks share: options, reports, large random bundles; spread and tables are vtx-bench's."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+
+from vtx.exporter.bench.machine import describe, in_words
+from vtx.exporter.bench.series import markdown
+from vtx.exporter.files import write_json
 
 BLOCK = 1 << 22
 NAMES = {
@@ -24,7 +24,6 @@ NAMES = {
     "text.": "model.language_model.",
     "head.": "lm_head.",
 }
-TESTED = ("onnxruntime", "numpy", "tokenizers", "pillow")
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -33,47 +32,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return found
 
 
-def machine() -> dict[str, Any]:
-    """The machine as a class, what it was doing besides, and the versions that matter."""
-    flags, models = set[str](), list[str]()
-    with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-        for line in lines:
-            key, _, value = line.partition(":")
-            if key.strip() == "flags":
-                flags |= set(value.split())
-            elif key.strip() == "model name":
-                models.append(value.strip())
-    kinds = [name for name, flag in (("AVX2", "avx2"), ("AVX512", "avx512f"), ("AMX", "amx_tile")) if flag in flags]
-    return {
-        "cpu": f"{os.cpu_count()} cores, {models[0] if models else platform.machine()} ({', '.join(kinds)})",
-        "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in TESTED},
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and count of a series."""
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return {"median": middle, "q1": low, "q3": high, "n": len(values)}
-
-
-def shown(series: dict[str, float], digits: int = 2) -> str:
-    return f"{series['median']:.{digits}f} ({series['q1']:.{digits}f} to {series['q3']:.{digits}f})"
-
-
 def report(figures: dict[str, Any], rows: Sequence[Sequence[str]], target: Path | None) -> None:
     """Print the machine and a Markdown table whose first row is its head; write `figures` where asked."""
-    about = machine()
-    busy = " THE MACHINE IS NOT QUIET." if about["load_before"] > 0.5 + about.get("own_load", 0) else ""
-    print(f"{about['cpu']}; onnxruntime {about['onnxruntime']}, Python {about['python']}.{busy}\n")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
-        if not number:
-            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    about = describe()
+    print(f"{in_words(about)}\n\n{markdown(rows)}")
     if target:
-        target.write_text(json.dumps({"machine": about, **figures}, indent=1) + "\n", encoding="utf-8")
+        write_json(target, {"machine": about, **figures})
 
 
 @contextmanager

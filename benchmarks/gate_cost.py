@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import parser, random_checkpoint, report, scratch, shown, spread
+from common import parser, random_checkpoint, report, scratch
 
+from vtx.exporter.bench.series import shown, spread
 from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.exporter.graphs.gates import gate_tensors
 from vtx.runtime.backend import Rows

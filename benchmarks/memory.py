@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
-from common import export, parser, random_checkpoint, report, scratch, shown, spread
+from common import export, parser, random_checkpoint, report, scratch
+
+from vtx.exporter.bench import machine
+from vtx.exporter.bench.series import shown, spread
 
 VARIANTS = {"one": (4,), "four": (2, 3, 4, 6)}
 MB = 1 << 20
@@ -29,7 +31,7 @@ def measure(bundle: str, threads: int) -> dict[str, Any]:
     def taken() -> dict[str, int]:
         info = psutil.Process().memory_full_info()
         own = {"resident": info.rss, "own": info.uss, "shared_out": info.pss, "private": info.rss - info.shared}
-        return {**own, "peak": _peak()}
+        return {**own, "peak": machine.peak() or 0}
 
     import onnxruntime  # noqa: F401 - part of the base
 
@@ -40,12 +42,6 @@ def measure(bundle: str, threads: int) -> dict[str, Any]:
     answered = taken()
     model.ask("how many shapes are there?", None, vtx.Options(max_new_tokens=8, ignore_eos=True))
     return {"base": base, "loaded": loaded, "answered": answered, "again": taken()}
-
-
-def _peak() -> int:
-    """VmHWM: unlike getrusage's figure, it starts anew with the process."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    return int(found[1]) * 1024 if found else 0
 
 
 def main() -> None:

@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import export, parser, report, scratch, shown, spread
+from common import export, parser, report, scratch
+
+from vtx.exporter.bench.series import shown, spread
 
 HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "numpy")
 

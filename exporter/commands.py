@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import click
 from vtx.exporter.choose.commands import calibrated
 from vtx.exporter.libraries import exporter
 from vtx.runtime.console import bar, command, end_on_sigterm, note, table
-from vtx.runtime.last import remember
+from vtx.runtime.last import home, remember, remembered
 from vtx.runtime.names import DIALECTS
 
 if TYPE_CHECKING:
@@ -106,6 +107,22 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     depth = ", ".join(map(str, plan.ks)) or "none"
     note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')
     return Path(bundle.folder)
+
+
+def find_bundle(named: str | None) -> Path:
+    """The bundle to use: the one named, else the one exported last, else the demo, exported now."""
+    if named:
+        return Path(named)
+    if last := remembered():
+        if os.path.isfile(last / "vtx.json"):  # unlike Path.is_file it raises nothing
+            return last
+        note(f"the bundle exported last, {last}, is gone")
+    library = exporter()
+    out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
+    if not (out / "vtx.json").is_file():
+        note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")
+        export_with_bar(library.plan_export(library.ExportOptions(ks=(16,))), out, force=True)
+    return out
 
 
 def _ks_to_plan(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int | None, ...]:

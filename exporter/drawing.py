@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vtx.exporter.files import replacing
 from vtx.runtime.errors import DeviceError, RequestError
 
 DPI = 110
@@ -22,18 +22,19 @@ def draw(path: Path, fill: Callable[[Any], None], width: float = 10, height: flo
         RequestError: the file cannot be written, or its ending is no format.
 
     """
+    figure = figures()(figsize=(width, height), layout="constrained")
+    fill(figure)
+    try:
+        with replacing(path) as partial:
+            figure.savefig(partial, dpi=DPI, format=path.suffix[1:] or "png")
+    except (OSError, ValueError) as e:
+        raise RequestError(f"cannot write the plot {path} ({e}); name another place, ending in .png or .svg") from e
+
+
+def figures() -> Any:
+    """The class of matplotlib's figures, or DeviceError with the command that installs it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise DeviceError('plots need matplotlib; pip install "vtx-edge[plot]"') from e
-    figure = Figure(figsize=(width, height), layout="constrained")
-    fill(figure)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial, dpi=DPI, format=path.suffix[1:] or "png")
-        partial.replace(path)
-    except (OSError, ValueError) as e:
-        raise RequestError(f"cannot write the plot {path} ({e}); name another place, ending in .png or .svg") from e
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    return Figure

@@ -220,6 +220,11 @@ def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
     return 2 * (size.layers * size.layer_macs + attention + size.head_macs)
 
 
+def append_flops(size: DecoderSize, layers: int, rows: int, filled: int) -> int:
+    """FLOPs of `layers` layers for `rows` more rows where `filled` KV slots are filled before; the head left out."""
+    return 2 * layers * (rows * size.layer_macs + attention_macs(size, rows, filled + rows))
+
+
 def attention_macs(size: DecoderSize, rows: int, slots: int) -> int:
     """The two products of one layer's attention: `rows` queries on `slots` keys and values, no causal saving."""
     return 2 * rows * slots * size.heads * size.head_dim

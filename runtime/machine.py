@@ -44,6 +44,14 @@ def version(package: str) -> str | None:
         return None
 
 
+def cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
 def available_memory() -> int | None:
     """Bytes of memory that a new program could take, or None where the system does not say."""
     try:

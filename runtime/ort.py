@@ -13,6 +13,7 @@ from vtx.runtime import contract, names
 from vtx.runtime.backend import Rows
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.machine import cores
 from vtx.runtime.manifest import StageSpec
 from vtx.runtime.rope import read_rope
 
@@ -47,14 +48,6 @@ def share_threads(ort: Any, threads: int) -> None:
             )
 
 
-def _cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
@@ -66,7 +59,7 @@ class OrtBackend:
         self._ort = load_onnxruntime()
         self._bundle, self._manifest = bundle, bundle.manifest
         self.device = "cpu"
-        self.threads = threads or _pool_threads or _cores()
+        self.threads = threads or _pool_threads or cores()
         share_threads(self._ort, self.threads)
         graphs = self._manifest.dialects["ort"]
         self._options = self._session_options()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ from numpy.typing import NDArray
 from vtx.exporter.choose.attention import KINDS
 from vtx.exporter.choose.calibrate import Measurement
 from vtx.exporter.choose.source import Source
+from vtx.exporter.files import write_json
 from vtx.exporter.hf.checkpoint import read_json_object
-from vtx.runtime.errors import ExportError, RequestError
+from vtx.runtime.errors import RequestError
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"
@@ -185,12 +185,7 @@ def mean_attention(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def write_report(report: Mapping[str, Any], folder: Path) -> Path:
     """Write `folder`/report.json, which is replaced only once complete, and return its path."""
     path = folder / REPORT
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as e:
-        raise ExportError(f"cannot write {path} ({e.strerror}); free some space or name another --out") from e
+    write_json(path, report)
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from vtx.exporter.choose.gate_training import FitOptions, fit_gates, write_gates
 from vtx.exporter.choose.gate_work import MeasureOptions, Shard, Work, make_shards
 from vtx.exporter.choose.source import Source, open_source
 from vtx.exporter.export import DEMO
+from vtx.exporter.files import write_json
 from vtx.exporter.planning.sizes import model_size
 from vtx.exporter.predict import check_disk
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
@@ -160,10 +160,7 @@ def _make_folder(folder: Path) -> None:
 
 def _write_report(out: Path, found: dict[str, Any]) -> None:
     """The report beside the gates; without matplotlib there is no picture."""
-    try:
-        out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as e:
-        raise ExportError(f"cannot write the report beside {out} ({e.strerror}); name another --out") from e
+    write_json(out.with_suffix(".json"), found)
     try:
         plot_report(found, out.with_suffix(".png"))
     except DeviceError as e:

@@ -1,0 +1,169 @@
+"""From measurements to a report: figures per K with their spread, as plain data and in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vtx.exporter.bench.machine import in_words
+from vtx.exporter.bench.measure import Bench, K, Measurement, Turn
+from vtx.exporter.bench.series import Series, markdown, shown, spread
+from vtx.exporter.bench.work import shares, stages
+from vtx.runtime.units import size
+
+FORMAT = "vtx-bench-1"
+FIRST = ("vision", "prefill", "first_token", "second_question", "second_at_another_k", "decode_per_token")
+
+
+def make_report(bench: Bench, found: Measurement) -> dict[str, Any]:
+    """Everything that was measured, ready for JSON: `ms` are milliseconds, `bytes` bytes, shares from 0 to 1."""
+    model, manifest, work = bench.model, bench.model.manifest, bench.work
+    stats = next(iter(found.turns.values()))[0].stats
+    ceilings = found.ceilings.report() if found.ceilings else None
+    return {
+        "format": FORMAT,
+        "machine": found.machine,
+        "model": {
+            "bundle": model.bundle.folder.name,
+            **{name: getattr(manifest.model, name) for name in ("name", "layers", "hidden")},
+            "precision": manifest.precision,
+            "kv_dtype": manifest.kv_dtype,
+            "device": model.backend.device,
+        },
+        "workload": {
+            "prompt_tokens": stats.prompt_tokens,
+            "vision_tokens": stats.vision_tokens,
+            **{name: getattr(work, name) for name in ("new_tokens", "repeats", "warmup", "threads")},
+        },
+        "interrupted": found.interrupted,
+        "predicted_s": found.predicted_s,
+        "load_ms": model.load_ms,
+        "loaded_bytes": found.loaded,
+        "ceilings": ceilings,
+        "depths": [_depth(bench, found, k, ceilings) for k in bench.ks if k in found.turns],
+    }
+
+
+def _depth(bench: Bench, found: Measurement, k: K, ceilings: Mapping[str, Any] | None) -> dict[str, Any]:
+    turns, stats = found.turns[k], found.turns[k][0].stats
+    switched = found.switched_ms.get(k)
+    ms: dict[str, Series | None] = {
+        "preprocess": _series(turns, lambda turn: turn.preprocess_ms),
+        **{name: _series(turns, _timing(name)) for name in ("vision", "prefill", "first_token", "decode_per_token")},
+        "second_question": _series(turns, lambda turn: turn.second_ms),
+        "second_at_another_k": spread(switched) if switched else None,
+    }
+    work = bench.worker.count(turns[0].prefill, turns[0].decode)
+    return {
+        "k": k,
+        "full_layers": stats.full_layers,
+        "ms": ms,
+        "prefill_stages": [
+            {"first": stage.first, "last": stage.last, "ms": _series(turns, _in_stage(number))}
+            for number, stage in enumerate(stages(bench.model.manifest))
+        ],
+        "kv_bytes": stats.kv_bytes,
+        "kv_slots": list(stats.kv_slots),
+        "steady_bytes": found.memory[k].steady,
+        "peak_bytes": found.memory[k].peak,
+        **dataclasses.asdict(work),
+        "shares": shares(work, ms, ceilings) if ceilings else None,
+    }
+
+
+def _series(turns: list[Turn], ms: Callable[[Turn], float]) -> Series:
+    return spread([ms(turn) for turn in turns])
+
+
+def _timing(name: str) -> Callable[[Turn], float]:
+    return lambda turn: turn.stats.timings_ms[name]
+
+
+def _in_stage(number: int) -> Callable[[Turn], float]:
+    return lambda turn: sum(call.ms for call in turn.prefill if call.stage == number)
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def in_tables(report: Mapping[str, Any]) -> str:
+    """The report as text: what was measured where, and three Markdown tables."""
+    model, work, depths = report["model"], report["workload"], report["depths"]
+    heads = ["K", "full layers"]
+    named = [[str(depth["k"] or "none"), str(depth["full_layers"])] for depth in depths]
+    cut_short = " INTERRUPTED: fewer repeats than asked for." if report["interrupted"] else ""
+    return "\n\n".join(
+        [
+            in_words(report["machine"]),
+            f"{model['name']} ({model['bundle']}), {model['layers']} layers of {model['hidden']}, "
+            f"{model['precision']} weights, on {model['device']} with {work['threads']} threads; a prompt of "
+            f"{work['prompt_tokens']} tokens, {work['vision_tokens']} of them of the image, {work['new_tokens']} new "
+            f"ones, {work['repeats']} repeats.{cut_short} Loaded once in {report['load_ms']:.0f} ms"
+            f"{_held(report['loaded_bytes'])}.",
+            "Milliseconds, medians with quartiles (extremes where there are fewer than four):",
+            markdown([[*heads, *(name.replace("_", " ") for name in FIRST)], *_rows(named, depths, _times)]),
+            "Prefill by stage, milliseconds:",
+            markdown([[*heads, *_stage_heads(depths)], *_rows(named, depths, _stage_times)]),
+            markdown([[*heads, *MEMORY], *_rows(named, depths, _memory)]),
+            _ceilings(report),
+        ]
+    )
+
+
+MEMORY = ("KV cache", "memory held", "at most", "of the matrix product: vision", "prefill", "of reading: a new token")
+
+
+def _rows(
+    named: list[list[str]], depths: list[dict[str, Any]], cells: Callable[[Mapping[str, Any]], list[str]]
+) -> list[list[str]]:
+    return [[*name, *cells(depth)] for name, depth in zip(named, depths, strict=True)]
+
+
+def _times(depth: Mapping[str, Any]) -> list[str]:
+    return [shown(depth["ms"][name]) if depth["ms"][name] else "-" for name in FIRST]
+
+
+def _stage_heads(depths: list[dict[str, Any]]) -> list[str]:
+    return [f"layers {stage['first']} to {stage['last']}" for stage in depths[0]["prefill_stages"]]
+
+
+def _stage_times(depth: Mapping[str, Any]) -> list[str]:
+    return [shown(stage["ms"]) for stage in depth["prefill_stages"]]
+
+
+def _memory(depth: Mapping[str, Any]) -> list[str]:
+    held = [_size(depth[name]) for name in ("kv_bytes", "steady_bytes", "peak_bytes")]
+    reached = depth["shares"] or {}
+    return [*held, *(f"{reached[n]:.0%}" if reached.get(n) else "-" for n in ("vision", "prefill", "decode"))]
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else size(count)
+
+
+def _held(count: int | None) -> str:
+    return "" if count is None else f", which takes {size(count)} of memory"
+
+
+def _ceilings(report: Mapping[str, Any]) -> str:
+    found, model = report["ceilings"], report["model"]
+    if not found:
+        return f"The ceilings of {model['device']} were not measured: they are for a CPU."
+    gemm, read = found["gemm"], found["read"]
+    return (
+        f"Ceilings, measured in turn with the above: {gemm['what']}: {gemm['flops_per_s']['median'] / 1e9:.1f} "
+        f"GFLOP/s; {read['what']}: {read['bytes_per_s']['median'] / 1e9:.1f} GB/s. {_compared(model['precision'])}"
+    )
+
+
+def _compared(precision: str) -> str:
+    """What a share compares where the weights are not float32."""
+    if precision == "fp32":
+        return "Both sides compute in float32."
+    if precision in ("fp16", "bf16"):
+        return f"The weights are {precision} on disk, float32 in memory, and computed with in float32 on both sides."
+    return (
+        f"The weights are {precision} in memory and widened as they are used; the product is of float32 alone, so a "
+        "share of it can be above 100%."
+    )

@@ -1,0 +1,57 @@
+"""A backend that notes what each of its calls took: it wraps any backend and knows none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from vtx.runtime.backend import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a backend, or of the cache of stage number `stage` (from 0).
+
+    For `append`, `rows` ran while `filled` KV slots were filled before them.
+    """
+
+    name: str
+    ms: float
+    stage: int | None = None
+    rows: int = 0
+    filled: int = 0
+
+
+class Stopwatch:
+    """Stands in for a backend or one of its stage caches. Attributes that are no functions pass through."""
+
+    __slots__ = ("_calls", "_inner", "_stage")
+
+    def __init__(self, inner: object, calls: list[Call], stage: int | None = None) -> None:
+        self._inner, self._calls, self._stage = inner, calls, stage
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return partial(self._run, name, found) if callable(found) else found
+
+    def _run(self, name: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        rows, filled = (len(args[0]), getattr(self._inner, "length", 0)) if name == "append" else (0, 0)
+        start = time.perf_counter()
+        result = call(*args, **named)
+        self._calls.append(Call(name, 1000 * (time.perf_counter() - start), self._stage, rows, filled))
+        return Stopwatch(result, self._calls, args[0]) if name == "stage" else result
+
+
+def timed(backend: Backend) -> tuple[Backend, list[Call]]:
+    """A backend that does what `backend` does, and the growing list of its calls."""
+    calls = list[Call]()
+    return cast(Backend, Stopwatch(backend, calls)), calls
+
+
+def split(calls: Sequence[Call]) -> tuple[Sequence[Call], Sequence[Call]]:
+    """The calls of one question: up to its first logits, the vision tower included, and those of decoding."""
+    first = 1 + next(number for number, call in enumerate(calls) if call.name == "head")
+    return tuple(calls[:first]), tuple(calls[first:])

@@ -1,0 +1,38 @@
+"""Result files: whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.errors import ExportError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to; it takes the place of `path` when the block ends well, else it is removed."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` to `path`, which is replaced only once complete.
+
+    Raises:
+        ExportError: the file cannot be written.
+
+    """
+    try:
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise ExportError(f"cannot write {path} ({e.strerror}); free some space or name another place") from e

@@ -1,0 +1,354 @@
+"""vtx-bench: figures that agree with each other and with the formulas, bad input, interruption, what it loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import vtx
+from tests.bundles import export
+from tests.exported import THREADS
+from tests.tiny import random_image
+from vtx import cli
+from vtx.exporter.bench import machine
+from vtx.exporter.bench.ceilings import Ceilings, Product, matmul
+from vtx.exporter.bench.series import markdown, shown, spread
+from vtx.exporter.bench.stopwatch import split, timed
+from vtx.exporter.planning.sizes import bundle_size
+from vtx.runtime.bundle import Bundle
+from vtx.runtime.flops import attention_macs, encode_flops
+from vtx.runtime.inspect import kv_bytes
+from vtx.runtime.model import Model, load
+from vtx.runtime.ort import load_onnxruntime, share_threads
+
+NEW, REPEATS = 4, 3
+FORBIDDEN = ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub")
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tiny_checkpoint(), tmp_path_factory.mktemp("bench") / "bundle").folder
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("image") / "image.png"
+    random_image(0).save(path)
+    return path
+
+
+def vtx_bench(bundle: Path, *words: str) -> Result:
+    few = ("--new-tokens", str(NEW), "--repeats", str(REPEATS), "--threads", str(THREADS))
+    return CliRunner().invoke(cli.bench, ["--bundle", str(bundle), *few, *words], prog_name="vtx-bench")
+
+
+@pytest.fixture(scope="module")
+def report(bundle: Path, image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    target = tmp_path_factory.mktemp("report") / "out.json"
+    done = vtx_bench(bundle, "--image", str(image), "--json", str(target))
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, Any] = json.loads(target.read_text())
+    return found
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def test_the_report_has_these_fields_and_every_k(report: dict[str, Any]) -> None:
+    assert set(report) == {
+        "format", "machine", "model", "workload", "interrupted", "predicted_s", "load_ms", "loaded_bytes", "ceilings",
+        "depths",
+    }  # fmt: skip
+    assert report["format"] == "vtx-bench-1"
+    assert [depth["k"] for depth in report["depths"]] == [None, 3, 5]
+    for depth in report["depths"]:
+        assert set(depth) == {
+            "k", "full_layers", "ms", "prefill_stages", "kv_bytes", "kv_slots", "steady_bytes", "peak_bytes",
+            "vision_flops", "prefill_flops", "decode_bytes", "shares",
+        }  # fmt: skip
+        assert set(depth["ms"]) == {
+            "preprocess", "vision", "prefill", "first_token", "second_question", "second_at_another_k",
+            "decode_per_token",
+        }  # fmt: skip
+        assert [(s["first"], s["last"]) for s in depth["prefill_stages"]] == [(1, 2), (3, 4), (5, 8)]
+    assert report["interrupted"] is False
+    assert report["machine"]["versions"]["vtx-edge"] == vtx.__version__
+    assert report["workload"]["new_tokens"] == NEW
+
+
+def test_every_series_counts_its_repeats_and_is_in_order(report: dict[str, Any]) -> None:
+    for depth in report["depths"]:
+        for series in [*depth["ms"].values(), *(stage["ms"] for stage in depth["prefill_stages"])]:
+            assert series["n"] == REPEATS
+            assert 0 <= series["min"] <= series["q1"] <= series["median"] <= series["q3"] <= series["max"]
+    for ceiling, unit in (("gemm", "flops_per_s"), ("read", "bytes_per_s")):
+        assert report["ceilings"][ceiling][unit]["n"] == REPEATS
+
+
+def test_parts_are_not_longer_than_the_whole(report: dict[str, Any]) -> None:
+    for depth in report["depths"]:
+        ms = depth["ms"]
+        assert sum(stage["ms"]["min"] for stage in depth["prefill_stages"]) <= ms["prefill"]["max"]
+        assert ms["vision"]["min"] + ms["prefill"]["min"] <= ms["first_token"]["min"]
+        assert ms["vision"]["min"] > 0
+        assert ms["decode_per_token"]["min"] > 0
+
+
+def test_caches_are_those_of_the_formulas(report: dict[str, Any], bundle: Path) -> None:
+    manifest, work = Bundle.open(bundle).manifest, report["workload"]
+    text = work["prompt_tokens"] - work["vision_tokens"]
+    for depth in report["depths"]:
+        assert depth["kv_bytes"] == kv_bytes(manifest, depth["k"], text=text, vision=work["vision_tokens"])
+        assert depth["full_layers"] == depth["kv_slots"].count(work["prompt_tokens"])
+
+
+def test_work_is_that_of_the_rows_that_must_run(report: dict[str, Any], bundle: Path) -> None:
+    size, manifest, work = bundle_size(Bundle.open(bundle)), Bundle.open(bundle).manifest, report["workload"]
+    ids = load(bundle, threads=THREADS).text.prompt(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]}],
+        work["vision_tokens"],
+    )
+    tail = len(ids) - 1 - int(np.flatnonzero(ids == manifest.text.image_token_id)[-1])
+    decoder = size.decoder
+    weights = 4 * (decoder.layers * decoder.layer_macs + decoder.head_macs)  # float32, each read once a token
+    for depth in report["depths"]:
+        macs = decoder.head_macs
+        for slots in depth["kv_slots"]:  # the front by itself, then the question's rows on all
+            macs += slots * decoder.layer_macs
+            macs += attention_macs(decoder, slots - tail, slots - tail) + attention_macs(decoder, tail, slots)
+        assert depth["prefill_flops"] == 2 * macs
+        assert depth["vision_flops"] == encode_flops(size.vision, 1)
+        slots = sum(depth["kv_slots"]) + decoder.layers * sum(range(1, NEW)) / (NEW - 1)
+        assert depth["decode_bytes"] == weights + round(slots * manifest.kv_slot_bytes())
+
+
+def test_shares_are_work_over_time_over_the_ceiling(report: dict[str, Any]) -> None:
+    gemm, read = report["ceilings"]["gemm"]["flops_per_s"], report["ceilings"]["read"]["bytes_per_s"]
+    for depth in report["depths"]:
+        rate = depth["prefill_flops"] / depth["ms"]["prefill"]["median"] * 1000
+        assert depth["shares"]["prefill"] == pytest.approx(rate / gemm["median"])
+        rate = depth["decode_bytes"] / depth["ms"]["decode_per_token"]["median"] * 1000
+        assert depth["shares"]["decode"] == pytest.approx(rate / read["median"])
+
+
+def test_the_tables_say_machine_model_workload_and_ceilings(bundle: Path) -> None:
+    done = vtx_bench(bundle, "--k", "none,3", "--repeats", "1", "--warmup", "0")
+    assert done.exit_code == 0, done.stderr
+    assert "predicted: about" in done.stderr
+    for words in ("cores", "onnxruntime 1", "8 layers of", f"{NEW} new", "fp32 weights", "GFLOP/s", "| K    |", "| 3 "):
+        assert words in done.stdout, words
+    assert "| 5 " not in done.stdout
+
+
+@pytest.mark.parametrize("tokens", [100, 101])
+def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path, tokens: int) -> None:
+    target = tmp_path / "out.json"
+    words = ("--k", "3", "--repeats", "1", "--warmup", "0", "--json", str(target))
+    assert vtx_bench(bundle, "--prompt-tokens", str(tokens), *words).exit_code == 0
+    found = json.loads(target.read_text())
+    assert found["workload"]["prompt_tokens"] == tokens
+    assert found["depths"][0]["ms"]["second_at_another_k"] is None
+
+
+def test_a_device_without_a_known_ceiling_gets_no_shares(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vtx.exporter.bench.commands.CPUS", ())
+    target = tmp_path / "out.json"
+    done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--json", str(target))
+    assert done.exit_code == 0, done.stderr
+    assert "were not measured" in done.stdout
+    assert json.loads(target.read_text())["depths"][0]["shares"] is None
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def test_a_stopwatch_changes_no_answer_and_sees_every_call(bundle: Path, image: Path) -> None:
+    plain = load(bundle, threads=THREADS)
+    backend, calls = timed(plain.backend)
+    watched = Model(plain.bundle, backend, plain.load_ms)
+    options = vtx.Options(max_new_tokens=NEW, ignore_eos=True)
+    with plain.open(str(image)) as one, watched.open(str(image)) as other:
+        want, got = (conversation.ask("what is it?", 3, options) for conversation in (one, other))
+    assert got.token_ids == want.token_ids
+    prefill, decode = split(calls)
+    assert [call.name for call in decode] == ["embed", *["append"] * 3, "head"] * (NEW - 1)
+    assert [call.rows for call in decode if call.name == "append"] == [1] * 3 * (NEW - 1)
+    assert sum(call.name == "vision" for call in prefill) == 1
+    tokens, vision = got.stats.prompt_tokens, got.stats.vision_tokens
+    rows = [sum(c.rows for c in prefill if c.stage == stage) for stage in range(3)]
+    assert rows == [tokens, tokens - vision, tokens - vision]
+    assert watched.backend.device == plain.backend.device
+
+
+def test_the_written_graph_is_sound_and_multiplies() -> None:
+    import onnx
+
+    weights = np.random.default_rng(0).standard_normal((300, 5), np.float32)
+    rows = np.random.default_rng(1).standard_normal((4, 300), np.float32)
+    model = matmul(4, weights)
+    onnx.checker.check_model(onnx.load_model_from_string(model))
+    ort = load_onnxruntime()
+    share_threads(ort, THREADS)
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"x": rows})[0], rows @ weights, rtol=1e-5, atol=1e-5)
+
+
+def test_ceilings_are_rates_of_products_and_of_memory() -> None:
+    assert Product(3, 4, 5, THREADS).flops == 2 * 3 * 4 * 5
+    ceilings = Ceilings(1, 8, 8, THREADS)
+    ceilings.measure()
+    found = ceilings.report()
+    assert "[256, 1024] x [1024, 1024]" in found["gemm"]["what"]
+    assert found["gemm"]["flops_per_s"]["median"] > 1e8
+    assert found["read"]["bytes_per_s"]["median"] > 1e8
+
+
+@pytest.mark.skipif(machine.peak() is None, reason="only Linux says how much memory a process held")
+def test_the_peak_of_memory_starts_anew() -> None:
+    block = np.ones(64 << 20, np.uint8)
+    high = machine.peak()
+    assert high is not None
+    assert high >= block.nbytes
+    del block
+    machine.forget_peak()
+    now, held = machine.peak(), machine.resident()
+    assert now is not None
+    assert held is not None
+    assert held <= now < high
+
+
+def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
+    one = spread([3.0])
+    assert one == {"median": 3.0, "q1": 3.0, "q3": 3.0, "min": 3.0, "max": 3.0, "n": 1}
+    assert shown(spread([1.0, 2.0, 9.0]), 1) == "2.0 (1.0 to 9.0)"
+    assert shown(spread([1.0, 2.0, 3.0, 4.0, 100.0]), 1) == "3.0 (1.5 to 52.0)"
+    assert markdown([["a", "bcd"], ["ef", "g"]]) == "| a  | bcd |\n|----|-----|\n| ef | g   |"
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--k", "4"], 1, "K = 4 was not prebuilt, this bundle has 3, 5"),
+        (["--k", "none,9"], 1, "K = 9 is outside 2..8"),
+        (["--k", "auto"], 1, "--k auto needs gates and this bundle has none"),
+        (["--k", "3,x"], 2, "'3,x' is not a number, none, auto, or a list"),
+        (["--image", "nowhere.jpg"], 1, "nowhere.jpg"),
+        (["--image", __file__], 1, "image"),
+        (["--prompt-tokens", "5"], 1, "--prompt-tokens is 5, and the nearest prompt"),
+        (["--question", "what?", "--prompt-tokens", "90"], 2, "both settle the question"),
+        (["--question", " "], 1, "question"),
+        (["--prompt-tokens", "100000"], 1, "context"),
+        (["--new-tokens", "100000"], 1, "take fewer --new-tokens"),
+        (["--new-tokens", "1"], 1, "--new-tokens is 1; give a number from 2 on"),
+        (["--repeats", "0"], 1, "--repeats is 0"),
+        (["--warmup", "-1"], 1, "--warmup is -1"),
+        (["--threads", "-1"], 1, "threads is -1"),
+        (["--device", "abacus"], 1, "abacus"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_measured(
+    bundle: Path, tmp_path: Path, words: list[str], code: int, message: str
+) -> None:
+    done = vtx_bench(bundle, *words, "--json", str(tmp_path / "out.json"))
+    assert done.exit_code == code
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+    if code == 1:
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_k_that_is_named_twice_is_measured_once(bundle: Path) -> None:
+    done = vtx_bench(bundle, "--k", "3,3", "--repeats", "1")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.count("| 3 ") == 3  # one row a table
+
+
+def test_no_bundle_is_an_error_that_names_it(tmp_path: Path) -> None:
+    done = vtx_bench(tmp_path / "none")
+    assert done.exit_code == 1
+    assert "is no directory" in done.stderr
+
+
+def test_figures_that_cannot_be_written_are_still_printed(bundle: Path, tmp_path: Path) -> None:
+    done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--json", str(tmp_path / "none" / "out.json"))
+    assert done.exit_code == 1
+    assert "cannot write" in done.stderr
+    assert "| 3 " in done.stdout
+
+
+# --- interruption, plot, libraries ----------------------------------------------------------------
+
+
+def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the beginning of the round that counts as number `call`, from 1."""
+    measure, calls = Ceilings.measure, list[None]()
+
+    def stop(self: Ceilings) -> None:
+        calls.append(None)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        measure(self)
+
+    monkeypatch.setattr(Ceilings, "measure", stop)
+
+
+def test_an_interruption_keeps_what_was_measured(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at(2, monkeypatch)
+    done = vtx_bench(bundle, "--json", str(tmp_path / "out.json"))
+    assert done.exit_code == 130
+    assert "INTERRUPTED" in done.stdout
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["interrupted"] is True
+    assert [depth["ms"]["prefill"]["n"] for depth in found["depths"]] == [1, 1, 1]
+
+
+def test_an_interruption_before_the_first_figure_leaves_nothing(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_at(1, monkeypatch)
+    done = vtx_bench(bundle, "--json", str(tmp_path / "out.json"))
+    assert done.exit_code == 130
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plot_is_written(bundle: Path, tmp_path: Path) -> None:
+    done = vtx_bench(bundle, "--repeats", "1", "--plot", str(tmp_path / "out.png"))
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_plot_library_is_named_before_anything_is_measured(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = vtx_bench(bundle, "--plot", str(tmp_path / "out.png"))
+    assert done.exit_code == 1
+    assert done.stderr == 'vtx-bench: plots need matplotlib; pip install "vtx-edge[plot]"\n'
+
+
+def test_measuring_needs_no_exporting_library(bundle: Path, tmp_path: Path) -> None:
+    words = ["--bundle", str(bundle), "--repeats", "1", "--new-tokens", "2", "--json", str(tmp_path / "out.json")]
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({FORBIDDEN}))\n"
+        f"from vtx.cli import bench; bench({words}, standalone_mode=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "out.json").read_text())["depths"]) == 3
