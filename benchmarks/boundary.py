@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.model import Model, load
-from vtx.runtime.policy import Full
+from vtx.runtime.policies.full import Full
+from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session import Prompt, Session
 
 Times = NDArray[np.float64]
@@ -36,7 +37,7 @@ class Runner:
 
     def prefill(self) -> Times:
         start = now()
-        self._session.prefill(self._prompt, Full())
+        self._session.prefill(self._prompt, Policy((Full(),)))
         return now() - start
 
     def decode(self) -> Times:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vtx.runtime.backend import Rows
+from vtx.runtime.encoded import Encoded
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policy import Decision
+from vtx.runtime.policies.gate import Decision
 from vtx.runtime.sampling import Sampling
 
 
@@ -113,11 +113,11 @@ class Clock:
         self._prefilled = self._first = self._last = self._start
         self._tokens = 0
 
-    def vision(self, encode: Callable[[], Rows]) -> Rows:
+    def vision(self, encode: Callable[[], Encoded]) -> Encoded:
         start = time.perf_counter()
-        rows = encode()
+        image = encode()
         self._vision += time.perf_counter() - start
-        return rows
+        return image
 
     def prefilled(self) -> None:
         self._prefilled = time.perf_counter()

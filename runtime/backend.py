@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.float32]
+from vtx.runtime.encoded import Encoded, Ids, Rows, Scores
 
 
 class StageCache(Protocol):
@@ -18,13 +18,34 @@ class StageCache(Protocol):
     """
 
     length: int
+    capacity: int
 
-    def append(self, rows: Rows, positions: NDArray[np.int64]) -> Rows:
-        """Run [n, hidden] rows at their positions; their K/V fill the next n slots. Returns [n, hidden]."""
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+        """Run [n, hidden] rows at their positions; their K/V fill the next n slots. Returns [n, hidden].
+
+        `query`: keep the queries of the stage's last layer for `attention`; only where the manifest says that the
+        stage gives them.
+        """
+        ...
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        """What the rows last appended with `query` give to each slot in the stage's last layer.
+
+        Softmax attention, mean over heads: its sum and maximum over these rows, or over their last one only, each
+        [length] float32. These rows must still fill the last slots.
+        """
         ...
 
     def keep(self, length: int) -> None:
         """Forget every slot from `length` on."""
+        ...
+
+    def read(self, slots: Ids) -> Any:
+        """A copy of the K/V of some slots, rising, on the backend's device; only `write` looks into it."""
+        ...
+
+    def write(self, slots: Ids, kv: Any, *, length: int) -> None:
+        """Put K/V that `read` gave into as many slots; from then on the first `length` slots are filled."""
         ...
 
 
@@ -33,12 +54,15 @@ class Backend(Protocol):
 
     device: str
 
-    def embed(self, ids: NDArray[np.int64]) -> Rows:
+    def embed(self, ids: Ids) -> Rows:
         """Token ids [n] to rows [n, hidden]."""
         ...
 
-    def vision(self, pixels: NDArray[np.float32]) -> Rows:
-        """Images [images, 3, height, width] to rows [images * vision_tokens, hidden]."""
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+        """One image [1, 3, height, width] to its rows; windows of patches merge from the cosine `tau` on, if given.
+
+        A `tau` is given only where the manifest says that the vision graph merges.
+        """
         ...
 
     def head(self, rows: Rows) -> NDArray[np.float32]:

@@ -19,11 +19,16 @@ def embed(m: Manifest) -> Contract:
 
 
 def vision(m: Manifest) -> Contract:
-    features = [None, m.model.vision_tokens, m.model.hidden]
-    return (
-        {names.PIXELS: ([None, 3, m.image.height, m.image.width], "float")},
-        {names.FEATURES: (features, "float")},
-    )
+    graphs, inputs = m.dialects["ort"], {names.PIXELS: ([None, 3, m.image.height, m.image.width], "float")}
+    rows = None if graphs.vision_merges else m.model.vision_tokens
+    outputs: dict[str, Tensor] = {names.FEATURES: ([None, rows, m.model.hidden], "float")}
+    if graphs.vision_merges:
+        inputs[names.TAU] = ([1], "float")
+    if graphs.vision_merges or graphs.vision_attention:
+        outputs |= {names.PLACES: ([None], "int64"), names.MERGED: ([None], "int64")}
+    if graphs.vision_attention:
+        outputs[names.CLS_ATTENTION] = ([None], "float")
+    return inputs, outputs
 
 
 def stage(m: Manifest, spec: StageSpec, dialect: str) -> Contract:
@@ -35,7 +40,16 @@ def stage(m: Manifest, spec: StageSpec, dialect: str) -> Contract:
     inputs |= {name: ([1], "int32") for name in names.SLOTS[dialect]}
     inputs |= {name(n): cache for n in layers for name in (names.past_key, names.past_value)}
     outputs = {name(n): cache for n in layers for name in (names.present_key, names.present_value)}
+    if spec.query:
+        outputs[names.QUERY] = ([None, m.model.heads * m.model.head_dim], "float")
     return inputs, {names.HIDDEN_OUT: hidden, **outputs}
+
+
+def score(m: Manifest) -> Contract:
+    key: Tensor = ([1, m.model.kv_heads, None, m.model.head_dim], KV_WORDS[m.kv_dtype])
+    query: Tensor = ([None, m.model.heads * m.model.head_dim], "float")
+    inputs = {names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: ([1], "int32")}
+    return inputs, {name: ([None], "float") for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
 
 
 def head(m: Manifest) -> Contract:

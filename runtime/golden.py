@@ -12,7 +12,7 @@ from PIL import Image
 from vtx.runtime.errors import BundleError
 from vtx.runtime.image import preprocess
 from vtx.runtime.model import Model
-from vtx.runtime.policy import make_policy
+from vtx.runtime.policies.make import make_policy
 from vtx.runtime.safetensors import read_header, read_tensor
 from vtx.runtime.session import Prompt, Session
 from vtx.runtime.text import Part
@@ -71,11 +71,11 @@ def check_golden(model: Model) -> Iterator[Check]:
     own_pixels = preprocess(golden_image(), manifest.image)
     yield Check("image preprocessing", _distance(own_pixels, pixels), PIXEL_TOLERANCE)
     limit = TOLERANCE[manifest.precision]
-    rows = model.backend.vision(own_pixels[None])
-    yield Check("vision features", _distance(rows[:SHOWN_ROWS], features), limit)
+    encoded = model.backend.vision(own_pixels[None])
+    yield Check("vision features", _distance(encoded.rows[:SHOWN_ROWS], features), limit)
     for k in ks:
         session = Session(model.backend, manifest)
-        prompt = Prompt(own_ids, own_ids == manifest.text.image_token_id, (("golden", lambda: rows),))
+        prompt = Prompt(own_ids, own_ids == manifest.text.image_token_id, (("golden", lambda: encoded),))
         got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits
         want = read_tensor(stored[key_of(k)])
         same = "same top token" if got.argmax() == want.argmax() else "another top token"

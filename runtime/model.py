@@ -23,14 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.answer import Answer, AnswerStream, Clock, Options, Stats
-from vtx.runtime.backend import Backend, Rows
+from vtx.runtime.backend import Backend
 from vtx.runtime.bundle import Bundle
+from vtx.runtime.encoded import Encoded
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.generate import generate
 from vtx.runtime.image import ImageSource, load_image, preprocess
 from vtx.runtime.machine import available_memory
 from vtx.runtime.manifest import WEIGHT_BYTES, Manifest
-from vtx.runtime.policy import Decision, decisions, make_policy
+from vtx.runtime.policies.gate import Decision
+from vtx.runtime.policies.make import decisions, make_policy
 from vtx.runtime.sampling import Sampler
 from vtx.runtime.session import Prefilled, Prompt, Session
 from vtx.runtime.text import Message, Part, Text
@@ -160,7 +162,7 @@ class Conversation:
             with contextlib.suppress(ValueError):  # another thread is reading it just now and will end it
                 stream.close()
 
-    def _encode(self, picture: Picture) -> Rows:
+    def _encode(self, picture: Picture) -> Encoded:
         return self._model.backend.vision(picture.pixels[None])
 
     def _generate(

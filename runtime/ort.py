@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime import contract, names
-from vtx.runtime.backend import Rows
 from vtx.runtime.bundle import Bundle
+from vtx.runtime.encoded import Encoded, Ids, Patches, Rows, Scores
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.machine import cores
 from vtx.runtime.manifest import StageSpec
 from vtx.runtime.rope import read_rope
 
 _SMALLER = "use a smaller precision or a machine with more"
+NEVER = 2.0  # a cosine that no window of patches reaches
 _pool_lock = threading.Lock()
 _pool_threads: int | None = None
 
@@ -68,6 +69,7 @@ class OrtBackend:
         self._stages = [self._session(s.graph, contract.stage(self._manifest, s, "ort")) for s in graphs.stages]
         self._specs = graphs.stages
         self._gates = {g.k: self._session(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
+        self._score: Any = self._session(graphs.score, contract.score(self._manifest)) if graphs.score else None
         self._vision: Any = None
         self._vision_lock = threading.Lock()
         cos, sin = read_rope(bundle)
@@ -99,14 +101,20 @@ class OrtBackend:
         rows: Rows = self._embed.run(None, {names.IDS: ids})[0]
         return rows
 
-    def vision(self, pixels: NDArray[np.float32]) -> Rows:
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+        graphs = self._manifest.dialects["ort"]
         with self._vision_lock:
             if self._vision is None:
-                name = self._manifest.dialects["ort"].vision
-                self._vision = self._session(name, contract.vision(self._manifest))
-        features = self._vision.run(None, {names.PIXELS: pixels})[0]
+                self._vision = self._session(graphs.vision, contract.vision(self._manifest))
+        feeds = {names.PIXELS: pixels}
+        if graphs.vision_merges:
+            feeds[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)
+        found = dict(zip((o.name for o in self._vision.get_outputs()), self._vision.run(None, feeds), strict=True))
+        features = found[names.FEATURES]
         rows: Rows = features.reshape(-1, features.shape[-1])
-        return rows
+        plain = Encoded.plain(rows).patches
+        places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
+        return Encoded(rows, Patches(places, merged.astype(bool), found.get(names.CLS_ATTENTION)))
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         logits: NDArray[np.float32] = self._head.run(None, {names.HIDDEN: rows})[0]
@@ -142,6 +150,7 @@ class OrtStageCache:
             key, value = (backend._value(self._kv[number, part]) for part in (0, 1))
             self._buffers.append((names.past_key(layer), names.present_key(layer), key))
             self._buffers.append((names.past_value(layer), names.present_value(layer), value))
+        self._query = np.zeros((0, model.heads * model.head_dim), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
         self._row: Rows = np.zeros((1, model.hidden), np.float32)
@@ -149,12 +158,17 @@ class OrtStageCache:
         self._row_position = np.zeros((1, 1), np.int64)
         self._row_binding = self._bind(self._row, self._row_position, self._row_out)
 
-    def append(self, rows: Rows, positions: NDArray[np.int64]) -> Rows:
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
         count = len(rows)
         if self.length + count > self.capacity:
             raise AssertionError(f"{self.length} + {count} rows in a cache of {self.capacity}")
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
-        if count == 1:
+        if query:
+            out, self._query = np.empty_like(rows), np.empty((count, self._query.shape[1]), np.float32)
+            binding = self._bind(np.ascontiguousarray(rows), positions[None].copy(), out)
+            binding.bind_ortvalue_output(names.QUERY, self._backend._value(self._query))
+            self._session.run_with_iobinding(binding)
+        elif count == 1:
             self._row[:], self._row_position[:] = rows, positions
             self._session.run_with_iobinding(self._row_binding)
             out = self._row_out
@@ -167,6 +181,26 @@ class OrtStageCache:
 
     def keep(self, length: int) -> None:
         assert length <= self.length, (length, self.length)
+        self.length = length
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        session, value = self._backend._score, self._backend._value
+        query = self._query[-1:] if last_only else self._query
+        binding = session.io_binding()
+        binding.bind_ortvalue_input(names.QUERY, value(query))
+        binding.bind_ortvalue_input(names.KEY, self._buffers[-2][2])  # the last layer's
+        binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
+        binding.bind_output(names.ATTENTION_SUM, "cpu")
+        binding.bind_output(names.ATTENTION_MAX, "cpu")
+        session.run_with_iobinding(binding)
+        total, most = binding.copy_outputs_to_cpu()
+        return total[: self.length], most[: self.length]
+
+    def read(self, slots: Ids) -> NDArray[Any]:
+        return np.take(self._kv, slots, axis=-2)
+
+    def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
+        self._kv[..., slots, :] = kv
         self.length = length
 
     def _bind(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> Any:

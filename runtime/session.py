@@ -1,50 +1,47 @@
-"""Caches and rows of one conversation: prefill in two chunks, withdrawal between stages, decode.
+"""Caches and rows of one conversation: prefill in two chunks, rows leaving between stages, decode.
 
 A prompt is cut after its last vision row. What stands before the cut, the *front* (system text and
 images), does not depend on the question: its rows and KV slots are computed once and stay. What stands
 after it, the *tail*, is the question, and later the answer.
 
-Every stage may be needed in two roles, with different caches: with the vision rows (`_full`) and without
-them (`_text`). Slots are not positions: a row keeps its position when rows before it leave.
+Every stage may be needed with all vision rows (`_full`) and after some or all have left (`_pruned`), with different
+caches. Slots are not positions: a row keeps its position when rows before it leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backend import Backend, Rows, StageCache
-from vtx.runtime.errors import ContextError, RequestError
+from vtx.runtime.backend import Backend, StageCache
+from vtx.runtime.encoded import Ids, Mask, Patches, Rows, Scores
+from vtx.runtime.errors import BundleError, ContextError, RequestError
+from vtx.runtime.front import Aside, Front, Line, Prompt, Seat
 from vtx.runtime.manifest import Manifest
-from vtx.runtime.policy import Boundary, Policy
+from vtx.runtime.policies.base import Boundary
+from vtx.runtime.policies.policy import Departure, Policy
 
-Ids = NDArray[np.int64]
+__all__ = ["Cut", "Prefilled", "Prompt", "Session"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids [n]; those equal to the image token stand for the rows of `pictures`, in order.
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Vision rows left before `layer`; `kept` [rows that entered] went on."""
 
-    A picture is (key, encode): equal keys mean equal pixels, and `encode` gives its rows
-    [vision_tokens, hidden] and is called only where they are not cached.
-    """
-
-    ids: Ids
-    is_vision: NDArray[np.bool_]
-    pictures: tuple[tuple[str, Callable[[], Rows]], ...] = ()
-
-    @property
-    def front(self) -> int:
-        """Rows up to and with the last vision row; 0 without an image."""
-        return int(np.flatnonzero(self.is_vision)[-1]) + 1 if self.is_vision.any() else 0
+    layer: int
+    kept: Mask
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What a prefill did. Per-layer lists start with layer 1; `slots` count right after the prompt."""
+    """What a prefill did. Per-layer lists start with layer 1; `slots` count right after the prompt.
+
+    `k` is the first layer without vision rows, None where some stayed. `images` are the vision rows that entered,
+    `cuts` where some left.
+    """
 
     logits: NDArray[np.float32]
     k: int | None
@@ -52,38 +49,8 @@ class Prefilled:
     vision_tokens: int
     slots: tuple[int, ...]
     vision_kept: tuple[int, ...]
-
-
-Key = tuple[bytes, tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Front:
-    """The part of the prompt up to the last image, and how deep into the decoder it has come.
-
-    Replaced as a whole at every step, so that an interrupt leaves either the old one or the new one.
-    """
-
-    key: Key
-    is_vision: NDArray[np.bool_]
-    rows: Rows  # at the boundary after `depth` stages
-    text_rows: tuple[Rows, ...]  # its text rows at each boundary reached, [0] the embeddings
-
-    @property
-    def depth(self) -> int:
-        return len(self.text_rows) - 1
-
-    @property
-    def size(self) -> int:
-        return len(self.is_vision)
-
-    @property
-    def text_size(self) -> int:
-        return int((~self.is_vision).sum())
-
-    @property
-    def positions(self) -> Ids:
-        return np.arange(self.size, dtype=np.int64)
+    images: tuple[Patches, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
 
 class Session:
@@ -93,12 +60,15 @@ class Session:
         self._backend, self._manifest = backend, manifest
         self._stages = manifest.dialects["ort"].stages
         self._full: dict[int, StageCache] = {}
-        self._text: dict[int, StageCache] = {}
-        self._text_from: int | None = None  # the stage at which the front's text rows entered `_text`
-        self._front = self._new_front(Prompt(np.zeros(0, np.int64), np.zeros(0, bool)), (b"", ()))
+        self._pruned: dict[int, StageCache] = {}
+        self._front = self._nothing()
+        self._line: Line | None = None  # what `_pruned` holds of the front, from the line's first departure on
         self._tail: list[int] = []  # ids after the front that the caches hold
         self._policy: Policy | None = None
-        self._cut = len(self._stages)  # the stage from which on the tail runs without vision rows
+        self._cut = len(self._stages)  # the stage from which on the tail runs in `_pruned`
+        self._holding: set[int] = set()  # boundaries at which the full line's vision rows are kept
+        self._seats: list[Seat] = []
+        self._cuts: list[Cut] = []
 
     @property
     def capacity(self) -> int:
@@ -113,11 +83,12 @@ class Session:
         """Run a prompt and return the logits [vocab] at its last row.
 
         The front's slots are reused where it is the same as before. With `go_on` the tail's are too, as far
-        as the ids agree, and the withdrawal depth stays what it was: a chat's next turn.
+        as the ids agree, and the vision rows that stay are those of before: a chat's next turn.
 
         Raises:
             ContextError: the prompt and one new token do not fit.
             RequestError: no text stands after the last image.
+            BundleError: a gate or an attention gives what is not a number.
 
         """
         self._check_room(len(prompt.ids), int(prompt.is_vision.sum()))
@@ -127,33 +98,24 @@ class Session:
                 "the prompt ends with an image and leaves no row to answer from; "
                 "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
             )
-        key = (prompt.ids[:front].tobytes(), tuple(key for key, _ in prompt.pictures))
-        known = key == self._front.key
+        known = prompt.key == self._front.key
         reused = known and front > 0 and self._front.depth > 0
         if not known:
-            self._take_front(prompt, key)
+            self._take_front(prompt)
         tail = prompt.ids[front:].tolist()
         agreed = _common_prefix(self._tail, tail) if go_on and known and policy == self._policy else 0
         self._tail, self._policy = self._tail[:agreed], policy
-        rows = self._run_tail(prompt.ids[front + agreed :], None if agreed else policy)
+        ids = prompt.ids[front + agreed :]
+        rows = self._go_on(ids) if agreed else self._ask(ids, policy)
         self._tail = tail
-        vision = self._front.size - self._front.text_size
-        cut = self._cut if vision else len(self._stages)
-        return Prefilled(
-            logits=self._backend.head(rows[-1:])[0],
-            k=self._stages[cut].first if cut < len(self._stages) else None,
-            reused_image=reused,
-            vision_tokens=vision,
-            slots=self._per_layer([self._cache(i).length for i in range(len(self._stages))]),
-            vision_kept=self._per_layer([vision if i < cut else 0 for i in range(len(self._stages))]),
-        )
+        return self._report(self._backend.head(rows[-1:])[0], reused)
 
     def decode(self, token: int) -> NDArray[np.float32]:
         """Run one more token and return the logits [vocab] after it."""
         self._check_room(self.length)
-        position = np.array([self.length], np.int64)
         rows = self._backend.embed(np.array([token], np.int64))
         for number in range(len(self._stages)):
+            position = np.array([self._seats[number].position + len(self._tail)], np.int64)
             rows = self._cache(number).append(rows, position)
         self._tail.append(token)
         logits: NDArray[np.float32] = self._backend.head(rows)[0]
@@ -167,77 +129,189 @@ class Session:
                 f"answer; shorten it by {rows + 1 - self.capacity} tokens, or export with a larger --max-context"
             )
 
-    def _take_front(self, prompt: Prompt, key: Key) -> None:
-        """Take another front; its rows enter the decoder when a question needs them."""
-        front = self._new_front(prompt, key)
-        if self._text_capacity(front) != self._text_capacity(self._front):
-            self._text.clear()
-        self._tail, self._text_from = [], None
-        self._front = front
+    # ---- the tail ----------------------------------------------------------------------------------------------------
 
-    def _new_front(self, prompt: Prompt, key: Key) -> _Front:
-        is_vision = prompt.is_vision[: prompt.front]
-        if not is_vision.size:
-            rows: Rows = np.zeros((0, self._manifest.model.hidden), np.float32)
-        else:
-            rows = self._backend.embed(prompt.ids[: prompt.front])
-            rows[is_vision] = np.concatenate([encode() for _, encode in prompt.pictures])
-        return _Front(key, is_vision, rows, (rows[~is_vision],))
-
-    def _text_capacity(self, front: _Front) -> int:
-        """Slots of a cache without vision rows: the context less the rows that never enter it."""
-        return self.capacity - (front.size - front.text_size)
-
-    def _run_tail(self, ids: Ids, policy: Policy | None) -> Rows:
-        """Run the question's rows through all stages; ask `policy` at each boundary (None: as before)."""
-        positions = np.arange(self.length, self.length + len(ids), dtype=np.int64)
+    def _ask(self, ids: Ids, policy: Policy) -> Rows:
+        """Run a question's rows through all stages, asking `policy` at each boundary which vision rows go on."""
+        needs = policy.needs()
+        self._prepare(policy)
+        self._cut, self._cuts, self._seats = len(self._stages), [], []
+        survivors: Mask | None = None
         rows = self._backend.embed(ids)
-        if policy is not None:
-            self._cut = len(self._stages)
-        has_vision = bool(self._front.is_vision.any())
         for number, stage in enumerate(self._stages):
-            undecided = policy is not None and has_vision and 0 < number < self._cut
-            if undecided and policy is not None and policy.withdraws(Boundary(stage.first, rows)):
-                self._cut = number
-            if number < self._cut:
-                self._deepen(number)
-                self._full[number].keep(self._front.size + len(self._tail))
-            else:
-                self._enter_text(number)
-                self._text[number].keep(self._front.text_size + len(self._tail))
-            rows = self._cache(number).append(rows, positions)
+            departure = policy.ask(self._boundary(number, rows)) if number and self._looks(number - 1) else None
+            if departure is not None:
+                line = self._depart(number, departure)
+                survivors = line.present if departure.shrinks else survivors
+            self._seats.append(self._enter(number))
+            query = stage.query and stage.last in needs.queries and self._looks(number)
+            rows = self._run(number, rows, query=query)
+        if survivors is not None and needs.shrinks is not None:
+            self._shrink([n for n, s in enumerate(self._stages) if s.first >= needs.shrinks], survivors, len(ids))
+        if policy.renumbers:  # as the released code decodes: each layer at its own cache's length
+            self._seats = [replace(seat, position=seat.slots) for seat in self._seats]
         return rows
 
+    def _go_on(self, ids: Ids) -> Rows:
+        """Run more rows of the tail in the caches as they stand."""
+        rows = self._backend.embed(ids)
+        for number in range(len(self._stages)):
+            rows = self._run(number, rows)
+        return rows
+
+    def _run(self, number: int, rows: Rows, *, query: bool = False) -> Rows:
+        seat, cache, done = self._seats[number], self._cache(number), len(self._tail)
+        cache.keep(seat.slots + done)
+        first = seat.position + done
+        return cache.append(rows, np.arange(first, first + len(rows), dtype=np.int64), query=query)
+
     def _cache(self, number: int) -> StageCache:
-        return (self._full if number < self._cut else self._text)[number]
+        return (self._full if number < self._cut else self._pruned)[number]
+
+    def _looks(self, number: int) -> bool:
+        """Whether the tail sees a vision row in stage `number`."""
+        return bool((self._seats[number].present & self._front.is_vision).any())
+
+    def _boundary(self, number: int, rows: Rows) -> Boundary:
+        """What a policy may know before stage `number`."""
+        front, before = self._front, self._seats[number - 1].present
+        slots, layer = np.flatnonzero(front.is_vision[before]), self._stages[number - 1].last
+
+        def scores(last_only: bool) -> Scores:
+            total, most = self._cache(number - 1).attention(last_only=last_only)
+            if not (np.isfinite(total).all() and np.isfinite(most).all()):
+                raise BundleError(
+                    f"the attention of layer {layer} is not a number; use --reduce none, or export at fp32"
+                )
+            return total[slots], most[slots]
+
+        return Boundary(layer + 1, rows, front.images, before[front.is_vision], scores)
+
+    # ---- the front ---------------------------------------------------------------------------------------------------
+
+    def _take_front(self, prompt: Prompt) -> None:
+        """Take another front; its rows enter the decoder when a question needs them."""
+        key, is_vision = prompt.key, prompt.is_vision[: prompt.front]
+        front = self._nothing()
+        if is_vision.size:
+            rows = self._backend.embed(prompt.ids[: prompt.front])
+            encoded = [encode() for _, encode in prompt.pictures]
+            rows[is_vision] = np.concatenate([image.rows for image in encoded])
+            front = Front(key, is_vision, tuple(image.patches for image in encoded), (rows,))
+        self._tail, self._line, self._front = [], None, replace(front, key=key)
+
+    def _nothing(self) -> Front:
+        return Front((b"", ()), np.zeros(0, bool), (), (np.zeros((0, self._manifest.model.hidden), np.float32),))
+
+    def _prepare(self, policy: Policy) -> None:
+        """Before a question: full caches whole again, and vision rows held wherever the policy may drop some."""
+        self._restore()
+        cuts = policy.row_cuts
+        self._holding = {number for number, stage in enumerate(self._stages) if stage.first in cuts}
+        lacking = [number for number in self._holding if not self._front.held(number)]
+        if lacking:
+            self._front = self._front.rewound(min(lacking))
+
+    def _enter(self, number: int) -> Seat:
+        """See that what goes on of the front has run through stage `number`."""
+        if number < self._cut:
+            self._deepen(number)
+            return Seat(np.ones(self._front.size, bool), self._front.size, self._front.size)
+        line = self._line
+        assert line is not None
+        if line.depth <= number:
+            cache = self._room(number, line)
+            cache.keep(0)
+            rows = cache.append(line.rows, line.positions).copy() if line.size else line.rows
+            self._line = line.deeper(rows)
+        return Seat(line.present, line.size, line.next_position)
 
     def _deepen(self, number: int) -> None:
         """See that the front has run through stage `number`, vision rows and all."""
         if number not in self._full:
             self._full[number] = self._backend.stage(number, self.capacity)
-        if self._front.depth > number:
+        front = self._front
+        if front.depth > number:
             return
-        cache, front = self._full[number], self._front
+        cache = self._full[number]
         cache.keep(0)
-        rows = cache.append(front.rows, front.positions).copy() if front.size else front.rows
-        self._front = replace(front, rows=rows, text_rows=(*front.text_rows, rows[~front.is_vision]))
+        last = front.boundaries[-1]
+        rows = cache.append(last, np.arange(front.size, dtype=np.int64)).copy() if front.size else last
+        self._front = front.deeper(rows, hold=number in self._holding)
 
-    def _enter_text(self, number: int) -> None:
-        """See that the front's text rows have run through the stages from the cut on, without vision rows."""
-        if number not in self._text:
-            self._text[number] = self._backend.stage(number, self._text_capacity(self._front))
-            self._text_from = None
-        if number > self._cut or self._text_from == self._cut:
+    def _depart(self, number: int, departure: Departure) -> Line:
+        """Some vision rows leave before stage `number`. What is left runs anew, but for a withdrawal done before."""
+        front, before = self._front, self._line
+        first = self._cut == len(self._stages)
+        here = front.line(number) if first or before is None else before
+        line = here.left(departure, front.is_vision)
+        again = first and before is not None and before.history == line.history and not departure.kept.any()
+        if not again:
+            self._line = line
+        self._cut = number if first else self._cut
+        self._cuts.append(Cut(self._stages[number].first, line.present[front.is_vision]))
+        return line
+
+    def _room(self, number: int, line: Line) -> StageCache:
+        """The cache of a stage after rows have left: no slot for those that never enter it."""
+        wanted, cache = self.capacity - (self._front.size - line.size), self._pruned.get(number)
+        withdrawn = line.size == self._front.text_size
+        if cache is None or cache.capacity < wanted or (withdrawn and cache.capacity > wanted):
+            self._pruned.pop(number, None)  # freed before the next one is made
+            cache = self._pruned[number] = self._backend.stage(number, wanted)
+        return cache
+
+    # ---- caches that shrink after the prompt -------------------------------------------------------------------------
+
+    def _shrink(self, numbers: Iterable[int], survivors: Mask, tail: int) -> None:
+        """Leave in these stages' caches only the survivors of the front, and the tail (MustDrop section 3.5).
+
+        What a full stage loses is set aside for the next question. Until all is done the session knows no front, so
+        that an interrupt costs a computation and not its truth.
+        """
+        front, self._front, self._line = self._front, self._nothing(), None
+        aside, seats = [], list(self._seats)
+        for number in numbers:
+            seat, cache = seats[number], self._cache(number)
+            stays = survivors[seat.present]
+            if stays.all():
+                continue
+            kept, dropped = np.flatnonzero(stays), np.flatnonzero(~stays)
+            if number < self._cut:
+                aside.append(Aside(number, kept, dropped, cache.read(dropped)))
+            moved = np.concatenate([kept, np.arange(seat.slots, seat.slots + tail)])
+            cache.write(np.arange(len(moved)), cache.read(moved), length=len(moved))
+            seats[number] = replace(seat, slots=len(kept))
+        self._seats, self._front = seats, replace(front, aside=tuple(aside))
+
+    def _restore(self) -> None:
+        """Put back what full stages have lost."""
+        front = self._front
+        if not front.aside:
             return
-        front, self._text_from = self._front, None
-        rows = front.text_rows[self._cut]
-        for later in range(self._cut, len(self._stages)):
-            if later not in self._text:
-                self._text[later] = self._backend.stage(later, self._text_capacity(self._front))
-            self._text[later].keep(0)
-            if len(rows):
-                rows = self._text[later].append(rows, front.positions[~front.is_vision])
-        self._text_from = self._cut
+        self._front = self._nothing()
+        for lost in front.aside:
+            cache = self._full[lost.stage]
+            cache.write(lost.survivors, cache.read(np.arange(len(lost.survivors))), length=front.size)
+            cache.write(lost.dropped, lost.kv, length=front.size)
+        self._front = replace(front, aside=())
+
+    # ---- the report --------------------------------------------------------------------------------------------------
+
+    def _report(self, logits: NDArray[np.float32], reused: bool) -> Prefilled:
+        is_vision = self._front.is_vision
+        kept = [int((seat.present & is_vision).sum()) for seat in self._seats]
+        gone = kept.index(0) if is_vision.any() and 0 in kept else None
+        return Prefilled(
+            logits=logits,
+            k=None if gone is None else self._stages[gone].first,
+            reused_image=reused,
+            vision_tokens=int(is_vision.sum()),
+            slots=self._per_layer([self._cache(number).length for number in range(len(self._stages))]),
+            vision_kept=self._per_layer(kept),
+            images=self._front.images,
+            cuts=tuple(self._cuts),
+        )
 
     def _per_layer(self, values: Sequence[int]) -> tuple[int, ...]:
         """One value a stage, repeated for each of its layers."""

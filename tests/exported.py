@@ -14,7 +14,9 @@ from PIL import Image
 from tests.bundles import export
 from tests.tiny import Message, Tiny
 from vtx.runtime.model import Model, load
-from vtx.runtime.policy import Full, Policy, Withdraw
+from vtx.runtime.policies.full import Full
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.withdraw import Withdraw
 from vtx.runtime.session import Prefilled, Prompt, Session
 
 THREADS = 1  # the pool belongs to the process: every test asks for the same
@@ -56,7 +58,7 @@ def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Ima
 
 
 def policy(k: int | None) -> Policy:
-    return Full() if k is None else Withdraw(k)
+    return Policy((Full() if k is None else Withdraw(k),))
 
 
 def greedy(model: Model, asked: Prompt, k: int | None, n: int, forced: Sequence[int] = ()) -> Greedy:

@@ -175,7 +175,7 @@ def test_closing_frees_the_caches_and_starts_afresh(model: Model, fresh: dict[An
     conversation = model.open(IMAGE)
     conversation.ask(QUESTIONS[0], 3, OPTIONS)
     session = conversation._session
-    caches = [weakref.ref(cache) for cache in (*session._full.values(), *session._text.values())]
+    caches = [weakref.ref(cache) for cache in (*session._full.values(), *session._pruned.values())]
     del session
     assert len(caches) == 5
     conversation.close()
@@ -299,7 +299,7 @@ def test_a_later_turn_runs_only_its_own_rows(model: Model) -> None:
         held = cut._full[0].length
         ran: list[int] = []
         append = cut._full[0].append
-        cut._full[0].append = lambda rows, positions: (ran.append(len(rows)), append(rows, positions))[1]  # type: ignore[method-assign]
+        cut._full[0].append = lambda rows, positions, **how: (ran.append(len(rows)), append(rows, positions, **how))[1]  # type: ignore[method-assign]
         second = chat.ask(QUESTIONS[0], Options(max_new_tokens=1))
     assert held == first.stats.prompt_tokens + 3
     assert ran[0] < second.stats.prompt_tokens - first.stats.prompt_tokens + 4

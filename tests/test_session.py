@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from tests.exported import KS, Checkpoints, Models, greedy, policy, prompt
 from tests.tiny import Tiny, prompt_messages, random_image
-from vtx.runtime.backend import Backend, Rows, StageCache
+from vtx.runtime.backend import Backend, StageCache
+from vtx.runtime.encoded import Encoded, Ids, Rows, Scores
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.model import Model
 from vtx.runtime.session import Prompt, Session
@@ -70,7 +71,7 @@ def one_shot(backend: Backend, session: Session, asked: Prompt, k: int | None) -
     """The same graphs over the whole prompt at once: each stage once, no chunks."""
     rows = backend.embed(asked.ids)
     if asked.pictures:
-        rows[asked.is_vision] = np.concatenate([encode() for _, encode in asked.pictures])
+        rows[asked.is_vision] = np.concatenate([encode().rows for _, encode in asked.pictures])
     positions = np.arange(len(rows), dtype=np.int64)
     for number, stage in enumerate(session._stages):
         if stage.first == k:
@@ -225,12 +226,30 @@ class FusedCache:
     def length(self, value: int) -> None:
         self._cache.length = value
 
-    def append(self, rows: Rows, positions: NDArray[np.int64]) -> Rows:
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
         before = self._cache.length
         found: Rows = self._backend.fuse.run(
-            lambda: self._cache.append(rows, positions), lambda: self._cache.keep(before)
+            lambda: self._cache.append(rows, positions, query=query), lambda: self._cache.keep(before)
         )
         return found
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        found: Scores = self._backend.fuse.run(lambda: self._cache.attention(last_only=last_only))
+        return found
+
+    def read(self, slots: Ids) -> Any:
+        return self._backend.fuse.run(lambda: self._cache.read(slots))
+
+    def write(self, slots: Ids, kv: Any, *, length: int) -> None:
+        before = self._cache.length
+        self._backend.fuse.run(lambda: self._cache.write(slots, kv, length=length), lambda: self._uncount(before))
+
+    def _uncount(self, length: int) -> None:
+        self._cache.length = length
 
     def keep(self, length: int) -> None:
         self._cache.keep(length)
@@ -246,8 +265,8 @@ class FusedBackend:
         found: Rows = self.fuse.run(lambda: self._backend.embed(ids))
         return found
 
-    def vision(self, pixels: NDArray[np.float32]) -> Rows:
-        found: Rows = self.fuse.run(lambda: self._backend.vision(pixels))
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+        found: Encoded = self.fuse.run(lambda: self._backend.vision(pixels, tau))
         return found
 
     def head(self, rows: Rows) -> Logits:
@@ -357,4 +376,4 @@ def test_withdrawn_stages_hold_no_slot_for_vision_rows(roomy: Model) -> None:
     full, text = caches(session)
     assert (full.capacity, text.capacity) == (4096, 4096 - 16)
     assert set(session._full) == {0}
-    assert set(session._text) == {1}
+    assert set(session._pruned) == {1}

@@ -1,0 +1,14 @@
+"""No withdrawal: every layer sees the image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vtx.runtime.policies.base import Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Reduction):
+    """The vision rows never leave as a whole."""
+
+    whole = True

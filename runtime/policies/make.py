@@ -1,0 +1,106 @@
+"""From what the user wrote to a policy, checked against the bundle. The only place that knows who withdraws by what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.manifest import Manifest
+from vtx.runtime.policies.base import Needs, Reduction
+from vtx.runtime.policies.full import Full
+from vtx.runtime.policies.gate import Decision, Gate, Odds
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.withdraw import Withdraw
+from vtx.runtime.policies.words import parse, word
+
+
+def make_policy(
+    k: int | str | None, manifest: Manifest, odds: Odds, threshold: float = 0.5, *, reduce: str | None = None
+) -> Policy:
+    """The policy that `k` and `reduce` mean.
+
+    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `reduce` is a word for reductions,
+    "none" or None.
+
+    Raises:
+        RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
+            not known, do not go together, or for which the bundle was not exported.
+
+    """
+    reductions = parse(reduce) if reduce is not None else ()
+    check_provided(reductions, manifest)
+    return Policy((_exit(k, manifest, odds, threshold), *reductions))
+
+
+def decisions(policy: Policy) -> list[Decision] | None:
+    """What the gates of a policy have said so far, or None where it asks none."""
+    return next((part.asked for part in policy.parts if isinstance(part, Gate)), None)
+
+
+def check_depth(reductions: Sequence[Reduction], layers: int) -> None:
+    """Raise RequestError for a reduction that would work beyond the last layer."""
+    for part in reductions:
+        beyond = [cut for cut in part.needs().cuts if not 2 <= cut <= layers]
+        if beyond:
+            raise RequestError(
+                f"{part.name} drops rows after layer {beyond[0] - 1}, and this model has {layers} layers: "
+                f"give it layers from 1 to {layers - 1}"
+            )
+
+
+def check_provided(reductions: Sequence[Reduction], manifest: Manifest) -> None:
+    """Raise RequestError where the bundle lacks what reductions need, with the option that exports it."""
+    check_depth(reductions, manifest.model.layers)
+    for part in reductions:
+        lacking = _lacking(part.needs(), manifest)
+        if lacking:
+            raise RequestError(
+                f"this bundle was not exported for {part.name}: it lacks {lacking}; "
+                f"export it with vtx-export --reduce {word(reductions)}"
+            )
+
+
+def _lacking(needs: Needs, manifest: Manifest) -> str:
+    """What of `needs` the bundle does not have, in words; empty where it has all."""
+    graphs = manifest.dialects["ort"]
+    firsts = {stage.first for stage in graphs.stages}
+    asked = {stage.last for stage in graphs.stages if stage.query and graphs.score}
+    cuts, queries = sorted(set(needs.boundaries) - firsts), sorted(set(needs.queries) - asked)
+    if cuts:
+        return f"a cut before layer {', '.join(map(str, cuts))}"
+    if queries:
+        return f"the attention of layer {', '.join(map(str, queries))}"
+    if needs.merging and not graphs.vision_merges:
+        return "a vision graph that merges windows"
+    return "the class token's attention" if needs.attention and not graphs.vision_attention else ""
+
+
+def _exit(k: int | str | None, manifest: Manifest, odds: Odds, threshold: float) -> Full | Withdraw | Gate:
+    """Who decides where the whole image leaves."""
+    if k is None or k == "none":
+        return Full()
+    if k == "auto":
+        return _gates(manifest, odds, threshold)
+    layers = manifest.model.layers
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
+    if not 2 <= k <= layers:
+        raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+    if k not in manifest.variants:
+        built = ", ".join(map(str, manifest.variants)) or "none at all"
+        raise RequestError(
+            f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
+        )
+    return Withdraw(k)
+
+
+def _gates(manifest: Manifest, odds: Odds, threshold: float) -> Gate:
+    ks = tuple(gate.k for gate in manifest.dialects["ort"].gates)
+    if not ks:
+        raise RequestError(
+            "--k auto needs gates and this bundle has none; use --k none or a prebuilt K, "
+            "or train gates with vtx-train-gate and export with --gates"
+        )
+    if not 0 <= threshold <= 1:
+        raise RequestError(f"the gate threshold is {threshold}; give a probability from 0 to 1")
+    return Gate(odds, ks, threshold)

@@ -1,0 +1,61 @@
+"""What one question is asked with: methods put together, asked in turn at each boundary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vtx.runtime.encoded import Mask
+from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Departure:
+    """Vision rows leave at a boundary: `kept` [rows that were there] go on.
+
+    `renumbers`: all rows that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: the method that answered
+    shrinks earlier caches to what it kept.
+    """
+
+    kept: Mask
+    renumbers: bool
+    shrinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Methods in the order in which they are asked: first who takes the whole image away, then who takes rows."""
+
+    parts: tuple[Reduction, ...] = ()
+
+    def needs(self) -> Needs:
+        found = Needs()
+        for part in self.parts:
+            found |= part.needs()
+        return found
+
+    @property
+    def row_cuts(self) -> set[int]:
+        """Layers before which some rows may leave and others stay."""
+        return {cut for part in self.parts if not part.whole for cut in part.needs().cuts}
+
+    @property
+    def renumbers(self) -> bool:
+        return any(part.renumbers for part in self.parts)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What happens to an image before the decoder, in order."""
+        return tuple(entry for part in self.parts if (entry := part.entry()) is not None)
+
+    def ask(self, boundary: Boundary) -> Departure | None:
+        """Which rows go on from here; None: all. Rows that one part leaves out, no later one brings back."""
+        kept, renumbers, shrinks = np.ones(boundary.count, bool), False, False
+        for part in self.parts:
+            needs = part.needs()
+            mask = part.keeps(boundary) if kept.any() and boundary.layer in needs.cuts else None
+            if mask is not None and not mask.all():
+                kept = kept & mask
+                renumbers, shrinks = renumbers or part.renumbers, shrinks or needs.shrinks is not None
+        return None if kept.all() else Departure(kept, renumbers, shrinks)
