@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vtx.exporter.planning.fits import PRECISIONS, WORK, Fit, what_fits
 from vtx.exporter.planning.plan import Workload, make_plan
 from vtx.exporter.planning.sizes import KNOWN
-from vtx.profiles import load_profile
+from vtx.profiles import load_profile, profile_names
 
 ORIN = load_profile("agx-orin-64")
 
@@ -37,3 +39,15 @@ def test_one_byte_decides() -> None:
     assert str(what_fits(ORIN, whole, ["int4"])["vila-7b"][0]) == "yes"
     assert str(what_fits(ORIN, whole - 1, ["int4"])["vila-7b"][0]).startswith("K up to")
     assert str(what_fits(ORIN, peak("vila-7b", "int4", 2) - 1, ["int4"])["vila-7b"][0]) == "no"
+
+
+def test_the_table_in_the_jetson_page_is_what_the_plan_says() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "jetson.md").read_text(encoding="utf-8")
+    for name in profile_names():
+        profile = load_profile(name)
+        if profile.kind == "jetson":
+            fits = what_fits(profile)
+            cells = [*fits["llava-1.5-7b"], *fits["llava-1.5-13b"][1:], fits["llava-next-7b"][2]]
+            device = profile.name.removeprefix("NVIDIA Jetson ")
+            row = " | ".join([device, f"{profile.usable_bytes / 1e9:.1f} GB", *map(str, cells)])
+            assert f"| {row} |" in page
