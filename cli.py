@@ -11,6 +11,7 @@ import click
 from vtx.exporter.bench.commands import bench
 from vtx.exporter.choose.commands import calibrate, train_gate
 from vtx.exporter.commands import export, find_bundle, plan
+from vtx.exporter.engines.commands import build
 from vtx.runtime.console import bar, command, note, table
 from vtx.runtime.errors import DeviceError
 
@@ -231,9 +232,10 @@ def main() -> None:
 
 for _name, _item in (("export", export), ("run", run), ("inspect", inspect), ("doctor", doctor)):
     main.add_command(_item, _name)
+main.add_command(build, "build")
 main.add_command(plan, "plan")
 main.add_command(bench, "bench")
 main.add_command(calibrate, "calibrate")
 main.add_command(train_gate, "train-gate")
 
-__all__ = ["bench", "calibrate", "doctor", "export", "inspect", "main", "plan", "run", "train_gate"]
+__all__ = ["bench", "build", "calibrate", "doctor", "export", "inspect", "main", "plan", "run", "train_gate"]

@@ -23,6 +23,7 @@ class SeenGraph:
     """A graph without its weights, types and shapes inferred where ONNX can.
 
     `shapes` gives sizes (int: fixed, str: a free size's name, None: unknown); a missing value has no known rank.
+    `files` hold its weights, `weights` bytes of them.
     """
 
     name: str
@@ -33,6 +34,8 @@ class SeenGraph:
     constants: frozenset[str]
     types: dict[str, str]
     shapes: dict[str, tuple[Dim, ...]]
+    files: frozenset[str]
+    weights: int
 
     @cached_property
     def makers(self) -> dict[str, onnx.NodeProto]:
@@ -94,8 +97,18 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
         types[tensor.name] = onnx.TensorProto.DataType.Name(tensor.data_type)
         shapes[tensor.name] = tuple(tensor.dims)
     inputs = tuple(value.name for value in graph.input if value.name not in weights)
-    outputs = tuple(value.name for value in graph.output)
-    return SeenGraph(name, opsets.get("", 0), nodes, inputs, outputs, frozenset(constants), types, shapes)
+    return SeenGraph(
+        name=name,
+        opset=opsets.get("", 0),
+        nodes=nodes,
+        inputs=inputs,
+        outputs=tuple(value.name for value in graph.output),
+        constants=frozenset(constants),
+        types=types,
+        shapes=shapes,
+        files=frozenset(filter(None, map(_file, graph.initializer))),
+        weights=sum(map(_weigh, graph.initializer)),
+    )
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
@@ -115,6 +128,23 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
         for found in node.attribute:
             for inner in [found.g] if found.HasField("g") else found.graphs:
                 yield from _nodes(inner)
+
+
+def _file(tensor: onnx.TensorProto) -> str:
+    """The file that an initializer lies in, "" for the graph's own."""
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def _weigh(tensor: onnx.TensorProto) -> int:
+    """Bytes of an initializer; two 4-bit weights share one."""
+    import math
+
+    import onnx
+
+    half = tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1)
+    count = math.prod(tensor.dims)
+    width: int = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    return (count + 1) // 2 if half else count * width
 
 
 def _dim(dim: Any) -> Dim:

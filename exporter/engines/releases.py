@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 
 from vtx.runtime.errors import RequestError
+from vtx.runtime.fingerprint import FLAVOUR_NAMES
 
 TENSORRT, RTX = "tensorrt", "tensorrt_rtx"
-FLAVOUR_NAMES = {TENSORRT: "TensorRT", RTX: "TensorRT-RTX"}
 Version = tuple[int, int]
 _WORDS = re.compile(r"\w+")
 

@@ -1,0 +1,72 @@
+"""Optimisation profiles: the sizes that an engine is built for, from the free sizes that its graph names.
+
+embed    one profile: any number of rows
+stage    two: decode, one row, and prefill, two rows and more
+vision   one image
+head     a few rows: only the last one is sampled
+gate     a question's rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vtx.exporter.engines.graph import SeenGraph
+from vtx.runtime.errors import BundleError
+from vtx.runtime.fingerprint import Profile, Range
+from vtx.runtime.manifest import Manifest
+
+ROWS, IMAGES, PAST, MAX_CONTEXT = "rows", "images", "past", "max_context"
+HEAD_ROWS = 16
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+
+
+def stage_profiles(m: Manifest) -> tuple[Profile, ...]:
+    """Decode first, prefill second; likely a prompt of one image and a short question."""
+    longest = m.max_context
+    likely = min(longest, m.model.vision_tokens + 64)
+    table: Profile = {MAX_CONTEXT: (longest,) * 3}
+    decode: Profile = {**table, ROWS: (1, 1, 1), PAST: (0, min(likely, longest - 1), longest - 1)}
+    return decode, {**table, ROWS: (2, likely, longest), PAST: (0, 0, longest - 2)}
+
+
+def graph_profiles(m: Manifest, dialect: str, graph: str) -> tuple[Profile, ...]:
+    """The profiles of one of the dialect's graphs, by its file's name."""
+    graphs = m.dialects[dialect]
+    if graph in [stage.graph for stage in graphs.stages]:
+        return stage_profiles(m)
+    rows: Range = (1, min(64, m.max_context), m.max_context)
+    if graph == graphs.head:
+        rows = (1, 1, min(HEAD_ROWS, m.max_context))
+    return ({IMAGES: (1, 1, 1), ROWS: rows},)
+
+
+def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
+    """The smallest, likely and largest shape of every input with a free size.
+
+    Raises:
+        BundleError: a free size that the profile does not know.
+
+    """
+    found = {}
+    for name in graph.inputs:
+        dims = graph.shapes.get(name, ())
+        if all(isinstance(dim, int) for dim in dims):
+            continue
+        unknown = [dim for dim in dims if not isinstance(dim, int) and dim not in profile]
+        if unknown:
+            raise BundleError(
+                f"{graph.name}: size {unknown[0]!r} of {name} is none that engines are built for "
+                f"({', '.join(profile)}); export the bundle again"
+            )
+        low, likely, high = (
+            tuple(dim if isinstance(dim, int) else profile[str(dim)][which] for dim in dims) for which in range(3)
+        )
+        found[name] = (low, likely, high)
+    return found
+
+
+def used_sizes(graph: SeenGraph, profile: Profile) -> dict[str, Range]:
+    """The part of a profile that the graph's inputs name."""
+    named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
+    return {size: bounds for size, bounds in profile.items() if size in named}
