@@ -13,7 +13,7 @@ _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINO
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: `capability` as in (8, 9), `memory` in bytes, `cuda` the newest CUDA that its driver runs, as in (13, 0)."""
+    """A GPU: `capability` as in (8, 9), `memory` in bytes, `cuda` the newest that its driver runs, as in (13, 0)."""
 
     name: str
     capability: tuple[int, int]

@@ -33,7 +33,8 @@ def look(device: Device | None = None) -> list[Finding]:
         *_device(device or recognise()),
         *_onnxruntime(),
         _extra("export", EXPORT_PACKAGES),
-        _extra("tensorrt", ("polygraphy", "tensorrt"), optional=True),
+        _extra("rtx", ("tensorrt-rtx", "cuda-python"), optional=True),
+        _extra("tensorrt", ("tensorrt", "cuda-python"), optional=True),
     ]
 
 

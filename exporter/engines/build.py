@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vtx.exporter.engines.child import Built, Order, build
 from vtx.exporter.engines.graph import SeenGraph, load_graph
-from vtx.exporter.engines.lint import Finding, dialect_graphs, lint
+from vtx.exporter.engines.lint import dialect_graphs, lint
 from vtx.exporter.engines.profiles import graph_profiles, input_shapes, used_sizes
 from vtx.exporter.engines.releases import Release
 from vtx.exporter.engines.targets import Target
@@ -86,11 +86,6 @@ class Outcome:
     item: Item
     record: EngineRecord
     built: Built | None
-
-
-def judge(bundle: Bundle, dialect: str, release: Release) -> list[Finding]:
-    """What the linter finds in the graphs of a dialect."""
-    return [found for name in dialect_graphs(bundle, dialect) for found in lint(load_graph(bundle.path(name)), release)]
 
 
 def plan_engines(

@@ -64,15 +64,21 @@ def _check(bundle: Bundle, targets: list[Target], dialect: str | None) -> None:
         _show_findings(f"{written} on {target.what}, {target.release.name}", findings)
         faults += len(findings)
     if faults:
-        raise BundleError(f"{faults} findings, see the table; export the dialect that it names")
+        raise BundleError(f"{faults} findings, see above; build from the dialect that is named there")
 
 
 def _show_findings(title: str, findings: list[Finding]) -> None:
-    if not findings:
-        click.echo(f"{title}: every graph will do")
-        return
-    rows = [[f.graph, f.node, f.rule, f.problem, f.dialect] for f in findings]
-    table(title, ["graph", "node", "rule", "problem", "dialect that will do"], rows)
+    """A line for each thing found; nodes with the same one share it."""
+    click.echo(title if findings else f"{title}: every graph will do")
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for f in findings:
+        alike.setdefault((f.graph, f.rule, f.problem), []).append(f.node)
+    for (graph, rule, problem), nodes in alike.items():
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        where = f", {nodes[0]}{more}" if nodes[0] else ""
+        click.echo(f"  {graph}{where}: {problem} [{rule}]")
+    if findings:
+        click.echo(f"  the {findings[0].dialect!r} dialect is written for {findings[0].release}")
 
 
 def _build(

@@ -135,15 +135,15 @@ def _file(tensor: onnx.TensorProto) -> str:
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
-def _weigh(tensor: onnx.TensorProto) -> int:
+def _weigh(tensor: Any) -> int:
     """Bytes of an initializer; two 4-bit weights share one."""
     import math
 
     import onnx
 
     half = tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1)
-    count = math.prod(tensor.dims)
-    width: int = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    count: int = math.prod(tensor.dims)
+    width = int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
     return (count + 1) // 2 if half else count * width
 
 

@@ -142,22 +142,12 @@ def _caches(graph: SeenGraph, _: Release) -> Problems:
         shape = graph.shapes.get(cache, ())
         if cache not in graph.inputs or node.output[0] not in graph.outputs:
             yield node, "a cache must be an input of the graph, and its update an output: they share one buffer"
-        if len(shape) != 4:
-            yield node, f"{cache} has {len(shape)} axes, a cache has 4"
+        if len(shape) != 4 or not isinstance(shape[2], int):
+            yield node, f"{cache} is {list(shape)}; a cache has 4 axes and a fixed capacity"
         if attribute(node, "mode", b"linear") != b"linear" or attribute(node, "axis", -2) not in (-2, 2):
             yield node, "only linear updates along axis -2 are supported"
         if not indices or graph.types.get(indices) not in ("INT32", "INT64", None):
             yield node, "the place of the update must be given, as INT32 or INT64"
-
-
-def _capacity(graph: SeenGraph, release: Release) -> Problems:
-    """A cache that is updated in place has a fixed size; one that is appended to (before TensorScatter) has not."""
-    if not release.has_caches:
-        return
-    for value in graph.inputs:
-        shape = graph.shapes.get(value, ())
-        if value.startswith(CACHES) and not all(isinstance(size, int) for size in shape):
-            yield None, f"{value} is {list(shape)}; a KV cache must have a fixed size"
 
 
 def _loops(graph: SeenGraph, _: Release) -> Problems:
@@ -215,7 +205,6 @@ RULES: dict[str, Rule] = {
     "type": _types,
     "attention": _attention,
     "cache": _caches,
-    "capacity": _capacity,
     "loop": _loops,
     "size": _sizes,
     "constant": _constants,
