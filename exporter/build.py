@@ -67,7 +67,8 @@ def _write_text(folder: Path, plan: Plan) -> None:
 def _write_graphs(folder: Path, plan: Plan) -> None:
     weights = {**plan.weights.stored, **_write_gates(folder, plan)}
     for name, graphs in plan.dialects.items():
-        _write_dialect(folder, plan, graphs, make_dialect(name), weights)
+        dialect = make_dialect(name, KV_ELEMENTS[plan.kv_dtype], plan.max_context)
+        _write_dialect(folder, plan, graphs, dialect, weights)
 
 
 def _write_dialect(

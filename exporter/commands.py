@@ -60,7 +60,7 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
 )  # fmt: skip
 @click.option(
     "--dialect", "dialects", callback=_dialects, metavar="ort,...",
-    help="Operator sets of the graphs: ort always, plain for OpenVINO and older engines [default: all].",
+    help="Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO and others [default: all].",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
 def export(

@@ -33,8 +33,9 @@ def vision(m: Manifest) -> Contract:
 
 def stage(m: Manifest, spec: StageSpec, dialect: str) -> Contract:
     hidden: Tensor = ([None, m.model.hidden], "float")
-    table: Tensor = ([None, m.model.head_dim // 2], "float")
-    cache: Tensor = ([1, m.model.kv_heads, None, m.model.head_dim], KV_WORDS[m.kv_dtype])
+    slots = m.max_context if dialect == "trt" else None
+    table: Tensor = ([slots, m.model.head_dim // 2], "float")
+    cache: Tensor = ([1, m.model.kv_heads, slots, m.model.head_dim], KV_WORDS[m.kv_dtype])
     layers = range(spec.first, spec.last + 1)
     inputs = {names.HIDDEN: hidden, names.POSITIONS: ([1, None], "int64"), names.COS: table, names.SIN: table}
     inputs |= {name: ([1], "int32") for name in names.SLOTS[dialect]}

@@ -34,6 +34,8 @@ is told of KV slots, and the shape of a cache, differ by dialect:
     ort      last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
              ones, both with the rows' own; caches [1, kv_heads, capacity, head_dim], past and present the same buffer
     plain    nothing; past [1, kv_heads, past, head_dim], present [1, kv_heads, past + rows, head_dim]
+    trt      total_slots [1] int32, as above; caches [1, kv_heads, max_context, head_dim], past and present the same
+             buffer where the engine wants it so
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ COS = "cos"
 SIN = "sin"
 LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
-SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": ()}  # what a stage is told of them, by dialect
+SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,)}  # what a stage is told, by dialect
 DIALECTS = tuple(SLOTS)
 LOGITS = "logits"
 ODDS = "odds"

@@ -40,6 +40,7 @@ class DialectBackend:
     def _session(self, name: str, promised: contract.Contract) -> Any:
         options = self._ort.SessionOptions()
         options.use_per_session_threads = False
+        options.log_severity_level = 3  # TensorScatter warns that it copies a buffer that is bound twice elsewhere
         session = self._ort.InferenceSession(Path(self.bundle.path(name)), options, providers=["CPUExecutionProvider"])
         contract.check(name, session, promised)
         return session
@@ -58,7 +59,7 @@ class DialectBackend:
         return _first(self._gates[k], {names.HIDDEN: rows})
 
     def stage(self, index: int, capacity: int) -> StageCache:
-        return GrownCache(self, *self.stages[index])
+        return CACHES[self.dialect](self, *self.stages[index])
 
 
 def _first(session: Any, inputs: Tensors) -> NDArray[np.float32]:
@@ -66,29 +67,63 @@ def _first(session: Any, inputs: Tensors) -> NDArray[np.float32]:
     return out
 
 
-class GrownCache:
-    """`StageCache` of the `plain` dialect: each layer's K and V [1, kv_heads, filled slots, head_dim]."""
+class _Cache:
+    """What the caches have in common: a run takes `_kv`, the pasts by name, and leaves the presents there."""
 
     def __init__(self, backend: DialectBackend, spec: StageSpec, session: Any) -> None:
         self._backend, self._session = backend, session
-        model = backend.manifest.model
         self._layers = range(spec.first, spec.last + 1)
-        empty = np.zeros((1, model.kv_heads, 0, model.head_dim), backend.manifest.kv_dtype)
+        model = backend.manifest.model
+        empty = np.zeros((1, model.kv_heads, self.first_slots(), model.head_dim), backend.manifest.kv_dtype)
         self._kv = {name(n): empty for n in self._layers for name in (names.past_key, names.past_value)}
         self.length = 0
+
+    def first_slots(self) -> int:
+        raise NotImplementedError
+
+    def told(self, rows: int) -> Tensors:
+        """What the dialect tells a stage of slots."""
+        raise NotImplementedError
 
     def append(self, rows: Rows, positions: NDArray[np.int64]) -> Rows:
         inputs = {names.HIDDEN: rows, names.POSITIONS: positions[None], **self._backend.rope, **self._kv}
         wanted = [output.name for output in self._session.get_outputs()]
-        found: Tensors = dict(zip(wanted, self._session.run(wanted, inputs), strict=True))
+        outputs = self._session.run(wanted, inputs | self.told(len(rows)))
+        found: Tensors = dict(zip(wanted, outputs, strict=True))
         for n in self._layers:
             self._kv[names.past_key(n)] = found[names.present_key(n)]
             self._kv[names.past_value(n)] = found[names.present_value(n)]
         self.length += len(rows)
-        assert {kv.shape[2] for kv in self._kv.values()} == {self.length}
         return found[names.HIDDEN_OUT]
 
     def keep(self, length: int) -> None:
         assert length <= self.length
-        self._kv = {name: kv[:, :, :length] for name, kv in self._kv.items()}
         self.length = length
+
+
+class GrownCache(_Cache):
+    """The `plain` dialect's: each layer's K and V [1, kv_heads, filled slots, head_dim]."""
+
+    def first_slots(self) -> int:
+        return 0
+
+    def told(self, rows: int) -> Tensors:
+        assert {kv.shape[2] for kv in self._kv.values()} == {self.length}
+        return {}
+
+    def keep(self, length: int) -> None:
+        super().keep(length)
+        self._kv = {name: kv[:, :, :length] for name, kv in self._kv.items()}
+
+
+class FixedCache(_Cache):
+    """The `trt` dialect's: K and V of `max_context` slots, of which `length` are filled; others hold what they hold."""
+
+    def first_slots(self) -> int:
+        return self._backend.manifest.max_context
+
+    def told(self, rows: int) -> Tensors:
+        return {names.TOTAL_SLOTS: np.array([self.length + rows], np.int32)}
+
+
+CACHES: dict[str, type[_Cache]] = {"plain": GrownCache, "trt": FixedCache}

@@ -1,0 +1,116 @@
+"""The dialect of TensorRT from 10.15 on and TensorRT-RTX: standard operators of opset 24, every type written down.
+
+Those releases are strongly typed, so the precision of the arithmetic stands in the graph. A cache has a fixed number
+of slots; rows are scattered into it, and a mask made in the graph hides what is not filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.dialects.heads import join_heads, split_heads
+from vtx.exporter.hf.config import TextConfig
+from vtx.runtime import names
+
+
+@dataclass(frozen=True, slots=True)
+class Trt:
+    """ONNX opset 24, with caches of `capacity` slots. Norms are float32 whatever `compute` is, as in Hugging Face."""
+
+    compute: ir.DataType
+    capacity: int
+    name: str = "trt"
+    opsets: Mapping[str, int] = field(default_factory=lambda: {"": 24})
+    ir_version: int = 10
+
+    def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
+        y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)
+        return b.from_float32(y)
+
+    def add_norm(
+        self, b: Builder, delta: ir.Value, total: ir.Value, weight: str, eps: float
+    ) -> tuple[ir.Value, ir.Value]:
+        total = b.op("Add", total, delta)
+        return self.norm(b, total, weight, eps), total
+
+    def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
+        scale, bias = b.weight(f"{name}.weight", FLOAT), b.weight(f"{name}.bias", FLOAT)
+        return b.from_float32(b.op("LayerNormalization", b.to_float32(x), scale, bias, axis=-1, epsilon=eps))
+
+    def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
+        return b.op("Gelu", x, approximate="tanh") if tanh else b.op("Gelu", x)
+
+    def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
+        inner = x if rate == 1 else b.op("Mul", x, b.scalar(rate))
+        return b.op("Mul", x, b.op("Sigmoid", inner))
+
+    def mish(self, b: Builder, x: ir.Value) -> ir.Value:
+        return b.op("Mish", x)
+
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> TrtAttention:
+        return TrtAttention(b, c, kv_type, self.capacity)
+
+    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int) -> ir.Value:
+        q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
+        return join_heads(b, b.op("Attention", q, k, v, scale=head_dim**-0.5), heads * head_dim)
+
+
+class TrtAttention:
+    """`StageAttention` on [1, heads, rows, head_dim]; TensorRT's Attention takes four axes and a mask, and no cache.
+
+    Its causal flag counts from the first slot, which is wrong for every chunk but the first.
+    """
+
+    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, capacity: int) -> None:
+        self._b, self._c, self._kv_type = b, c, kv_type
+        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "rows"])
+        self._tables = [
+            b.from_float32(b.input(name, FLOAT, [capacity, c.head_dim // 2])) for name in (names.COS, names.SIN)
+        ]
+        total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
+        rows = b.op("Shape", self._positions, start=1, end=2)
+        self._first = b.op("Sub", total, rows)
+        self._mask = self._causal(rows, capacity)
+        self._cache_shape = (1, c.kv_heads, capacity, c.head_dim)
+        self._presents: list[tuple[ir.Value, str]] = []
+
+    def _causal(self, rows: ir.Value, capacity: int) -> ir.Value:
+        """[1, 1, rows, capacity]: whether a row sees a slot; its own is the last it sees."""
+        b = self._b
+        zero, one = b.constant(np.array(0)), b.constant(np.array(1))
+        own = b.op("Add", b.op("Range", zero, b.op("Squeeze", rows), one), self._first)
+        slots = b.op("Range", zero, b.constant(np.array(capacity)), one)
+        seen = b.op(
+            "GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), b.op("Unsqueeze", slots, b.constant([0]))
+        )
+        return b.op("Unsqueeze", seen, b.constant([0, 1]))
+
+    def split(self, x: ir.Value, heads: int) -> ir.Value:
+        return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.head_dim)
+
+    def join(self, x: ir.Value) -> ir.Value:
+        rows = join_heads(self._b, x, self._c.heads * self._c.head_dim)
+        return self._b.op("Squeeze", rows, self._b.constant([0]))
+
+    def rotate(self, x: ir.Value, heads: int) -> ir.Value:
+        return self._b.op("RotaryEmbedding", x, *self._tables, self._positions)
+
+    def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
+        keys = self._append(k, names.past_key(layer), names.present_key(layer))
+        values = self._append(v, names.past_value(layer), names.present_value(layer))
+        return self._b.op("Attention", q, keys, values, self._mask, scale=self._c.head_dim**-0.5)
+
+    def _append(self, rows: ir.Value, past: str, present: str) -> ir.Value:
+        cache = self._b.input(past, self._kv_type, self._cache_shape)
+        filled = self._b.op("TensorScatter", cache, rows, self._first, axis=2)
+        self._presents.append((filled, present))
+        return filled
+
+    def finish(self) -> None:
+        for present, name in self._presents:
+            self._b.output(present, name, self._kv_type, self._cache_shape)
