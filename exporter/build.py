@@ -19,6 +19,7 @@ from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.dialects.base import Dialect
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
+from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.prepare import Plan
 from vtx.exporter.weights import write_weights
@@ -81,11 +82,14 @@ def _write_dialect(
         build(builder)
         builder.write(folder / name)
 
-    write(graphs.vision, lambda b: build_vision(b, plan.config))
+    extras = {"merges": graphs.vision_merges, "attention": graphs.vision_attention}
+    write(graphs.vision, lambda b: build_vision(b, plan.config, **extras))
     write(graphs.embed, lambda b: build_embed(b, text))
     for stage in graphs.stages:
-        write(stage.graph, lambda b, s=stage: build_stage(b, text, s.first, s.last, kv))  # type: ignore[misc]
+        write(stage.graph, lambda b, s=stage: build_stage(b, text, s.first, s.last, kv, query=s.query))  # type: ignore[misc]
     write(graphs.head, lambda b: build_head(b, text))
+    if graphs.score:
+        write(graphs.score, lambda b: build_score(b, text, kv))
     for gate in graphs.gates:
         write(gate.graph, lambda b, k=gate.k: build_gate(b, text, k))  # type: ignore[misc]
 
@@ -150,7 +154,7 @@ def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manif
         max_context=plan.max_context,
         variants=tuple(sorted(plan.ks)),
         default_k=plan.default_k,
-        reductions=(),
+        reductions=plan.reductions.words,
         dialects=plan.dialects,
         rope="rope.safetensors",
         golden="golden.safetensors",
@@ -175,6 +179,7 @@ def _record(plan: Plan, started: float) -> dict[str, Any]:
         },
         "options": {
             "k": list(plan.ks),
+            "reduce": list(plan.options.reductions),
             "precision": plan.options.precision,
             "max_context": plan.options.max_context,
         },

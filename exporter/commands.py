@@ -62,10 +62,16 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     "--dialect", "dialects", callback=_dialects, metavar="ort,...",
     help="Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO and others [default: all].",
 )  # fmt: skip
+@click.option(
+    "--reduce", "reductions", multiple=True, metavar="WORD",
+    help="Method that leaves out vision tokens, as mustdrop:192 or lsm+fastv:k=2,ratio=0.5; given again, one more "
+    "variant over the same weights. The first is the default.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
 def export(
     model: str, ks: tuple[int, ...] | str, precision: str, max_context: int | None, out: Path | None,
-    chat_template: Path | None, gates: Path | None, calibration: str | None, dialects: tuple[str, ...], force: bool,
+    chat_template: Path | None, gates: Path | None, calibration: str | None, dialects: tuple[str, ...],
+    reductions: tuple[str, ...], force: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
@@ -75,7 +81,7 @@ def export(
         raise click.UsageError("--calibration chooses one K; it goes with --k auto and without --gates")
     chosen = calibrated(model, calibration, template) if calibration is not None else None
     ks = (chosen["k"],) if chosen else ks
-    options = library.ExportOptions(model, ks, precision, max_context, template, gates, chosen, dialects)
+    options = library.ExportOptions(model, ks, precision, max_context, template, gates, chosen, dialects, reductions)
     if model == library.DEMO:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
     plan = library.plan_export(options)
@@ -98,6 +104,8 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     note(
         f"           {size(forecast.run_memory)} to run on a CPU, which computes in fp32 and expands the weights to it"
     )
+    for word in plan.reductions.words:
+        note(f"reduces:   {word}")
     with bar() as report:
         bundle = exporter().run_export(plan, out, force=force, report=report)
     weighed = sum(record.bytes for record in bundle.manifest.files.values())

@@ -19,6 +19,7 @@ from vtx.exporter.hf.config import ModelConfig
 from vtx.exporter.hf.processor import read_image_settings
 from vtx.exporter.hf.text import read_text
 from vtx.exporter.predict import Prediction, predict
+from vtx.exporter.reductions import Reductions, plan_reductions
 from vtx.exporter.weights import WeightPlan, plan_weights
 from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.image import ImageSettings
@@ -37,7 +38,8 @@ class ExportOptions:
 
     `dialects` are the operator sets to write the graphs in.
     "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
-    `calibration` says how K was chosen where it was measured; it is kept in the record.
+    `calibration` says how K was chosen where it was measured; it is kept in the record. `reductions` are words of
+    methods that leave out vision rows, the first one the default.
     """
 
     model: str = DEMO
@@ -48,6 +50,7 @@ class ExportOptions:
     gates: Path | None = None
     calibration: Mapping[str, Any] | None = None
     dialects: tuple[str, ...] = DIALECTS
+    reductions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -80,6 +83,7 @@ class Plan:
     text: TextSettings
     max_context: int
     prediction: Prediction
+    reductions: Reductions = Reductions()  # noqa: RUF009 - frozen
 
     @property
     def name(self) -> str:
@@ -108,10 +112,15 @@ class Plan:
         return {name: self._graphs(f"{name}.onnx") for name in self.options.dialects}
 
     def _graphs(self, suffix: str) -> Graphs:
-        spans = [(a, b - 1) for a, b in pairwise([1, *sorted(self.ks), self.config.text.layers + 1])]
-        stages = tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.{suffix}") for a, b in spans)
+        needs, cuts = self.reductions.needs, self.reductions.cuts(self.ks)
+        spans = [(a, b - 1) for a, b in pairwise([1, *cuts, self.config.text.layers + 1])]
+        stages = tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.{suffix}", b in needs.queries) for a, b in spans)
         gates = tuple(GateSpec(k, f"gate-{k:02d}.{suffix}") for k in self.gated_ks)
-        return Graphs(f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates)
+        score = f"score.{suffix}" if needs.queries else None
+        return Graphs(
+            f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,
+            vision_merges=needs.merging, vision_attention=needs.attention,
+        )  # fmt: skip
 
 
 def plan_export(options: ExportOptions) -> Plan:
@@ -120,7 +129,7 @@ def plan_export(options: ExportOptions) -> Plan:
     Raises:
         CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError where vtx
             does not export this kind of model.
-        RequestError: a K out of range, or a context the model was not made for.
+        RequestError: a K out of range, a reduction's word, or a context the model was not made for.
         DeviceError: a library of the [export] extra is missing.
 
     """
@@ -134,6 +143,7 @@ def plan_export(options: ExportOptions) -> Plan:
     _check_ks(ks, config.text.layers)
     if gates and not set(ks) & set(gates.by_k):
         raise RequestError(f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one")
+    reductions = plan_reductions(options.reductions, config)
     context = _context(options.max_context, config)
     image = read_image_settings(checkpoint.folder)
     if (image.height, image.width) != (config.vision.image, config.vision.image):
@@ -147,7 +157,10 @@ def plan_export(options: ExportOptions) -> Plan:
     )
     weights = plan_weights(checkpoint, [*vision_tensors(config), *decoder_tensors(config.text)], options.precision)
     prediction = predict(config, weights, context, KV_TYPES[options.precision])
-    return Plan(options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction)
+    return Plan(
+        options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
+        reductions,
+    )  # fmt: skip
 
 
 def _check_libraries() -> None:

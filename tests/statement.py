@@ -7,7 +7,7 @@ cache holds is written down row by row. This is what the product's runs are comp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -60,10 +60,14 @@ class Image:
 
 @dataclass
 class Row:
-    """One row on its way through the decoder; `image` is its number among the image rows, None for text."""
+    """One row on its way through the decoder; `image` is its number among the image rows, None for text.
+
+    `asks`: it stands after the last image, so its attention counts.
+    """
 
     position: int
     image: int | None
+    asks: bool = False
 
 
 @dataclass
@@ -94,6 +98,19 @@ class Outcome:
     vision: list[int] = field(default_factory=list)
     kept: dict[int, list[int]] = field(default_factory=dict)
     received: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+
+    @property
+    def margins(self) -> Tensor:
+        """Of each step the lead of the chosen logit over the next; below the tolerance on logits, ids prove nothing."""
+        first, second = self.logits.topk(2).values.T
+        return first - second
+
+    @property
+    def margin(self) -> float:
+        return float(self.margins.min())
+
+    def until(self, steps: int) -> Outcome:
+        return replace(self, ids=self.ids[:steps], logits=self.logits[:steps])
 
 
 class Statement:
@@ -180,7 +197,7 @@ class Statement:
             x, attention, cache = self._layer(layer, x, rows, None)
             caches.append(cache)
             there = [row.image for row in rows if row.image is not None]
-            if not there:
+            if not there or number + 1 == method.k:  # where all image rows leave anyway, nobody asks for scores
                 continue
             if number in method.layers:
                 kept = _dual(out, number, attention, rows, method, keys)
@@ -192,7 +209,7 @@ class Statement:
             out.kept[number] = kept
             x, rows = _select(x, rows, [i for i, row in enumerate(rows) if row.image is None or row.image in kept])
             if method.positions == "renumber":
-                rows = [Row(i, row.image) for i, row in enumerate(rows)]
+                rows = [Row(i, row.image, row.asks) for i, row in enumerate(rows)]
         if last_prune is not None:
             for cache in caches[method.layers[0] - 1 :]:  # output-aware: layers before the first prune stay whole
                 cache.keep([i for i, row in enumerate(cache.rows) if row.image is None or row.image in last_prune])
@@ -216,6 +233,8 @@ class Statement:
                 number += 1
             at += self._config.image_seq_length
         assert next(waiting, None) is None
+        after = max((i for i, row in enumerate(rows) if row.image is not None), default=-1) + 1
+        rows[after:] = [Row(row.position, None, True) for row in rows[after:]]
         return torch.cat(x), rows
 
     def _keys(self, images: list[Image], share: float) -> set[int]:
@@ -289,7 +308,7 @@ def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method:
     """Dual attention (MustDrop Eq. 8 to 10): image rows that stay, by what the rows after the last image give them."""
     mean = attention.mean(0)
     vision = [i for i, row in enumerate(rows) if row.image is not None]
-    question = mean[max(vision) + 1 :, vision]
+    question = mean[[i for i, row in enumerate(rows) if row.asks]][:, vision]
     total, most = question.sum(0), question.max(0).values
     out.received[number] = total.tolist(), most.tolist()
     kept = []
