@@ -112,8 +112,12 @@ class VisionSize:
     @property
     def layer_macs(self) -> int:
         """One layer of the tower for one view, attention products included."""
+        return self.layer_macs_on(self.rows)
+
+    def layer_macs_on(self, rows: int) -> int:
+        """One layer of the tower for `rows` rows."""
         h = self.hidden
-        return self.rows * (4 * h * h + 2 * h * self.ffn) + 2 * self.rows * self.rows * h
+        return rows * (4 * h * h + 2 * h * self.ffn) + 2 * rows * rows * h
 
     @property
     def patch_macs(self) -> int:
@@ -122,7 +126,11 @@ class VisionSize:
     @property
     def projector_macs(self) -> int:
         """The two matrices of the projector for one view."""
-        return self.view_tokens * (self.features * self.hidden * self.out + self.out * self.out)
+        return self.view_tokens * self.projector_row_macs
+
+    @property
+    def projector_row_macs(self) -> int:
+        return self.features * self.hidden * self.out + self.out * self.out
 
     @property
     def parameters(self) -> int:
@@ -200,12 +208,17 @@ def total_flops(size: DecoderSize, rows: Sequence[int], vision: VisionSize | Non
     return encode_flops(vision, views, whole=True) + 2 * _decoder_macs(size, rows)
 
 
-def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False) -> int:
-    """FLOPs of `views` passes of tower and projector: of the exported layers, or of the `whole` tower."""
+def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False, merged: int = 0) -> int:
+    """FLOPs of `views` passes of tower and projector: of the exported layers, or of the `whole` tower.
+
+    `merged`: rows of a view that merging windows takes away after the first layer (MustDrop section 3.3).
+    """
     if vision is None:
         return 0
     layers = vision.layers if whole else vision.used
-    return 2 * views * (vision.patch_macs + layers * vision.layer_macs + vision.projector_macs)
+    later = max(0, layers - 1) * vision.layer_macs_on(vision.rows - merged)
+    projector = (vision.view_tokens - merged) * vision.projector_row_macs
+    return 2 * views * (vision.patch_macs + min(layers, 1) * vision.layer_macs + later + projector)
 
 
 def prefill_flops(size: DecoderSize, rows: Sequence[int]) -> int:

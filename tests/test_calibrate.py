@@ -24,6 +24,7 @@ from vtx.exporter.choose import prompts
 from vtx.exporter.choose import source as sources
 from vtx.exporter.choose.calibrate import CalibrationOptions, Measurement, calibrate, forecast
 from vtx.exporter.choose.data import Data, Item
+from vtx.exporter.choose.intervals import mean_intervals, share_interval
 from vtx.exporter.choose.prompts import prepare
 from vtx.exporter.choose.report import (
     Choosing,
@@ -31,8 +32,6 @@ from vtx.exporter.choose.report import (
     choose_by_eta,
     make_curve,
     make_report,
-    mean_intervals,
-    share_interval,
 )
 from vtx.exporter.choose.source import open_source
 from vtx.runtime.bundle import Bundle

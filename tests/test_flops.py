@@ -356,3 +356,14 @@ def test_vision_flops_are_what_the_graph_executes(exported: tuple[Bundle, Any], 
 
 def test_attention_counts_the_whole_square() -> None:
     assert attention_macs(SEVEN.decoder, 642, 642) == 2 * 642 * 642 * 4096
+
+
+def test_merged_windows_save_all_layers_behind_the_first_and_the_projector() -> None:
+    vision = SEVEN.vision
+    assert vision is not None
+    rows, merged = vision.rows - 8 * 40, 8 * 40
+    saved = (vision.used - 1) * (vision.layer_macs - vision.layer_macs_on(rows))
+    saved += vision.projector_macs * merged // vision.view_tokens
+    assert encode_flops(vision, 2) - encode_flops(vision, 2, merged=merged) == 2 * 2 * saved
+    h, ffn = vision.hidden, vision.ffn
+    assert vision.layer_macs_on(rows) == rows * (4 * h * h + 2 * h * ffn) + 2 * rows * rows * h

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.choose.attention import AttentionMeter
-from vtx.exporter.choose.data import Data, Item
+from vtx.exporter.choose.data import Data, Item, plain
 from vtx.exporter.choose.journal import Journal
 from vtx.exporter.choose.prompts import Asked, prepare
 from vtx.exporter.choose.source import Source, answering
@@ -242,8 +242,4 @@ def _met(one: Asked, answer: Answer | None) -> bool:
     """Whether the whole answer is the right one, capitals and the last full stop apart."""
     if answer is None or answer.stopped != "end" or one.item.answer is None:
         return False
-    return _plain(answer.text) == _plain(one.item.answer)
-
-
-def _plain(answer: str) -> str:
-    return answer.strip().casefold().rstrip(" .!")
+    return plain(answer.text) == plain(one.item.answer)

@@ -112,6 +112,11 @@ def scene_items(count: int) -> tuple[Item, ...]:
     return tuple(items)
 
 
+def plain(answer: str) -> str:
+    """An answer as it is compared: capitals, spaces and the last full stop apart."""
+    return " ".join(answer.casefold().split()).rstrip(" .!")
+
+
 def _stat(path: Path) -> os.stat_result:
     try:
         return path.stat()
@@ -193,4 +198,4 @@ def _inside(folder: Path, name: str) -> Path:
     raise RequestError(f"image {shown(name)} lies outside {folder}")
 
 
-__all__ = ["SCENES", "Data", "Item", "read_data", "scene_items"]
+__all__ = ["SCENES", "Data", "Item", "plain", "read_data", "scene_items"]

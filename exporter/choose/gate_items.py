@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.choose.data import Item
+from vtx.exporter.choose.data import Item, plain
 from vtx.exporter.choose.gate_work import MeasureOptions, Shard, Tensors, Work
 from vtx.exporter.choose.prompts import answer_ids, messages
 from vtx.exporter.choose.source import Source, open_source
@@ -188,13 +188,9 @@ class Measurer:
         """By K whether the answer is the data's, token by token, or reads the same."""
         if a.reference is None:
             return np.full(len(self.ks) + 1, UNKNOWN, np.uint8)
-        own, wanted = (_plain(self._source.text.decode(a.answers[name])) for name in ("own", "reference"))
+        own, wanted = (plain(self._source.text.decode(a.answers[name])) for name in ("own", "reference"))
         right = found["reference"].exact | (found["own"].exact & (own == wanted))
         return right.astype(np.uint8)
-
-
-def _plain(answer: str) -> str:
-    return " ".join(answer.lower().split()).rstrip(".")
 
 
 def _forced(a: _Asked, ids: tuple[int, ...]) -> Sample:

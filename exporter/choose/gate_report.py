@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from vtx.exporter.choose.gate_items import UNKNOWN
 from vtx.exporter.choose.gate_training import GateWeights, gate_odds
 from vtx.exporter.choose.gate_work import Work
+from vtx.exporter.choose.intervals import mean_intervals, share_interval
 from vtx.exporter.drawing import draw
 from vtx.exporter.planning.sizes import ModelSize
 from vtx.runtime.flops import total_flops, withdrawn_rows
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-DRAWS = 2000
 Bools = NDArray[np.bool_]
 
 
@@ -65,9 +65,9 @@ class HeldOut:
         return np.array([*(k - 1 for k in self.ks), self.layers])[columns]
 
 
-def judge(held: HeldOut, size: ModelSize, *, seed: int = 0) -> dict[str, Any]:
+def judge(held: HeldOut, size: ModelSize) -> dict[str, Any]:
     """The report as JSON: the gates at several thresholds, every fixed K, and the verdict at 0.5."""
-    gates = [_gates(held, size, threshold, seed) for threshold in THRESHOLDS]
+    gates = [_gates(held, size, threshold) for threshold in THRESHOLDS]
     return {
         "items": len(held.same),
         "layers": held.layers,
@@ -77,19 +77,21 @@ def judge(held: HeldOut, size: ModelSize, *, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _gates(held: HeldOut, size: ModelSize, threshold: float, seed: int) -> dict[str, Any]:
+def _gates(held: HeldOut, size: ModelSize, threshold: float) -> dict[str, Any]:
     """What the gates do at one threshold, and the best that fixed K do at the same cost."""
     columns = held.exits(threshold)
     picked = _pick(held.same, columns)
     rival, rival_same = _best_fixed(held, float(held.full_layers(columns).mean()))
+    agreement = share_interval(int(picked.sum()), len(picked))
+    [difference] = mean_intervals((picked - rival_same)[:, None])
     return {
         "threshold": threshold,
         **_outcome(held, size, columns),
-        "agreement_interval": _wilson(int(picked.sum()), len(picked)),
+        "agreement_interval": [agreement["low"], agreement["high"]],
         "exits": {str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
         "fixed_at_equal_cost": {"what": rival, "agreement": float(rival_same.mean())},
-        "difference": float(picked.mean() - rival_same.mean()),
-        "difference_interval": _interval(picked.astype(float) - rival_same, seed),
+        "difference": difference["mean"],
+        "difference_interval": [difference["low"], difference["high"]],
     }
 
 
@@ -142,21 +144,6 @@ def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
         mixed = (1 - share) * held.same[:, low] + share * held.same[:, low + 1]
         rivals.append((f"{names[low]} and {names[low + 1]} in turn", mixed))
     return max(reversed(rivals), key=lambda rival: float(rival[1].mean()))
-
-
-def _interval(differences: NDArray[np.float64], seed: int) -> list[float]:
-    """95% interval of a mean over items, by drawing the items again."""
-    random = np.random.default_rng(seed)
-    drawn = differences[random.integers(0, len(differences), (DRAWS, len(differences)))].mean(1)
-    return [float(q) for q in np.quantile(drawn, (0.025, 0.975))]
-
-
-def _wilson(hits: int, count: int) -> list[float]:
-    """Wilson's 95% interval of a share."""
-    z, share = 1.96, hits / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * ((share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5) / (1 + z * z / count)
-    return [max(0.0, middle - half), min(1.0, middle + half)]
 
 
 def _verdict(gates: Mapping[str, Any]) -> str:

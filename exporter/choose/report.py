@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vtx.exporter.choose.attention import KINDS
 from vtx.exporter.choose.calibrate import Measurement
+from vtx.exporter.choose.intervals import CONFIDENCE, mean_intervals, share_interval
 from vtx.exporter.choose.source import Source
 from vtx.exporter.files import write_json
 from vtx.exporter.hf.checkpoint import read_json_object
@@ -19,11 +19,8 @@ from vtx.runtime.errors import RequestError
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"
-CONFIDENCE, NORMAL = 0.95, 1.959964
-DRAWS = 4000
 ETA = 0.003
 MAX_REPORT = 1 << 28
-Interval = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +84,6 @@ def make_curve(measured: Measurement) -> list[dict[str, Any]]:
         for point, number in zip(curve, hits, strict=True):
             point[name] = share_interval(int(number), len(known)) if known else None
     return curve
-
-
-def mean_intervals(values: NDArray[np.float64]) -> list[Interval]:
-    """Mean and interval of each column of [samples, columns], by resampling rows with a fixed seed."""
-    count, rng = len(values), np.random.default_rng(0)
-    block = max(1, (1 << 22) // count)
-    means = [
-        rng.multinomial(count, np.full(count, 1 / count), min(block, DRAWS - start)) @ values / count
-        for start in range(0, DRAWS, block)
-    ]
-    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
-    return [
-        {"mean": float(m), "low": float(a), "high": float(b)} for m, a, b in zip(values.mean(0), low, high, strict=True)
-    ]
-
-
-def share_interval(hits: int, count: int) -> Interval:
-    """A share of `count` and its Wilson interval."""
-    share, z2 = hits / count, NORMAL**2 / count
-    middle = (share + z2 / 2) / (1 + z2)
-    half = NORMAL * (share * (1 - share) / count + z2 / count / 4) ** 0.5 / (1 + z2)
-    return {"share": share, "low": max(0.0, middle - half), "high": min(1.0, middle + half), "count": count}
 
 
 def choose_by_eta(curve: Sequence[Mapping[str, Any]], eta: float, samples: int) -> Choice:

@@ -77,7 +77,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
     ks = tuple(range(2, source.config.text.layers + 1))
     count = len(work.read("item", held_out=False))
     gates = fit_gates(work, ks, options.fit, _counter(report, "gates", len(ks)))
-    found = judge(HeldOut.measure(work, gates), model_size(source.config, source.name), seed=options.fit.seed)
+    found = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
     record: dict[str, Any] = {
         "items": count,
         "epochs": options.fit.epochs_for(count),
