@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from tests.exported import THREADS
 from vtx.runtime import contract, names
-from vtx.runtime.backend import Rows, StageCache
+from vtx.runtime.backend import StageCache
 from vtx.runtime.bundle import Bundle
+from vtx.runtime.encoded import Encoded, Ids, Patches, Rows, Scores
 from vtx.runtime.manifest import StageSpec
-from vtx.runtime.ort import load_onnxruntime, share_threads
-from vtx.runtime.safetensors import read_header, read_tensor
+from vtx.runtime.ort import NEVER, load_onnxruntime, share_threads
+from vtx.runtime.rope import read_rope
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -32,10 +33,10 @@ class DialectBackend:
         self._embed = self._session(graphs.embed, contract.embed(self.manifest))
         self._vision = self._session(graphs.vision, contract.vision(self.manifest))
         self._head = self._session(graphs.head, contract.head(self.manifest))
+        self.score = self._session(graphs.score, contract.score(self.manifest)) if graphs.score else None
         self._gates = {g.k: self._session(g.graph, contract.gate(self.manifest)) for g in graphs.gates}
         self.stages = [(s, self._session(s.graph, contract.stage(self.manifest, s, dialect))) for s in graphs.stages]
-        tables = read_header(bundle.path(self.manifest.rope)).tensors
-        self.rope = {name: read_tensor(tables[name]) for name in (names.COS, names.SIN)}
+        self.rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
 
     def _session(self, name: str, promised: contract.Contract) -> Any:
         options = self._ort.SessionOptions()
@@ -48,9 +49,14 @@ class DialectBackend:
     def embed(self, ids: NDArray[np.int64]) -> Rows:
         return _first(self._embed, {names.IDS: ids})
 
-    def vision(self, pixels: NDArray[np.float32]) -> Rows:
-        features = _first(self._vision, {names.PIXELS: pixels})
-        return features.reshape(-1, features.shape[-1])
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+        merges = self.manifest.dialects[self.dialect].vision_merges
+        feeds = {names.TAU: np.array([NEVER if tau is None else tau], np.float32)} if merges else {}
+        found = _run(self._vision, {names.PIXELS: pixels, **feeds})
+        rows = found[names.FEATURES].reshape(-1, self.manifest.model.hidden)
+        plain = Encoded.plain(rows).patches
+        places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
+        return Encoded(rows, Patches(places, merged.astype(bool), found.get(names.CLS_ATTENTION)))
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         return _first(self._head, {names.HIDDEN: rows})
@@ -59,7 +65,12 @@ class DialectBackend:
         return _first(self._gates[k], {names.HIDDEN: rows})
 
     def stage(self, index: int, capacity: int) -> StageCache:
-        return CACHES[self.dialect](self, *self.stages[index])
+        return CACHES[self.dialect](self, *self.stages[index], capacity)
+
+
+def _run(session: Any, inputs: Tensors) -> Tensors:
+    wanted = [output.name for output in session.get_outputs()]
+    return dict(zip(wanted, session.run(wanted, inputs), strict=True))
 
 
 def _first(session: Any, inputs: Tensors) -> NDArray[np.float32]:
@@ -70,12 +81,13 @@ def _first(session: Any, inputs: Tensors) -> NDArray[np.float32]:
 class _Cache:
     """What the caches have in common: a run takes `_kv`, the pasts by name, and leaves the presents there."""
 
-    def __init__(self, backend: DialectBackend, spec: StageSpec, session: Any) -> None:
-        self._backend, self._session = backend, session
+    def __init__(self, backend: DialectBackend, spec: StageSpec, session: Any, capacity: int) -> None:
+        self._backend, self._session, self.capacity = backend, session, capacity
         self._layers = range(spec.first, spec.last + 1)
         model = backend.manifest.model
         empty = np.zeros((1, model.kv_heads, self.first_slots(), model.head_dim), backend.manifest.kv_dtype)
         self._kv = {name(n): empty for n in self._layers for name in (names.past_key, names.past_value)}
+        self._query: Rows = np.zeros((0, model.heads * model.head_dim), np.float32)
         self.length = 0
 
     def first_slots(self) -> int:
@@ -85,20 +97,39 @@ class _Cache:
         """What the dialect tells a stage of slots."""
         raise NotImplementedError
 
-    def append(self, rows: Rows, positions: NDArray[np.int64]) -> Rows:
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+        assert self.length + len(rows) <= self.capacity
         inputs = {names.HIDDEN: rows, names.POSITIONS: positions[None], **self._backend.rope, **self._kv}
-        wanted = [output.name for output in self._session.get_outputs()]
-        outputs = self._session.run(wanted, inputs | self.told(len(rows)))
-        found: Tensors = dict(zip(wanted, outputs, strict=True))
+        found = _run(self._session, inputs | self.told(len(rows)))
         for n in self._layers:
             self._kv[names.past_key(n)] = found[names.present_key(n)]
             self._kv[names.past_value(n)] = found[names.present_value(n)]
+        if query:
+            self._query = found[names.QUERY]
         self.length += len(rows)
         return found[names.HIDDEN_OUT]
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        query = self._query[-1:] if last_only else self._query
+        key, total = self._kv[names.past_key(self._layers[-1])], np.array([self.length], np.int32)
+        found = _run(self._backend.score, {names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: total})
+        return found[names.ATTENTION_SUM][: self.length], found[names.ATTENTION_MAX][: self.length]
 
     def keep(self, length: int) -> None:
         assert length <= self.length
         self.length = length
+
+    def read(self, slots: Ids) -> Tensors:
+        return {name: kv[:, :, slots] for name, kv in self._kv.items()}
+
+    def write(self, slots: Ids, kv: Tensors, *, length: int) -> None:
+        """Slots from the end of a grown cache on make it longer."""
+        for name, rows in kv.items():
+            room = max(0, length - self._kv[name].shape[2])
+            self._kv[name] = np.pad(self._kv[name], ((0, 0), (0, 0), (0, room), (0, 0)))
+            self._kv[name][:, :, slots] = rows
+        self.length = length
+        self.keep(length)
 
 
 class GrownCache(_Cache):

@@ -1,10 +1,12 @@
-"""Rows to heads and back, for the dialects whose attention wants heads on an axis of their own."""
+"""Heads on an axis of their own, for the dialects whose attention wants them so."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from vtx.exporter.graphs.builder import Builder
+from vtx.exporter.hf.config import TextConfig
+from vtx.runtime import names
 
 
 def split_heads(b: Builder, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
@@ -15,3 +17,35 @@ def split_heads(b: Builder, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
 def join_heads(b: Builder, x: ir.Value, width: int) -> ir.Value:
     """[batch, heads, rows, head_dim] to [batch, rows, width]."""
     return b.reshape(b.op("Transpose", x, perm=[0, 2, 1, 3]), 0, 0, width)
+
+
+class HeadsApart:
+    """What every `StageAttention` on [1, heads, rows, head_dim] has: this layout, positions, and caches in and out."""
+
+    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
+        self._b, self._c, self._kv_type = b, c, kv_type
+        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "rows"])
+        self._presents: list[tuple[ir.Value, str]] = []
+
+    def split(self, x: ir.Value, heads: int) -> ir.Value:
+        return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.head_dim)
+
+    def join(self, x: ir.Value) -> ir.Value:
+        rows = join_heads(self._b, x, self._c.heads * self._c.head_dim)
+        return self._b.op("Squeeze", rows, self._b.constant([0]))
+
+    def _past(self, layer: int, slots: int | str) -> tuple[ir.Value, ir.Value]:
+        """The layer's K and V as inputs, [1, kv_heads, slots, head_dim]."""
+        shape = self._shape(slots)
+        key = self._b.input(names.past_key(layer), self._kv_type, shape)
+        return key, self._b.input(names.past_value(layer), self._kv_type, shape)
+
+    def _keep(self, layer: int, key: ir.Value, value: ir.Value) -> None:
+        self._presents += [(key, names.present_key(layer)), (value, names.present_value(layer))]
+
+    def _finish(self, slots: int | str) -> None:
+        for present, name in self._presents:
+            self._b.output(present, name, self._kv_type, self._shape(slots))
+
+    def _shape(self, slots: int | str) -> tuple[int | str, ...]:
+        return (1, self._c.kv_heads, slots, self._c.head_dim)

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.graphs.dialects.heads import join_heads, split_heads
+from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
 from vtx.exporter.hf.config import TextConfig
 from vtx.runtime import names
 
@@ -74,15 +74,13 @@ class Plain:
         return b.op("ReduceMean", x, b.constant([-1]), keepdims=1)
 
 
-class PlainAttention:
-    """`StageAttention` on [1, heads, rows, head_dim]. A cache comes with the past's slots and leaves with the rows'."""
+class PlainAttention(HeadsApart):
+    """`StageAttention` from its parts. A cache comes with the past's slots and leaves with the rows' too."""
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
-        self._b, self._c, self._kv_type = b, c, kv_type
-        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "rows"])
+        super().__init__(b, c, kv_type)
         self._cos, self._sin = self._rotation(names.COS), self._rotation(names.SIN)
         self._mask: ir.Value | None = None
-        self._presents: list[tuple[ir.Value, str]] = []
 
     def _rotation(self, name: str) -> ir.Value:
         """A table's rows, once for each half of a head: [1, 1, rows, head_dim]."""
@@ -90,13 +88,6 @@ class PlainAttention:
         table = b.input(name, FLOAT, ["max_context", self._c.head_dim // 2])
         rows = b.op("Unsqueeze", b.op("Gather", table, self._positions), b.constant([1]))
         return b.op("Concat", rows, rows, axis=-1)
-
-    def split(self, x: ir.Value, heads: int) -> ir.Value:
-        return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.head_dim)
-
-    def join(self, x: ir.Value) -> ir.Value:
-        rows = join_heads(self._b, x, self._c.heads * self._c.head_dim)
-        return self._b.op("Squeeze", rows, self._b.constant([0]))
 
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
         b, half = self._b, self._c.head_dim // 2
@@ -106,27 +97,21 @@ class PlainAttention:
         return b.op("Add", b.op("Mul", x, self._cos), b.op("Mul", turned, self._sin))
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        b = self._b
-        past = [b.input(name(layer), self._kv_type, self._cache("past")) for name in (names.past_key, names.past_value)]
+        past_key, past_value = self._past(layer, "past")
         if self._mask is None:
-            self._mask = self._causal(q, past[0])
-        keys = self._for_every_head(self._append(past[0], k, names.present_key(layer)))
-        values = self._for_every_head(self._append(past[1], v, names.present_value(layer)))
+            self._mask = self._causal(q, past_key)
+        keys, values = self._append(past_key, k), self._append(past_value, v)
+        self._keep(layer, self._narrow(keys), self._narrow(values))
+        keys, values = self._for_every_head(keys), self._for_every_head(values)
         return _attend(self._b, q, keys, values, self._mask, self._c.head_dim**-0.5)
 
-    def _cache(self, slots: str) -> list[int | str]:
-        return [1, self._c.kv_heads, slots, self._c.head_dim]
+    def _append(self, past: ir.Value, rows: ir.Value) -> ir.Value:
+        """The past's slots and then the rows', in float32."""
+        wide = past if self._kv_type == FLOAT else self._b.op("Cast", past, to=FLOAT.value)
+        return self._b.op("Concat", wide, rows, axis=2)
 
-    def _append(self, past: ir.Value, rows: ir.Value, present: str) -> ir.Value:
-        """The past's slots and then the rows', in float32; what leaves as `present` is of the KV type."""
-        b = self._b
-        if self._kv_type == FLOAT:
-            all_slots = kept = b.op("Concat", past, rows, axis=2)
-        else:
-            all_slots = b.op("Concat", b.op("Cast", past, to=FLOAT.value), rows, axis=2)
-            kept = b.op("Cast", all_slots, to=self._kv_type.value)
-        self._presents.append((kept, present))
-        return all_slots
+    def _narrow(self, x: ir.Value) -> ir.Value:
+        return x if self._kv_type == FLOAT else self._b.op("Cast", x, to=self._kv_type.value)
 
     def _causal(self, q: ir.Value, past: ir.Value) -> ir.Value:
         """What to add to scores [rows, slots]: a row sees its own slot, one of the last `rows`, and those before.
@@ -149,8 +134,7 @@ class PlainAttention:
         return b.reshape(each, 1, c.heads, -1, c.head_dim)
 
     def finish(self) -> None:
-        for present, name in self._presents:
-            self._b.output(present, name, self._kv_type, self._cache("slots"))
+        self._finish("slots")
 
 
 def _attend(b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, scale: float) -> ir.Value:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.graphs.dialects.heads import join_heads, split_heads
+from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
 from vtx.exporter.hf.config import TextConfig
 from vtx.runtime import names
 
@@ -60,57 +60,43 @@ class Trt:
         return join_heads(b, b.op("Attention", q, k, v, scale=head_dim**-0.5), heads * head_dim)
 
 
-class TrtAttention:
-    """`StageAttention` on [1, heads, rows, head_dim]; TensorRT's Attention takes four axes and a mask, and no cache.
+class TrtAttention(HeadsApart):
+    """`StageAttention` by TensorRT's own, which takes heads on an axis of their own and a mask, and no cache.
 
     Its causal flag counts from the first slot, which is wrong for every chunk but the first.
     """
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, capacity: int) -> None:
-        self._b, self._c, self._kv_type = b, c, kv_type
-        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "rows"])
+        super().__init__(b, c, kv_type)
+        self._capacity = capacity
         self._tables = [
             b.from_float32(b.input(name, FLOAT, [capacity, c.head_dim // 2])) for name in (names.COS, names.SIN)
         ]
         total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
         rows = b.op("Shape", self._positions, start=1, end=2)
         self._first = b.op("Sub", total, rows)
-        self._mask = self._causal(rows, capacity)
-        self._cache_shape = (1, c.kv_heads, capacity, c.head_dim)
-        self._presents: list[tuple[ir.Value, str]] = []
+        self._mask = self._causal(rows)
 
-    def _causal(self, rows: ir.Value, capacity: int) -> ir.Value:
+    def _causal(self, rows: ir.Value) -> ir.Value:
         """[1, 1, rows, capacity]: whether a row sees a slot; its own is the last it sees."""
         b = self._b
         zero, one = b.constant(np.array(0)), b.constant(np.array(1))
         own = b.op("Add", b.op("Range", zero, b.op("Squeeze", rows), one), self._first)
-        slots = b.op("Range", zero, b.constant(np.array(capacity)), one)
+        slots = b.op("Range", zero, b.constant(np.array(self._capacity)), one)
         seen = b.op(
             "GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), b.op("Unsqueeze", slots, b.constant([0]))
         )
         return b.op("Unsqueeze", seen, b.constant([0, 1]))
 
-    def split(self, x: ir.Value, heads: int) -> ir.Value:
-        return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.head_dim)
-
-    def join(self, x: ir.Value) -> ir.Value:
-        rows = join_heads(self._b, x, self._c.heads * self._c.head_dim)
-        return self._b.op("Squeeze", rows, self._b.constant([0]))
-
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
         return self._b.op("RotaryEmbedding", x, *self._tables, self._positions)
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        keys = self._append(k, names.past_key(layer), names.present_key(layer))
-        values = self._append(v, names.past_value(layer), names.present_value(layer))
-        return self._b.op("Attention", q, keys, values, self._mask, scale=self._c.head_dim**-0.5)
-
-    def _append(self, rows: ir.Value, past: str, present: str) -> ir.Value:
-        cache = self._b.input(past, self._kv_type, self._cache_shape)
-        filled = self._b.op("TensorScatter", cache, rows, self._first, axis=2)
-        self._presents.append((filled, present))
-        return filled
+        b, (past_key, past_value) = self._b, self._past(layer, self._capacity)
+        key = b.op("TensorScatter", past_key, k, self._first, axis=2)
+        value = b.op("TensorScatter", past_value, v, self._first, axis=2)
+        self._keep(layer, key, value)
+        return b.op("Attention", q, key, value, self._mask, scale=self._c.head_dim**-0.5)
 
     def finish(self) -> None:
-        for present, name in self._presents:
-            self._b.output(present, name, self._kv_type, self._cache_shape)
+        self._finish(self._capacity)
