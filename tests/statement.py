@@ -7,7 +7,7 @@ cache holds is written down row by row. This is what the product's runs are comp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -100,17 +100,10 @@ class Outcome:
     received: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
 
     @property
-    def margins(self) -> Tensor:
-        """Of each step the lead of the chosen logit over the next; below the tolerance on logits, ids prove nothing."""
-        first, second = self.logits.topk(2).values.T
-        return first - second
-
-    @property
     def margin(self) -> float:
-        return float(self.margins.min())
-
-    def until(self, steps: int) -> Outcome:
-        return replace(self, ids=self.ids[:steps], logits=self.logits[:steps])
+        """The smallest lead of a chosen logit over the next; below the tolerance on logits, ids prove nothing."""
+        first, second = self.logits.topk(2).values.T
+        return float((first - second).min())
 
 
 class Statement:
@@ -201,12 +194,12 @@ class Statement:
                 continue
             if number in method.layers:
                 kept = _dual(out, number, attention, rows, method, keys)
-                last_prune = kept
             elif method.fastv is not None and number == method.fastv[0]:
                 kept = _fastv(attention, rows, method.fastv[1])
             else:
                 continue
             out.kept[number] = kept
+            last_prune = kept if method.layers else None
             x, rows = _select(x, rows, [i for i, row in enumerate(rows) if row.image is None or row.image in kept])
             if method.positions == "renumber":
                 rows = [Row(i, row.image, row.asks) for i, row in enumerate(rows)]

@@ -14,8 +14,8 @@ from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
 class Departure:
     """Vision rows leave at a boundary: `kept` [rows that were there] go on.
 
-    `renumbers`: all rows that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: the method that answered
-    shrinks earlier caches to what it kept.
+    `renumbers`: all rows that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: earlier caches
+    shrink to what it left, unless more leave later.
     """
 
     kept: Mask
@@ -57,5 +57,6 @@ class Policy:
             mask = part.keeps(boundary) if kept.any() and boundary.layer in needs.cuts else None
             if mask is not None and not mask.all():
                 kept = kept & mask
-                renumbers, shrinks = renumbers or part.renumbers, shrinks or needs.shrinks is not None
+                renumbers, shrinks = renumbers or part.renumbers, shrinks or not part.whole
+        shrinks = shrinks and self.needs().shrinks is not None
         return None if kept.all() else Departure(kept, renumbers, shrinks)
