@@ -14,6 +14,7 @@ from tests.statement import Method, Outcome, Statement
 from tests.tiny import Message
 from vtx.runtime.encoded import Encoded
 from vtx.runtime.model import Model
+from vtx.runtime.policies.base import Reduction
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session import Prefilled, Prompt, Session
@@ -59,9 +60,19 @@ class Talk:
         self._model = model
         self._session = Session(model.backend, model.manifest)
 
-    def ask(self, messages: Sequence[Message], images: Sequence[Image.Image], method: Method, n: int) -> Found:
+    def ask(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[Image.Image],
+        method: Method,
+        n: int,
+        exits: Reduction | None = None,
+    ) -> Found:
+        """The greedy answer of `n` ids; `exits` decides where the whole image leaves, instead of the method's K."""
         model = self._model
         policy = make_policy(method.k, model.manifest, model.backend.gate, reduce=word(method))
+        if exits is not None:
+            policy = replace(policy, parts=(exits, *policy.parts[1:]))
         done = self._session.prefill(self._prompt(messages, images, policy), policy)
         rows = [done.logits]
         ids = [int(done.logits.argmax())]

@@ -19,6 +19,7 @@ from tests.statement import Method, Outcome, Statement
 from tests.test_merge import cosines
 from tests.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.model import Model, load
+from vtx.runtime.policies.gate import Gate
 
 STEPS = 8
 TOLERANCE = 1e-4
@@ -96,13 +97,21 @@ def equal(found: Found, wanted: Outcome) -> None:
     assert set(found.kept) <= {*wanted.kept, *(k - 1 for k in KS)}
 
 
-def ask(case: Case, method: Method, words: str = QUESTIONS[0], seeds: tuple[int, ...] = (4,)) -> tuple[Found, Outcome]:
-    """A fresh session's answer and the statement's, as long as no two tokens are too close to choose by."""
-    messages, images = prompt_messages(words, len(seeds)), [random_image(seed) for seed in seeds]
-    wanted = case.statement.answer(inputs(case, messages, seeds), method, STEPS)
-    steps = int((wanted.margins > 2 * TOLERANCE).int().cumprod(0).sum())
-    assert steps > STEPS // 2, "two tokens are too close at once to prove anything"
-    return Talk(case.model).ask(messages, images, method, steps), wanted.until(steps)
+def ask(
+    case: Case, method: Method, seeds: tuple[int, ...] = (4,), *, share: float | None = None
+) -> tuple[Found, Outcome]:
+    """A fresh session's answer and the statement's, to the first question where no two tokens are too close.
+
+    `share`: with thresholds that drop about so many of the rows at the first prune.
+    """
+    for words in QUESTIONS:
+        messages, images = prompt_messages(words, len(seeds)), [random_image(seed) for seed in seeds]
+        given = inputs(case, messages, seeds)
+        tried = method if share is None else dividing(case.statement, given, method, share)
+        wanted = case.statement.answer(given, tried, STEPS)
+        if wanted.margin > 2 * TOLERANCE:
+            return Talk(case.model).ask(messages, images, tried, STEPS), wanted
+    raise AssertionError("two tokens are too close in every answer")
 
 
 # ---- each method -----------------------------------------------------------------------------------------------------
@@ -113,8 +122,7 @@ def ask(case: Case, method: Method, words: str = QUESTIONS[0], seeds: tuple[int,
 @pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))
 def test_mustdrop(case: Case, share: float, positions: str, order: str) -> None:
     method = Method(tau=some_merged(case), key=0.08, layers=LAYERS, positions=positions, order=order)  # type: ignore[arg-type]
-    method = dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[0])), method, share)
-    found, wanted = ask(case, method)
+    found, wanted = ask(case, method, share=share)
     equal(found, wanted)
     merged = sum(wanted.images[0].merged)
     assert 0 < merged < 9
@@ -124,8 +132,7 @@ def test_mustdrop(case: Case, share: float, positions: str, order: str) -> None:
 
 
 def test_dual_attention_without_merging_and_keys(case: Case) -> None:
-    method = dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[0])), Method(layers=LAYERS), 0.5)
-    equal(*ask(case, method))
+    equal(*ask(case, Method(layers=LAYERS), share=0.5))
 
 
 def test_key_rows_outlive_thresholds_that_spare_nothing(case: Case) -> None:
@@ -168,10 +175,8 @@ def test_text_alone_is_as_without_reduction(case: Case) -> None:
 
 
 def test_two_images(case: Case) -> None:
-    seeds, words = (4, 7), "which picture is red?"
     method = Method(tau=some_merged(case), key=0.08, layers=LAYERS)
-    method = dividing(case.statement, inputs(case, prompt_messages(words, 2), seeds), method, 0.5)
-    found, wanted = ask(case, method, words, seeds)
+    found, wanted = ask(case, method, (4, 7), share=0.5)
     equal(found, wanted)
     assert len({len(image.places) for image in wanted.images}) == 2, "both images merge alike and prove little"
 
@@ -183,8 +188,7 @@ def test_two_images(case: Case) -> None:
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 def test_mustdrop_with_withdrawal(case: Case, k: int, positions: str) -> None:
     method = Method(tau=some_merged(case), key=0.08, layers=LAYERS, positions=positions)  # type: ignore[arg-type]
-    method = dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[1])), method, 0.4)
-    found, wanted = ask(case, replace(method, k=k), QUESTIONS[1])
+    found, wanted = ask(case, replace(method, k=k), share=0.4)
     equal(found, wanted)
     assert found.done.k == k
 
@@ -200,10 +204,33 @@ def test_merging_then_cls_then_fastv(case: Case) -> None:
     equal(*ask(case, Method(tau=some_merged(case), cls_keep=0.5, fastv=(2, 0.5))))
 
 
-def test_cls_then_mustdrop_then_fastv(case: Case) -> None:
-    method = Method(cls_keep=0.5, key=0.1, layers=LAYERS)
-    method = dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[0])), method, 0.3)
-    equal(*ask(case, method))
+def test_cls_then_mustdrop(case: Case) -> None:
+    equal(*ask(case, Method(cls_keep=0.5, key=0.1, layers=LAYERS), share=0.3))
+
+
+def test_fastv_between_the_prunes_of_mustdrop(case: Case) -> None:
+    found, wanted = ask(case, Method(key=0.08, layers=LAYERS, fastv=(8, 0.5)), share=0.3)
+    equal(found, wanted)
+    assert set(wanted.kept) == {3, 7, 8, 11, 15}
+
+
+@pytest.mark.parametrize("fires", [4, 12, None])
+def test_a_gate_that_fires_equals_withdrawal_there(case: Case, fires: int | None) -> None:
+    def odds(layer: int, _: np.ndarray) -> np.ndarray:
+        return np.array([0.1, 0.9] if layer == fires else [0.9, 0.1])
+
+    method = Method(key=0.08, layers=LAYERS, fastv=(2, 0.5))
+    for words in QUESTIONS:
+        messages = prompt_messages(words)
+        given = inputs(case, messages)
+        divided = replace(dividing(case.statement, given, method, 0.3), k=fires)
+        found = Talk(case.model).ask(messages, [random_image(4)], divided, STEPS, exits=Gate(odds, KS))
+        wanted = case.statement.answer(given, divided, STEPS)
+        if wanted.margin > 2 * TOLERANCE:
+            equal(found, wanted)
+            assert found.done.k == fires
+            return
+    raise AssertionError("two tokens are too close in every answer")
 
 
 # ---- one session, many questions -------------------------------------------------------------------------------------
@@ -250,4 +277,4 @@ def test_with_everything_kept_the_answer_is_that_without_a_reduction(case: Case,
 def test_dual_attention_and_merging_work_for_siglip(cases: Cases) -> None:
     case = cases(Tiny(layers=16, image=126, context=768, vision="siglip", select="full"))
     method = Method(tau=some_merged(case), layers=LAYERS)
-    equal(*ask(case, dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[0])), method, 0.5)))
+    equal(*ask(case, method, share=0.5))
