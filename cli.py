@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
@@ -16,7 +17,7 @@ from vtx.runtime.console import bar, command, note, table
 from vtx.runtime.errors import DeviceError
 
 if TYPE_CHECKING:
-    from vtx.runtime.answer import AnswerStream, Options
+    from vtx.runtime.answer import AnswerStream, Options, Stats
     from vtx.runtime.model import Conversation
 
 
@@ -46,6 +47,13 @@ def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int |
     "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
 )
 @click.option("--k", callback=_k_at_run, metavar="N|auto|none", help="A prebuilt K [default: the bundle's].")
+@click.option(
+    "--reduce",
+    default="default",
+    metavar="WORD|none",
+    help="Leave out vision tokens: fastv, mustdrop:192, lsm:tau=0.9+fastv:ratio=0.75 [default: the bundle's first].",
+)
+@click.option("--show-tokens", type=click.Path(path_type=Path), help="Draw the patches that survive each cut, as PNG.")
 @click.option("--gate-threshold", type=float, default=0.5, show_default=True, help="With --k auto: exit above this.")
 @click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
 @click.option("--text-only", is_flag=True, help="There is no IMAGE; all words are questions.")
@@ -61,7 +69,8 @@ def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int |
 @click.option("--threads", type=int, help="[default: all cores]")
 @click.option("--force", is_flag=True, help="Load also where the free memory looks too small.")
 def run(
-    words: tuple[str, ...], bundle: str | None, k: int | str, gate_threshold: float,
+    words: tuple[str, ...], bundle: str | None,
+    k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
     more: tuple[str, ...], text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, device: str, threads: int | None,
@@ -79,8 +88,16 @@ def run(
     model = load(find_bundle(bundle), device=device, threads=threads, force=force)
     where = f"{model.manifest.model.name} on {model.backend.device}, {model.manifest.precision} weights"
     with model.open([_image(name) for name in [*images, *more]]) as conversation:
-        for number, stream in enumerate(_streams(conversation, questions, k, options, chat=chat)):
+        if show_tokens:
+            from vtx.runtime.picture import check_shown
+
+            check_shown(model.policy(k, options, reduce), conversation.pictures)
+        answers = []
+        for number, stream in enumerate(_streams(conversation, questions, k, options, reduce, chat=chat)):
             _show(stream, as_json=as_json, before=where if device == "auto" and not number else "")
+            answers.append(stream.answer.stats)
+        if show_tokens:
+            _draw(show_tokens, conversation, answers)
 
 
 def _image(name: str) -> str | BinaryIO:
@@ -88,11 +105,25 @@ def _image(name: str) -> str | BinaryIO:
 
 
 def _streams(
-    conversation: Conversation, questions: Sequence[str], k: int | str, options: Options, *, chat: bool
+    conversation: Conversation, questions: Sequence[str], k: int | str, options: Options, reduce: str, *, chat: bool
 ) -> Iterator[AnswerStream]:
-    turns = conversation.chat(k) if chat else None
+    turns = conversation.chat(k, reduce=reduce) if chat else None
     for question in questions:
-        yield turns.stream(question, options) if turns else conversation.stream(question, k, options)
+        yield turns.stream(question, options) if turns else conversation.stream(question, k, options, reduce=reduce)
+
+
+def _draw(path: Path, conversation: Conversation, answers: Sequence[Stats]) -> None:
+    """Write the picture of the patches that survived to `path`, whole or not at all."""
+    from vtx.exporter.files import replacing
+    from vtx.runtime.errors import RequestError
+    from vtx.runtime.picture import draw_tokens
+
+    picture = draw_tokens(answers, conversation.pictures, conversation.model.manifest)
+    try:
+        with replacing(path) as partial:
+            picture.save(partial, "PNG")
+    except OSError as e:
+        raise RequestError(f"cannot write the picture {path} ({e.strerror}); name another place") from e
 
 
 def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
@@ -109,6 +140,8 @@ def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
         click.echo(piece, nl=False)
         sys.stdout.flush()
     click.echo()
+    for said in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
+        note(said)
     if stream.answer.stopped == "context":
         note("the answer ends here because the context is full; export with a larger --max-context for longer ones")
 

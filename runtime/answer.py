@@ -10,7 +10,9 @@ from typing import Any
 
 from vtx.runtime.encoded import Encoded
 from vtx.runtime.errors import RequestError
+from vtx.runtime.front import Pictures
 from vtx.runtime.policies.gate import Decision
+from vtx.runtime.reduced import Reduced
 from vtx.runtime.sampling import Sampling
 
 
@@ -22,6 +24,7 @@ class Stats:
     with them, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the prompt.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
     `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
+    `reduce` is the canonical word of the reductions, and `reduced` what they did; None where there are none.
     """
 
     k: int | None
@@ -37,6 +40,8 @@ class Stats:
     precision: str
     timings_ms: dict[str, float]
     gate: tuple[Decision, ...] | None = None
+    reduce: str = "none"
+    reduced: Reduced | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """The object that `vtx-run --json` prints."""
         facts = {"text": self.text, "token_ids": self.token_ids, **dataclasses.asdict(self.stats)}
+        facts |= facts.pop("reduced") or {}
         return facts if facts["gate"] is not None else {k: v for k, v in facts.items() if k != "gate"}
 
 
@@ -118,6 +124,10 @@ class Clock:
         image = encode()
         self._vision += time.perf_counter() - start
         return image
+
+    def all_vision(self, encoders: Pictures) -> Pictures:
+        """The same encoders, their time measured."""
+        return tuple((key, lambda encode=encode: self.vision(encode)) for key, encode in encoders)
 
     def prefilled(self) -> None:
         self._prefilled = time.perf_counter()

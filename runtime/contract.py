@@ -24,7 +24,6 @@ def vision(m: Manifest) -> Contract:
     outputs: dict[str, Tensor] = {names.FEATURES: ([None, rows, m.model.hidden], "float")}
     if graphs.vision_merges:
         inputs[names.TAU] = ([1], "float")
-    if graphs.vision_merges or graphs.vision_attention:
         outputs |= {names.PLACES: ([None], "int64"), names.MERGED: ([None], "int64")}
     if graphs.vision_attention:
         outputs[names.CLS_ATTENTION] = ([None], "float")

@@ -45,9 +45,13 @@ class Encoded:
 
     @classmethod
     def plain(cls, rows: Rows) -> Encoded:
-        """Rows of a vision graph that says nothing about them: one a patch, in raster order."""
+        """Rows of a vision graph that does not merge: one a patch of a square, in raster order.
+
+        One row more than a square is the class token, first.
+        """
         count = len(rows)
-        return cls(rows, Patches(np.arange(count, dtype=np.int64), np.zeros(count, bool), None))
+        places = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
+        return cls(rows, Patches(places, np.zeros(count, bool), None))
 
     def take(self, which: Ids) -> Encoded:
         return Encoded(self.rows[which], self.patches.take(which))

@@ -15,6 +15,7 @@ from vtx.runtime.encoded import Encoded, Ids, Mask, Patches, Rows
 from vtx.runtime.policies.policy import Departure
 
 Key = tuple[bytes, tuple[str, ...]]
+Pictures = tuple[tuple[str, Callable[[], Encoded]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Prompt:
 
     ids: Ids
     is_vision: Mask
-    pictures: tuple[tuple[str, Callable[[], Encoded]], ...] = ()
+    pictures: Pictures = ()
 
     @property
     def front(self) -> int:

@@ -16,23 +16,21 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from vtx.runtime.answer import Answer, AnswerStream, Clock, Options, Stats
 from vtx.runtime.backend import Backend
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.encoded import Encoded
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.gallery import Gallery, Picture
 from vtx.runtime.generate import generate
 from vtx.runtime.image import ImageSource, load_image, preprocess
 from vtx.runtime.machine import available_memory
 from vtx.runtime.manifest import WEIGHT_BYTES, Manifest
-from vtx.runtime.policies.gate import Decision
+from vtx.runtime.policies import word
 from vtx.runtime.policies.make import decisions, make_policy
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.reduced import reduced
 from vtx.runtime.sampling import Sampler
 from vtx.runtime.session import Prefilled, Prompt, Session
 from vtx.runtime.text import Message, Part, Text
@@ -41,14 +39,6 @@ from vtx.runtime.units import size
 K = int | str | None
 DEFAULT = "default"
 DEVICES = ("auto", "cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One preprocessed image: [3, height, width] float32 and the hash of these pixels."""
-
-    pixels: NDArray[np.float32]
-    key: str
 
 
 class Model:
@@ -77,6 +67,14 @@ class Model:
         with self.open() as conversation:
             return conversation.ask(question, k, options)
 
+    def policy(self, k: K = DEFAULT, options: Options | None = None, reduce: str | None = DEFAULT) -> Policy:
+        """What `k` and `reduce` mean for this bundle; its defaults where they are left out."""
+        manifest = self.manifest
+        depth = manifest.default_k if k == DEFAULT else k
+        wanted = next(iter(manifest.reductions), None) if reduce == DEFAULT else reduce
+        threshold = (options or Options()).gate_threshold
+        return make_policy(depth, manifest, self.backend.gate, threshold, reduce=wanted)
+
     def picture(self, source: ImageSource) -> Picture:
         """Read and preprocess an image."""
         pixels = preprocess(load_image(source), self.manifest.image)
@@ -91,8 +89,9 @@ class Conversation:
     """
 
     def __init__(self, model: Model, pictures: tuple[Picture, ...]) -> None:
-        self._model, self._pictures = model, pictures
+        self.model, self.pictures = model, pictures
         self._session = Session(model.backend, model.manifest)
+        self._gallery = Gallery(model.backend, pictures)
         self._lock = threading.Lock()
         self._reading: tuple[int, weakref.ref[AnswerStream]] | None = None  # thread and stream that hold the lock
 
@@ -106,51 +105,62 @@ class Conversation:
         """Free the caches. The conversation can be used again and then starts afresh."""
         self._end_own_stream()
         with self._lock:
-            self._session = Session(self._model.backend, self._model.manifest)
+            self._session = Session(self.model.backend, self.model.manifest)
+            self._gallery = Gallery(self.model.backend, self.pictures)
 
-    def ask(self, question: str, k: K = DEFAULT, options: Options | None = None) -> Answer:
+    def ask(
+        self, question: str, k: K = DEFAULT, options: Options | None = None, *, reduce: str | None = DEFAULT
+    ) -> Answer:
         """Answer one question, independent of those before it.
 
         Args:
             question: plain text; special tokens in it stay text.
             k: a prebuilt K, "none" or None for no withdrawal; the bundle's default when left out.
             options: sampling and limits.
+            reduce: a word for reductions, as "mustdrop:192"; "none" or None for none; the bundle's first when left out.
 
         Raises:
-            RequestError: an empty question, or a K the bundle was not cut at.
+            RequestError: an empty question, a K the bundle was not cut at, a reduction it was not exported for.
             ContextError: the question does not fit.
 
         """
-        return self.stream(question, k, options).read()
+        return self.stream(question, k, options, reduce=reduce).read()
 
-    def stream(self, question: str, k: K = DEFAULT, options: Options | None = None) -> AnswerStream:
+    def stream(
+        self, question: str, k: K = DEFAULT, options: Options | None = None, *, reduce: str | None = DEFAULT
+    ) -> AnswerStream:
         """As `ask`, giving the text piece by piece."""
-        return self._stream([self._user(question)], k, options or Options(), go_on=False)
+        return self._stream([self._user(question)], k, options or Options(), reduce, go_on=False)
 
-    def chat(self, k: K = DEFAULT) -> Chat:
+    def chat(self, k: K = DEFAULT, *, reduce: str | None = DEFAULT) -> Chat:
         """A conversation of several turns about these images."""
-        return Chat(self, k)
+        return Chat(self, k, reduce)
 
     def _user(self, question: str, *, with_images: bool = True) -> Message:
-        parts: list[Part] = [{"type": "image"} for _ in self._pictures] if with_images else []
+        parts: list[Part] = [{"type": "image"} for _ in self.pictures] if with_images else []
         return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
-    def _stream(self, messages: Sequence[Message], k: K, options: Options, *, go_on: bool) -> AnswerStream:
-        manifest = self._model.manifest
-        chosen = manifest.default_k if k == DEFAULT else k
-        policy = make_policy(chosen, manifest, self._model.backend.gate, options.gate_threshold)
-        ids = self._model.text.prompt(messages, manifest.model.vision_tokens)
+    def _stream(
+        self, messages: Sequence[Message], k: K, options: Options, reduce: str | None, *, go_on: bool
+    ) -> AnswerStream:
+        manifest, text = self.model.manifest, self.model.text
+        policy = self.model.policy(k, options, reduce)
+        ids = text.prompt(messages, manifest.model.vision_tokens)  # here, so that what cannot be asked is told now
 
         def pieces(stream: AnswerStream) -> Generator[str]:
             self._end_own_stream()
             with self._lock:
                 self._reading = threading.get_ident(), weakref.ref(stream)
                 clock = Clock()
-                pictures = tuple((p.key, lambda p=p: clock.vision(lambda: self._encode(p))) for p in self._pictures)
-                prompt = Prompt(ids, ids == manifest.text.image_token_id, pictures)
-                done = self._session.prefill(prompt, policy, go_on=go_on)
+                encoders = clock.all_vision(self._gallery.encoders(policy.entries))
+                asked = ids
+                if policy.entries and encoders:  # how many rows an image has, only its pixels say
+                    asked = text.prompt(messages, [len(encode().patches) for _, encode in encoders])
+                done = self._session.prefill(
+                    Prompt(asked, asked == manifest.text.image_token_id, encoders), policy, go_on=go_on
+                )
                 clock.prefilled()
-                yield from self._generate(stream, done, len(ids), options, clock, decisions(policy))
+                yield from self._generate(stream, done, len(asked), options, clock, policy)
 
         return AnswerStream(pieces)
 
@@ -162,9 +172,6 @@ class Conversation:
             with contextlib.suppress(ValueError):  # another thread is reading it just now and will end it
                 stream.close()
 
-    def _encode(self, picture: Picture) -> Encoded:
-        return self._model.backend.vision(picture.pixels[None])
-
     def _generate(
         self,
         stream: AnswerStream,
@@ -172,10 +179,10 @@ class Conversation:
         prompt_tokens: int,
         options: Options,
         clock: Clock,
-        gate: list[Decision] | None,
+        policy: Policy,
     ) -> Iterator[str]:
-        text, ids = self._model.text.stream(), list[int]()
-        end_ids = () if options.ignore_eos else self._model.manifest.text.end_ids
+        text, ids = self.model.text.stream(), list[int]()
+        end_ids = () if options.ignore_eos else self.model.manifest.text.end_ids
         sampler = Sampler(options.sampling)
         shown: list[str] = []
         tokens = generate(self._session, done.logits, sampler, end_ids=end_ids, max_new_tokens=options.max_new_tokens)
@@ -193,11 +200,11 @@ class Conversation:
             shown.append(rest)
             yield rest
         stopped = "end" if ids[-1] in end_ids else "length" if len(ids) == options.max_new_tokens else "context"
-        stats = self._stats(done, prompt_tokens, clock, gate)
+        stats = self._stats(done, prompt_tokens, clock, policy)
         stream._answer = Answer("".join(shown), tuple(ids), stats, stopped)
 
-    def _stats(self, done: Prefilled, prompt_tokens: int, clock: Clock, gate: list[Decision] | None) -> Stats:
-        manifest = self._model.manifest
+    def _stats(self, done: Prefilled, prompt_tokens: int, clock: Clock, policy: Policy) -> Stats:
+        manifest, gate = self.model.manifest, decisions(policy)
         return Stats(
             k=done.k,
             full_layers=done.k - 1 if done.k else manifest.model.layers,
@@ -208,18 +215,20 @@ class Conversation:
             kv_slots=done.slots,
             kv_bytes=sum(done.slots) * manifest.kv_slot_bytes(),
             reused_image=done.reused_image,
-            device=self._model.backend.device,
+            device=self.model.backend.device,
             precision=manifest.precision,
-            timings_ms={"load": round(self._model.load_ms, 3), **clock.timings()},
+            timings_ms={"load": round(self.model.load_ms, 3), **clock.timings()},
             gate=None if gate is None else tuple(gate),
+            reduce=word(policy.reductions),
+            reduced=reduced(policy, done),
         )
 
 
 class Chat:
-    """Turns that build on each other; K stays the same from the first turn on."""
+    """Turns that build on each other; K, and which vision rows stay, are the first turn's."""
 
-    def __init__(self, conversation: Conversation, k: K) -> None:
-        self._conversation, self._k = conversation, k
+    def __init__(self, conversation: Conversation, k: K, reduce: str | None) -> None:
+        self._conversation, self._k, self._reduce = conversation, k, reduce
         self.messages: list[Message] = []
 
     def ask(self, question: str, options: Options | None = None) -> Answer:
@@ -229,7 +238,8 @@ class Chat:
     def stream(self, question: str, options: Options | None = None) -> AnswerStream:
         """As `ask`, giving the text piece by piece. The turn counts once it has been read to its end."""
         turn = self._conversation._user(question, with_images=not self.messages)
-        inner = self._conversation._stream([*self.messages, turn], self._k, options or Options(), go_on=True)
+        messages, limits = [*self.messages, turn], options or Options()
+        inner = self._conversation._stream(messages, self._k, limits, self._reduce, go_on=True)
 
         def pieces(stream: AnswerStream) -> Generator[str]:
             yield from inner

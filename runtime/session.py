@@ -29,9 +29,10 @@ __all__ = ["Cut", "Prefilled", "Prompt", "Session"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Vision rows left before `layer`; `kept` [rows that entered] went on."""
+    """Vision rows left before `layer`; `kept` [rows that entered] went on, `by` names who left out the others."""
 
     layer: int
+    by: tuple[str, ...]
     kept: Mask
 
 
@@ -249,7 +250,7 @@ class Session:
         if not again:
             self._line = line
         self._cut = number if first else self._cut
-        self._cuts.append(Cut(self._stages[number].first, line.present[front.is_vision]))
+        self._cuts.append(Cut(self._stages[number].first, departure.by, line.present[front.is_vision]))
         return line
 
     def _room(self, number: int, line: Line) -> StageCache:

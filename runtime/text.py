@@ -136,9 +136,11 @@ class Text:
         return cls(tokenizer, read_utf8(folder / TEMPLATE_FILE, 4 * MAX_SOURCE, BundleError), settings)
 
     def prompt(
-        self, messages: Sequence[Message], image_rows: int, *, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], image_rows: int | Sequence[int], *, add_generation_prompt: bool = True
     ) -> NDArray[np.int64]:
         """Token ids [tokens], int64, of the conversation, each image standing as `image_rows` image tokens.
+
+        One number goes for all images; several, one for each in turn.
 
         Special tokens that stand in the messages are text. Raises `RequestError` for messages that cannot be asked,
         `TemplateError` when the template fails or does not place every image once.
@@ -153,7 +155,9 @@ class Text:
                 f"the chat template prints {self.settings.image_token} {is_image.sum()} times for {images} images; "
                 + _TEMPLATE_CURE
             )
-        return np.repeat(ids, np.where(is_image, image_rows, 1))
+        counts = np.ones(len(ids), np.int64)
+        counts[is_image] = image_rows
+        return np.repeat(ids, counts)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""

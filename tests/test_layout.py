@@ -134,8 +134,9 @@ def test_the_calls_that_users_write_keep_their_parameters() -> None:
     assert parameters(vtx.load) == ["bundle", "device", "threads", "force"]
     assert parameters(vtx.Model.open) == ["images"]
     assert parameters(vtx.Model.ask) == ["question", "k", "options"]
-    assert parameters(vtx.Conversation.ask) == parameters(vtx.Conversation.stream) == ["question", "k", "options"]
-    assert parameters(vtx.Conversation.chat) == ["k"]
+    asking = ["question", "k", "options", "reduce"]
+    assert parameters(vtx.Conversation.ask) == parameters(vtx.Conversation.stream) == asking
+    assert parameters(vtx.Conversation.chat) == ["k", "reduce"]
     assert parameters(vtx.Chat.ask) == parameters(vtx.Chat.stream) == ["question", "options"]
     assert parameters(vtx.Options)[:3] == ["max_new_tokens", "ignore_eos", "sampling"]  # more may follow
     assert parameters(vtx.Sampling) == ["temperature", "top_p", "top_k", "seed"]

@@ -11,4 +11,5 @@ from vtx.runtime.policies.base import Reduction
 class Full(Reduction):
     """The vision rows never leave as a whole."""
 
+    name = "none"
     whole = True

@@ -39,6 +39,7 @@ class Gate(Reduction):
     ks: tuple[int, ...]
     threshold: float = 0.5
     asked: list[Decision] = field(default_factory=list, compare=False)
+    name = "gate"
     whole = True
 
     def needs(self) -> Needs:

@@ -12,13 +12,14 @@ from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Departure:
-    """Vision rows leave at a boundary: `kept` [rows that were there] go on.
+    """Vision rows leave at a boundary: `kept` [rows that were there] go on, `by` names who left out the others.
 
     `renumbers`: all rows that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: earlier caches
     shrink to what it left, unless more leave later.
     """
 
     kept: Mask
+    by: tuple[str, ...]
     renumbers: bool
     shrinks: bool
 
@@ -36,9 +37,14 @@ class Policy:
         return found
 
     @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """Those that leave out some rows, not the whole image."""
+        return tuple(part for part in self.parts if not part.whole)
+
+    @property
     def row_cuts(self) -> set[int]:
         """Layers before which some rows may leave and others stay."""
-        return {cut for part in self.parts if not part.whole for cut in part.needs().cuts}
+        return {cut for part in self.reductions for cut in part.needs().cuts}
 
     @property
     def renumbers(self) -> bool:
@@ -51,12 +57,13 @@ class Policy:
 
     def ask(self, boundary: Boundary) -> Departure | None:
         """Which rows go on from here; None: all. Rows that one part leaves out, no later one brings back."""
-        kept, renumbers, shrinks = np.ones(boundary.count, bool), False, False
+        kept, who = np.ones(boundary.count, bool), list[Reduction]()
         for part in self.parts:
-            needs = part.needs()
-            mask = part.keeps(boundary) if kept.any() and boundary.layer in needs.cuts else None
+            mask = part.keeps(boundary) if kept.any() and boundary.layer in part.needs().cuts else None
             if mask is not None and not mask.all():
                 kept = kept & mask
-                renumbers, shrinks = renumbers or part.renumbers, shrinks or not part.whole
-        shrinks = shrinks and self.needs().shrinks is not None
-        return None if kept.all() else Departure(kept, renumbers, shrinks)
+                who.append(part)
+        if not who:
+            return None
+        shrinks = self.needs().shrinks is not None and not all(part.whole for part in who)
+        return Departure(kept, tuple(part.name for part in who), any(part.renumbers for part in who), shrinks)

@@ -15,6 +15,7 @@ class Withdraw(Reduction):
     """The vision rows leave before layer `k`, positions kept (VTW section 3.3, "keep")."""
 
     k: int
+    name = "withdrawal"
     whole = True
 
     def needs(self) -> Needs:
