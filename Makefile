@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # Installed before everything that depends on it, so that you choose the build: CUDA, or the far smaller one for CPUs.
 TORCH ?= torch==2.13.0
-EXTRAS ?= cpu,export,dev
+EXTRAS ?= cpu,openvino,export,dev
 QUESTIONS ?= "How many shapes are there?" "What is in the middle?"
 
 BIN := .venv/bin

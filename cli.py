@@ -65,7 +65,8 @@ def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int |
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
 @click.option("--seed", type=int, help="For the same answer again when the temperature is above 0.")
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu", help="Where to compute.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|openvino", help="Where to compute.")
+@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
 @click.option("--threads", type=int, help="[default: all cores]")
 @click.option("--force", is_flag=True, help="Load also where the free memory looks too small.")
 def run(
@@ -73,7 +74,7 @@ def run(
     k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
     more: tuple[str, ...], text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
-    seed: int | None, device: str, threads: int | None,
+    seed: int | None, device: str, compute: str | None, threads: int | None,
     force: bool,
 ) -> None:  # fmt: skip
     """Answer questions about an image. Several questions reuse the image."""
@@ -85,8 +86,11 @@ def run(
     from vtx.runtime.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
-    model = load(find_bundle(bundle), device=device, threads=threads, force=force)
-    where = f"{model.manifest.model.name} on {model.backend.device}, {model.manifest.precision} weights"
+    model = load(find_bundle(bundle), device=device, compute=compute, threads=threads, force=force)
+    name, backend = model.manifest.model.name, model.backend
+    where = (
+        f"{name} on {backend.device} ({model.why}), {model.manifest.precision} weights, {backend.compute} arithmetic"
+    )
     with model.open([_image(name) for name in [*images, *more]]) as conversation:
         if show_tokens:
             from vtx.runtime.picture import check_shown
@@ -188,21 +192,23 @@ def inspect(bundle: str, as_json: bool) -> None:
 
 @command(epilog="vtx-doctor\nvtx-doctor vtx-demo-k16-fp16")
 @click.argument("bundle", type=click.Path(), required=False)
-def doctor(bundle: str | None) -> None:
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|openvino", help="Where to compute.")
+@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
+def doctor(bundle: str | None, device: str, compute: str | None) -> None:
     """Check this machine and say what fits, or a bundle: its checksums, then its golden vectors computed again."""
     from vtx.runtime.device import recognise
     from vtx.runtime.machine import look
 
     if bundle is None:
-        device = recognise()
-        found = look(device)
+        this = recognise()
+        found = look(this)
         table("this machine", ["what", "found"], [[f.name, f.value if f.ok else f"PROBLEM: {f.value}"] for f in found])
         problems = [f.name for f in found if not f.ok]
         if problems:
             raise DeviceError(f"vtx cannot run here yet: see {', '.join(problems)} above")
-        _show_fits(device.profile)
+        _show_fits(this.profile)
         return
-    _check_bundle(bundle)
+    _check_bundle(bundle, device, compute)
 
 
 def _show_fits(profile: str | None) -> None:
@@ -221,7 +227,7 @@ def _show_fits(profile: str | None) -> None:
     table(f"what fits into {size(usable)} on {where}, by calculation (vtx-plan)", ["model", *PRECISIONS], rows)
 
 
-def _check_bundle(folder: str) -> None:
+def _check_bundle(folder: str, device: str, compute: str | None) -> None:
     from vtx.runtime.bundle import Bundle
     from vtx.runtime.errors import BundleError
     from vtx.runtime.golden import check_golden
@@ -242,13 +248,15 @@ def _check_bundle(folder: str) -> None:
     if wrong:
         raise BundleError(f"{len(wrong)} of {len(opened.manifest.files)} files are not as exported; export again")
     click.echo(f"checksums: all {len(opened.manifest.files)} files are as exported")
-    checks = list(check_golden(load(folder)))
+    model = load(folder, device=device, compute=compute)
+    checks = list(check_golden(model))
     rows = [[c.name, f"{c.difference:.2e}", f"{c.limit:.0e}", "ok" if c.passed else "FAILED", c.note] for c in checks]
     table("against the plain PyTorch reference", ["what", "difference", "limit", "", ""], rows)
     failed = [c.name for c in checks if not c.passed]
     if failed:
         raise BundleError(f"{', '.join(failed)} differ beyond the limit; export again, or report this with the table")
-    click.echo("the bundle computes what its checkpoint says")
+    where = f"{model.backend.device} in {model.backend.compute}"
+    click.echo(f"the bundle computes what its checkpoint says, on {where}")
 
 
 # --- vtx ------------------------------------------------------------------------------------------

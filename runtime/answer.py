@@ -23,6 +23,7 @@ class Stats:
     `k` is the first layer without vision rows and None where they stayed; `exit_layer` is the last layer
     with them, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the prompt.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
+    `device` computes in `compute`, f32 or bf16, with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
     `reduce` is the canonical word of the reductions, and `reduced` what they did; None where there are none.
     """
@@ -37,6 +38,7 @@ class Stats:
     kv_bytes: int
     reused_image: bool
     device: str
+    compute: str
     precision: str
     timings_ms: dict[str, float]
     gate: tuple[Decision, ...] | None = None

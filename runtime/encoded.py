@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vtx.runtime import names
 
 Rows = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Scores = tuple[NDArray[np.float32], NDArray[np.float32]]
+NEVER = 2.0  # a cosine that no window of patches reaches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +46,15 @@ class Encoded:
 
     rows: Rows
     patches: Patches
+
+    @classmethod
+    def of(cls, found: Mapping[str, NDArray[Any]]) -> Encoded:
+        """The outputs of a vision graph for one image, by name."""
+        features = found[names.FEATURES]
+        rows: Rows = features.reshape(-1, features.shape[-1])
+        plain = cls.plain(rows).patches
+        places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
+        return cls(rows, Patches(places, merged.astype(bool), found.get(names.CLS_ATTENTION)))
 
     @classmethod
     def plain(cls, rows: Rows) -> Encoded:

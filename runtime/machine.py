@@ -32,6 +32,7 @@ def look(device: Device | None = None) -> list[Finding]:
         Finding("memory", _memory()),
         *_device(device or recognise()),
         *_onnxruntime(),
+        _extra("openvino", ("openvino",), optional=True),
         _extra("export", EXPORT_PACKAGES),
         _extra("rtx", ("tensorrt-rtx", "cuda-python"), optional=True),
         _extra("tensorrt", ("tensorrt", "cuda-python"), optional=True),

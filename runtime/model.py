@@ -21,6 +21,7 @@ from typing import cast
 from vtx.runtime.answer import Answer, AnswerStream, Clock, Options, Stats
 from vtx.runtime.backend import Backend
 from vtx.runtime.bundle import Bundle
+from vtx.runtime.devices import AUTO, choose, open_backend
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.gallery import Gallery, Picture
 from vtx.runtime.generate import generate
@@ -38,14 +39,13 @@ from vtx.runtime.units import size
 
 K = int | str | None
 DEFAULT = "default"
-DEVICES = ("auto", "cpu")
 
 
 class Model:
-    """A loaded bundle. One model serves any number of conversations and threads."""
+    """A loaded bundle. One model serves any number of conversations and threads. `why` says why on this device."""
 
-    def __init__(self, bundle: Bundle, backend: Backend, load_ms: float) -> None:
-        self.bundle, self.backend, self.load_ms = bundle, backend, load_ms
+    def __init__(self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for") -> None:
+        self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
         self.text = Text.load(bundle.folder, bundle.manifest.text)
 
     @property
@@ -216,6 +216,7 @@ class Conversation:
             kv_bytes=sum(done.slots) * manifest.kv_slot_bytes(),
             reused_image=done.reused_image,
             device=self.model.backend.device,
+            compute=self.model.backend.compute,
             precision=manifest.precision,
             timings_ms={"load": round(self.model.load_ms, 3), **clock.timings()},
             gate=None if gate is None else tuple(gate),
@@ -250,33 +251,36 @@ class Chat:
 
 
 def load(
-    bundle: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None, force: bool = False
+    bundle: str | os.PathLike[str],
+    *,
+    device: str = AUTO,
+    compute: str | None = None,
+    threads: int | None = None,
+    force: bool = False,
 ) -> Model:
     """Load a bundle that `vtx-export` made.
 
     Args:
         bundle: its directory.
-        device: "auto" or "cpu".
+        device: "cpu" (onnxruntime), "openvino", or "auto" for the better of those that are possible here.
+        compute: type of the arithmetic, "f32" (also when left out) or, on OpenVINO, "bf16".
         threads: threads of the one pool that all models of this process share; all cores when left out.
         force: load also where the memory that is free looks too small for the weights.
 
     Raises:
         BundleError: no bundle, or a damaged one.
-        DeviceError: the device is not there, onnxruntime is not installed, or the memory is too small.
+        DeviceError: the device, its package, its graphs or its arithmetic are not there, or the memory is too small.
 
     """
     start = time.perf_counter()
-    if device not in DEVICES:
-        raise DeviceError(f"device {device!r} is not available in this version; it runs on: {', '.join(DEVICES)}")
     if threads is not None and threads < 1:
         raise RequestError(f"threads is {threads}; give a number from 1 on")
-    from vtx.runtime.ort import OrtBackend
-
     opened = Bundle.open(bundle)
+    place = choose(opened.manifest, device, compute)
     if not force:
         _check_memory(opened.manifest)
-    backend = OrtBackend(opened, threads)
-    return Model(opened, backend, 1000 * (time.perf_counter() - start))
+    backend = open_backend(opened, place, threads)
+    return Model(opened, backend, 1000 * (time.perf_counter() - start), place.why)
 
 
 def _check_memory(manifest: Manifest) -> None:

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from vtx.runtime import contract, names
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.encoded import Encoded, Ids, Patches, Rows, Scores
+from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows, Scores
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.machine import cores
 from vtx.runtime.manifest import StageSpec
 from vtx.runtime.rope import read_rope
 
 _SMALLER = "use a smaller precision or a machine with more"
-NEVER = 2.0  # a cosine that no window of patches reaches
 _pool_lock = threading.Lock()
 _pool_threads: int | None = None
 
@@ -59,7 +58,7 @@ class OrtBackend:
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         self._ort = load_onnxruntime()
         self._bundle, self._manifest = bundle, bundle.manifest
-        self.device = "cpu"
+        self.device, self.compute = "cpu", "f32"
         self.threads = threads or _pool_threads or cores()
         share_threads(self._ort, self.threads)
         graphs = self._manifest.dialects["ort"]
@@ -110,11 +109,7 @@ class OrtBackend:
         if graphs.vision_merges:
             feeds[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)
         found = dict(zip((o.name for o in self._vision.get_outputs()), self._vision.run(None, feeds), strict=True))
-        features = found[names.FEATURES]
-        rows: Rows = features.reshape(-1, features.shape[-1])
-        plain = Encoded.plain(rows).patches
-        places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
-        return Encoded(rows, Patches(places, merged.astype(bool), found.get(names.CLS_ATTENTION)))
+        return Encoded.of(found)
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         logits: NDArray[np.float32] = self._head.run(None, {names.HIDDEN: rows})[0]

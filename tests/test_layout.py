@@ -19,9 +19,20 @@ import vtx
 from vtx import cli
 
 ROOT = Path(__file__).parents[1]
-RUNTIME_MAY_IMPORT = {"click", "jinja2", "numpy", "onnxruntime", "PIL", "rich", "tokenizers", "tomli", "vtx"}
+RUNTIME_MAY_IMPORT = {
+    "click",
+    "jinja2",
+    "numpy",
+    "onnxruntime",
+    "openvino",
+    "PIL",
+    "rich",
+    "tokenizers",
+    "tomli",
+    "vtx",
+}
 EXPORTING = {"huggingface_hub", "onnx", "onnx_ir", "safetensors", "torch", "transformers"}
-HEAVY = EXPORTING | {"jinja2", "numpy", "onnxruntime", "PIL", "rich", "tokenizers"}
+HEAVY = EXPORTING | {"jinja2", "numpy", "onnxruntime", "openvino", "PIL", "rich", "tokenizers"}
 SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.cli:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 
@@ -53,12 +64,12 @@ def test_the_runtime_imports_nothing_that_a_device_need_not_have(folder: str) ->
         assert roots <= RUNTIME_MAY_IMPORT, path
 
 
-def test_onnxruntime_is_imported_in_functions_only() -> None:
+def test_engines_are_imported_in_functions_only() -> None:
     for path in (ROOT / "runtime").rglob("*.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body
         top = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
         top |= {node.module or "" for node in body if isinstance(node, ast.ImportFrom)}
-        assert not any(name.startswith("onnxruntime") for name in top), path
+        assert not any(name.startswith(("onnxruntime", "openvino")) for name in top), path
 
 
 @pytest.fixture
@@ -131,7 +142,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_the_calls_that_users_write_keep_their_parameters() -> None:
-    assert parameters(vtx.load) == ["bundle", "device", "threads", "force"]
+    assert parameters(vtx.load) == ["bundle", "device", "compute", "threads", "force"]
     assert parameters(vtx.Model.open) == ["images"]
     assert parameters(vtx.Model.ask) == ["question", "k", "options"]
     asking = ["question", "k", "options", "reduce"]

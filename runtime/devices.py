@@ -1,0 +1,101 @@
+"""Where a bundle can be answered: what its graphs are written for, what is installed, and which of it is best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import MappingProxyType
+
+from vtx.runtime.backend import Backend
+from vtx.runtime.bundle import Bundle
+from vtx.runtime.errors import DeviceError
+from vtx.runtime.manifest import Manifest
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What computes on a device: the module it needs, the dialect it reads, its arithmetic, the default first."""
+
+    module: str
+    extra: str
+    dialect: str
+    compute: tuple[str, ...]
+
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "cpu": Engine("onnxruntime", "cpu", "ort", ("f32",)),
+        "openvino": Engine("openvino", "openvino", "plain", ("f32", "bf16")),
+    }
+)
+DEVICES = (AUTO, *ENGINES)
+COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a bundle is answered, in which arithmetic, and why there."""
+
+    device: str
+    compute: str
+    why: str
+
+
+def choose(manifest: Manifest, device: str = AUTO, compute: str | None = None) -> Place:
+    """The place that was asked for, or with "auto" the best of those that are possible.
+
+    Raises:
+        DeviceError: no such device, or it lacks its package, its graphs in this bundle, or the arithmetic asked for.
+
+    """
+    if device not in DEVICES:
+        raise DeviceError(f"device {device!r} is not available in this version; it runs on: {', '.join(DEVICES)}")
+    if compute is not None and compute not in COMPUTE:
+        raise DeviceError(f"no device computes in {compute!r}; there are: {', '.join(COMPUTE)}")
+    if device != AUTO:
+        obstacle = _obstacle(manifest, device, compute)
+        if obstacle:
+            raise DeviceError(obstacle)
+        return Place(device, compute or ENGINES[device].compute[0], "asked for")
+    obstacles: list[str] = []
+    for name, why in _by_merit(manifest):
+        obstacle = _obstacle(manifest, name, compute)
+        if not obstacle:
+            return Place(name, compute or ENGINES[name].compute[0], "; ".join([why, *obstacles]))
+        obstacles.append(obstacle)
+    raise DeviceError(obstacles[0])
+
+
+def _by_merit(manifest: Manifest) -> list[tuple[str, str]]:
+    """Devices, the best first, each with why it is taken where all before it are not possible."""
+    return [("cpu", "the faster at decoding"), ("openvino", "what is left")]
+
+
+def _obstacle(manifest: Manifest, name: str, compute: str | None) -> str | None:
+    """Why this device cannot answer, and the cure; None where it can."""
+    engine = ENGINES[name]
+    if compute is not None and compute not in engine.compute:
+        able = [other for other, d in ENGINES.items() if compute in d.compute]
+        return f"{name} computes in {', '.join(engine.compute)}, not {compute}; that has: {', '.join(able)}"
+    if engine.dialect not in manifest.dialects:
+        return (
+            f"{name} reads graphs of the {engine.dialect!r} dialect and this bundle holds none; "
+            f"export it with --dialect ort,{engine.dialect}"
+        )
+    if find_spec(engine.module) is None:
+        return f'{engine.module} is not installed; pip install "vtx-edge[{engine.extra}]"'
+    return None
+
+
+def open_backend(bundle: Bundle, place: Place, threads: int | None) -> Backend:
+    """Load the bundle's graphs at a place that `choose` gave."""
+    if place.device == "openvino":
+        from vtx.runtime.openvino import OpenvinoBackend
+
+        return OpenvinoBackend(bundle, threads, place.compute)
+    from vtx.runtime.ort import OrtBackend
+
+    return OrtBackend(bundle, threads)

@@ -1,0 +1,287 @@
+"""The OpenVINO backend: one compiled graph a stage, K and V as state of one infer request a cache."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime import contract, names
+from vtx.runtime.bundle import Bundle
+from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows, Scores
+from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.machine import cores
+from vtx.runtime.manifest import StageSpec
+from vtx.runtime.rope import read_rope
+from vtx.runtime.stateful import SEQUENCE, fuse_attention, keep_state
+
+DIALECT = "plain"
+WORDS = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # OpenVINO's and onnxruntime's
+KV_WORDS = {"float32": "f32", "float16": "f16"}  # numpy's and OpenVINO's
+
+
+def load_openvino() -> Any:
+    """The openvino module, or DeviceError with the command that installs it."""
+    try:
+        import openvino
+    except ImportError as e:
+        raise DeviceError('openvino is not installed; pip install "vtx-edge[openvino]"') from e
+    return openvino
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """An input or output as `contract.check` looks at it."""
+
+    name: str
+    type: str
+    shape: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, port: Any, promised: Iterable[str]) -> _Port:
+        """A port may have further names, which tensors had on the way to it."""
+        name = next(iter(port.get_names().intersection(promised)), port.get_any_name())
+        shape = tuple(None if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
+        kind = port.get_element_type().get_type_name()
+        return cls(name, f"tensor({WORDS.get(kind, kind)})", shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """A graph's inputs and outputs, asked for as onnxruntime's sessions are."""
+
+    model: Any
+    promised: contract.Contract
+
+    def get_inputs(self) -> Sequence[_Port]:
+        return [_Port.of(port, self.promised[0]) for port in self.model.inputs]
+
+    def get_outputs(self) -> Sequence[_Port]:
+        return [_Port.of(port, self.promised[1]) for port in self.model.outputs]
+
+
+class _Graph:
+    """A compiled graph. Calls from several threads wait for each other."""
+
+    def __init__(self, compiled: Any, outputs: Iterable[str]) -> None:
+        self._request, self._outputs = compiled.create_infer_request(), tuple(outputs)
+        self._lock = threading.Lock()
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The outputs by name."""
+        with self._lock:
+            self._request.infer(dict(inputs), share_inputs=True, share_outputs=True)
+            return {name: self._request.get_tensor(name).data.copy() for name in self._outputs}
+
+
+class OpenvinoBackend:
+    """`Backend` on OpenVINO's CPU plugin, from the bundle's `plain` graphs.
+
+    `compute` is the type of the arithmetic: "f32", or "bf16" on processors that have it.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32") -> None:
+        self._openvino = load_openvino()
+        self._bundle, self._manifest = bundle, bundle.manifest
+        if DIALECT not in self._manifest.dialects:
+            raise DeviceError(
+                f"this bundle holds no graphs of the {DIALECT!r} dialect, which OpenVINO reads; "
+                f"export it with --dialect ort,{DIALECT}"
+            )
+        self.device, self.compute = "openvino", compute
+        self.threads = threads or cores()
+        self._core = self._openvino.Core()
+        self._settings = self._choose_settings()
+        graphs = self._manifest.dialects[DIALECT]
+        self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
+        self._head = self._graph(graphs.head, contract.head(self._manifest))
+        self._stages = [self._compile_stage(spec) for spec in graphs.stages]
+        self._specs = graphs.stages
+        self._gates = {g.k: self._graph(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
+        self._score = self._graph(graphs.score, contract.score(self._manifest)) if graphs.score else None
+        self._vision: _Graph | None = None
+        self._vision_lock = threading.Lock()
+        self._rope = read_rope(bundle)
+
+    def _choose_settings(self) -> dict[str, Any]:
+        able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        if self.compute == "bf16" and "BF16" not in able:
+            raise DeviceError(f"this processor computes {', '.join(able)}, not bf16; leave out --compute bf16")
+        kv = "bf16" if self.compute == "bf16" else KV_WORDS[self._manifest.kv_dtype]
+        return {
+            "INFERENCE_PRECISION_HINT": self.compute,
+            "KV_CACHE_PRECISION": kv,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+            "INFERENCE_NUM_THREADS": self.threads,
+            "NUM_STREAMS": 1,
+            "ENABLE_CPU_PINNING": False,  # or the graphs of two processes fight over the same cores
+        }
+
+    def _read(self, name: str, promised: contract.Contract) -> Any:
+        try:
+            model = self._core.read_model(os.fspath(self._bundle.path(name)))
+        except RuntimeError as e:
+            raise BundleError(f"OpenVINO cannot read {name}: {_one_line(e)}; export the bundle again") from e
+        contract.check(name, _Ports(model, promised), promised)
+        return model
+
+    def _graph(self, name: str, promised: contract.Contract) -> _Graph:
+        return _Graph(self._engine(name, self._read(name, promised)), promised[1])
+
+    def _compile_stage(self, spec: StageSpec) -> Any:
+        model = self._read(spec.graph, contract.stage(self._manifest, spec, DIALECT))
+        fuse_attention(model)
+        keep_state(model, range(spec.first, spec.last + 1))
+        return self._engine(spec.graph, model)
+
+    def _engine(self, name: str, model: Any) -> Any:
+        try:
+            return self._core.compile_model(model, "CPU", self._settings)
+        except RuntimeError as e:
+            if "alloc" in str(e):
+                raise DeviceError(
+                    f"not enough memory to load {name}; use a smaller precision or a machine with more"
+                ) from e
+            raise BundleError(f"OpenVINO cannot compile {name}: {_one_line(e)}; export the bundle again") from e
+
+    def embed(self, ids: Ids) -> Rows:
+        return self._embed.run({names.IDS: ids})[names.HIDDEN]
+
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+        with self._vision_lock:
+            if self._vision is None:
+                self._vision = self._compile_vision()
+        inputs = {names.PIXELS: np.ascontiguousarray(pixels)}
+        if self._manifest.dialects[DIALECT].vision_merges:
+            inputs[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)
+        return Encoded.of(self._vision.run(inputs))
+
+    def _compile_vision(self) -> _Graph:
+        """Compiled for one image, which lets the engine choose its kernels for these very sizes."""
+        graphs, image = self._manifest.dialects[DIALECT], self._manifest.image
+        promised = contract.vision(self._manifest)
+        model = self._read(graphs.vision, promised)
+        model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
+        return _Graph(self._engine(graphs.vision, model), promised[1])
+
+    def head(self, rows: Rows) -> NDArray[np.float32]:
+        return self._head.run({names.HIDDEN: np.ascontiguousarray(rows)})[names.LOGITS]
+
+    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
+        return self._gates[k].run({names.HIDDEN: np.ascontiguousarray(rows)})[names.ODDS]
+
+    def stage(self, index: int, capacity: int) -> OpenvinoStageCache:
+        return OpenvinoStageCache(self, self._stages[index], self._specs[index], capacity)
+
+    def scores(self, query: NDArray[np.float32], key: NDArray[Any]) -> Scores:
+        """What `query` [rows, heads * head_dim] gives to the slots of `key` [1, kv_heads, slots, head_dim]."""
+        assert self._score is not None
+        slots = np.array([key.shape[2]], np.int32)
+        key = key.astype(self._manifest.kv_dtype, copy=False)
+        found = self._score.run({names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: slots})
+        return found[names.ATTENTION_SUM], found[names.ATTENTION_MAX]
+
+
+class OpenvinoStageCache:
+    """`StageCache` whose K and V are the state of an infer request over the stage's one compiled graph.
+
+    The state may hold more slots than `length` says, after `keep` and after an interrupt; they are cut off before
+    rows are appended. One row, as in decoding, runs through tensors made once.
+    """
+
+    def __init__(self, backend: OpenvinoBackend, compiled: Any, spec: StageSpec, capacity: int) -> None:
+        self._backend, self._spec, self.capacity = backend, spec, capacity
+        self._tensor = backend._openvino.Tensor
+        self._request = compiled.create_infer_request()
+        self.length = 0
+        self._held = 0  # slots of the state, at most
+        for name, table in zip((names.COS, names.SIN), backend._rope, strict=True):
+            self._request.set_tensor(name, self._tensor(table, shared_memory=True))
+        self._request.set_tensor(SEQUENCE, self._tensor(np.zeros(1, np.int32)))
+        hidden = backend._manifest.model.hidden
+        self._row, self._row_position, self._row_out = (
+            np.zeros((1, hidden), np.float32), np.zeros((1, 1), np.int64), np.zeros((1, hidden), np.float32),
+        )  # fmt: skip
+        self._row_tensors = self._tensors(self._row, self._row_position, self._row_out)
+        self._query = np.zeros((0, 0), np.float32)
+        self._bound: Any = None
+
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+        count = len(rows)
+        if self.length + count > self.capacity:
+            raise AssertionError(f"{self.length} + {count} rows in a cache of {self.capacity}")
+        self._cut_off()
+        if count == 1:
+            self._row[:], self._row_position[:] = rows, positions
+            tensors, out = self._row_tensors, self._row_out
+        else:
+            out = np.empty_like(rows)
+            tensors = self._tensors(np.ascontiguousarray(rows), positions[None].copy(), out)
+        self._bind(tensors)
+        self._held = self.length + count
+        self._request.start_async()
+        self._request.wait()
+        if query:
+            self._query = self._request.get_tensor(names.QUERY).data.copy()
+        self.length += count
+        return out
+
+    def keep(self, length: int) -> None:
+        assert length <= self.length, (length, self.length)
+        self.length = length
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        self._cut_off()
+        key = self._states()[names.past_key(self._spec.last)].state.data
+        return self._backend.scores(self._query[-1:] if last_only else self._query, key)
+
+    def read(self, slots: Ids) -> dict[str, NDArray[np.float32]]:
+        self._cut_off()
+        return {name: np.take(state.state.data, slots, axis=2) for name, state in self._states().items()}
+
+    def write(self, slots: Ids, kv: dict[str, NDArray[np.float32]], *, length: int) -> None:
+        for name, state in self._states().items():
+            _, heads, _, width = kv[name].shape
+            filled = np.empty((1, heads, length, width), np.float32)
+            if len(slots) < length:
+                before = state.state.data[:, :, :length]
+                filled[:, :, : before.shape[2]] = before
+            filled[:, :, slots] = kv[name]
+            state.state = self._tensor(filled)
+        self.length = self._held = length
+
+    def _states(self) -> dict[str, Any]:
+        """The variables by the name of the input that they stand for."""
+        return {state.name: state for state in self._request.query_state()}
+
+    def _cut_off(self) -> None:
+        """Bring the state down to `length` slots."""
+        if self._held == self.length:
+            return
+        if not self.length:
+            self._request.reset_state()
+        else:
+            for state in self._states().values():
+                state.state = self._tensor(np.ascontiguousarray(state.state.data[:, :, : self.length]))
+        self._held = self.length
+
+    def _tensors(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> tuple[tuple[str, Any], ...]:
+        """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""
+        arrays = ((names.HIDDEN, rows), (names.POSITIONS, positions), (names.HIDDEN_OUT, out))
+        return tuple((name, self._tensor(array, shared_memory=True)) for name, array in arrays)
+
+    def _bind(self, tensors: tuple[tuple[str, Any], ...]) -> None:
+        if tensors is self._bound:
+            return
+        for name, tensor in tensors:
+            self._request.set_tensor(name, tensor)
+        self._bound = tensors
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[-300:]
