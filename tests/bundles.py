@@ -22,11 +22,12 @@ def export(
     *,
     max_context: int | None = None,
     force: bool = False,
+    reductions: tuple[str, ...] = (),
 ) -> Bundle:
     """Export a checkpoint to `out`, without a command around it."""
     from vtx.exporter.export import ExportOptions, plan_export, run_export
 
-    options = ExportOptions(str(checkpoint), ks, precision, max_context)
+    options = ExportOptions(str(checkpoint), ks, precision, max_context, reductions=reductions)
     return run_export(plan_export(options), out, force=force, report=IGNORE)
 
 

@@ -25,19 +25,26 @@ Checkpoints = Callable[..., Path]
 
 
 class Models:
-    """`models(tiny, ks, precision)`: that bundle, loaded; each is made once."""
+    """`models(tiny, ks, precision, reductions)`: that bundle, loaded; each is made once."""
 
     def __init__(self, folder: Path, checkpoints: Checkpoints) -> None:
         self._folder, self._checkpoints = folder, checkpoints
         self._made = 0
         self._get = cache(self._make)
 
-    def __call__(self, tiny: Tiny = Tiny(), ks: tuple[int, ...] = KS, precision: str = "fp32") -> Model:  # noqa: B008
-        return self._get(tiny, ks, precision)
+    def __call__(
+        self,
+        tiny: Tiny = Tiny(),  # noqa: B008
+        ks: tuple[int, ...] = KS,
+        precision: str = "fp32",
+        reductions: tuple[str, ...] = (),
+    ) -> Model:
+        return self._get(tiny, ks, precision, reductions)
 
-    def _make(self, tiny: Tiny, ks: tuple[int, ...], precision: str) -> Model:
+    def _make(self, tiny: Tiny, ks: tuple[int, ...], precision: str, reductions: tuple[str, ...]) -> Model:
         self._made += 1
-        bundle = export(self._checkpoints(tiny), self._folder / f"bundle-{self._made}", ks, precision)
+        folder = self._folder / f"bundle-{self._made}"
+        bundle = export(self._checkpoints(tiny), folder, ks, precision, reductions=reductions)
         return load(bundle.folder, threads=THREADS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.exported import KS, Checkpoints, Models, greedy, policy, prompt
+from tests.fuse import Fuse, FusedBackend, fused
 from tests.tiny import Tiny, prompt_messages, random_image
-from vtx.runtime.backend import Backend, StageCache
-from vtx.runtime.encoded import Encoded, Ids, Rows, Scores
+from vtx.runtime.backend import Backend
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.model import Model
 from vtx.runtime.session import Prompt, Session
@@ -191,100 +191,6 @@ def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
 
 
 # --- interrupts -----------------------------------------------------------------------------------
-
-
-class Fuse:
-    """Counts calls into a backend and interrupts one of them: before it, within it, or after it."""
-
-    def __init__(self, at: int = -1, moment: str = "before") -> None:
-        self.calls, self._at, self._moment = 0, at, moment
-
-    def run(self, call: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
-        due = self.calls == self._at
-        self.calls += 1
-        if due and self._moment == "before":
-            raise KeyboardInterrupt
-        found = call()
-        if due:
-            if self._moment == "within":
-                undo()
-            raise KeyboardInterrupt
-        return found
-
-
-class FusedCache:
-    """A stage's cache behind its backend's fuse; "within" leaves slots written and not yet counted."""
-
-    def __init__(self, backend: FusedBackend, cache: StageCache) -> None:
-        self._backend, self._cache = backend, cache
-
-    @property
-    def length(self) -> int:
-        return self._cache.length
-
-    @length.setter
-    def length(self, value: int) -> None:
-        self._cache.length = value
-
-    @property
-    def capacity(self) -> int:
-        return self._cache.capacity
-
-    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
-        before = self._cache.length
-        found: Rows = self._backend.fuse.run(
-            lambda: self._cache.append(rows, positions, query=query), lambda: self._cache.keep(before)
-        )
-        return found
-
-    def attention(self, *, last_only: bool = False) -> Scores:
-        found: Scores = self._backend.fuse.run(lambda: self._cache.attention(last_only=last_only))
-        return found
-
-    def read(self, slots: Ids) -> Any:
-        return self._backend.fuse.run(lambda: self._cache.read(slots))
-
-    def write(self, slots: Ids, kv: Any, *, length: int) -> None:
-        before = self._cache.length
-        self._backend.fuse.run(lambda: self._cache.write(slots, kv, length=length), lambda: self._uncount(before))
-
-    def _uncount(self, length: int) -> None:
-        self._cache.length = length
-
-    def keep(self, length: int) -> None:
-        self._cache.keep(length)
-
-
-class FusedBackend:
-    """A backend whose every call goes through the fuse in place at that moment."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self.device, self.fuse = backend, backend.device, Fuse()
-
-    def embed(self, ids: NDArray[np.int64]) -> Rows:
-        found: Rows = self.fuse.run(lambda: self._backend.embed(ids))
-        return found
-
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
-        found: Encoded = self.fuse.run(lambda: self._backend.vision(pixels, tau))
-        return found
-
-    def head(self, rows: Rows) -> Logits:
-        found: Logits = self.fuse.run(lambda: self._backend.head(rows))
-        return found
-
-    def gate(self, k: int, rows: Rows) -> Logits:
-        found: Logits = self.fuse.run(lambda: self._backend.gate(k, rows))
-        return found
-
-    def stage(self, index: int, capacity: int) -> StageCache:
-        return FusedCache(self, self.fuse.run(lambda: self._backend.stage(index, capacity)))
-
-
-def fused(backend: FusedBackend, asked: Prompt) -> Prompt:
-    """`asked` with pictures that are encoded through the fuse."""
-    pictures = tuple((key, lambda e=encode: backend.fuse.run(e)) for key, encode in asked.pictures)
-    return replace(asked, pictures=pictures)
 
 
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
