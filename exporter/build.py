@@ -22,7 +22,7 @@ from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.prepare import Plan
-from vtx.exporter.weights import write_weights
+from vtx.exporter.writing import write_weights
 from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, sha256
 from vtx.runtime.manifest import FORMAT, FileRecord, Graphs, Manifest, ModelSpec
@@ -48,9 +48,9 @@ def fill(folder: Path, plan: Plan, report: Report) -> None:
         done += count
         report("weights", done, total)
 
-    write_weights(plan.weights, folder, wrote)
+    records = write_weights(plan.weights, folder, wrote)
     _write_golden(folder, plan, report)
-    _write_file(folder / MANIFEST, _manifest(folder, plan, started, report).to_json())
+    _write_file(folder / MANIFEST, _manifest(folder, plan, records, started, report).to_json())
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -67,15 +67,16 @@ def _write_text(folder: Path, plan: Plan) -> None:
 
 def _write_graphs(folder: Path, plan: Plan) -> None:
     weights = {**plan.weights.stored, **_write_gates(folder, plan)}
+    int4 = any(tensor.dtype == "I4" for tensor in weights.values())
     for name, graphs in plan.dialects.items():
-        dialect = make_dialect(name, KV_ELEMENTS[plan.kv_dtype], plan.max_context)
+        dialect = make_dialect(name, KV_ELEMENTS[plan.precisions.kv_dtype], plan.max_context, int4=int4)
         _write_dialect(folder, plan, graphs, dialect, weights)
 
 
 def _write_dialect(
     folder: Path, plan: Plan, graphs: Graphs, dialect: Dialect, weights: Mapping[str, StoredTensor]
 ) -> None:
-    text, kv = plan.config.text, KV_ELEMENTS[plan.kv_dtype]
+    text, kv = plan.config.text, KV_ELEMENTS[plan.precisions.kv_dtype]
 
     def write(name: str, build: Callable[[Builder], None]) -> None:
         builder = Builder(name.partition(".")[0], weights, folder, dialect)
@@ -109,6 +110,7 @@ def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
 def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     from vtx.exporter.golden import record_golden
     from vtx.exporter.reference import Reference
+    from vtx.exporter.tensors import BundleWeights
 
     layers, done = plan.config.text.layers, 0
 
@@ -120,7 +122,7 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     report("reference", 0, layers)
     record_golden(
         folder / "golden.safetensors",
-        Reference(plan.checkpoint, plan.config),
+        Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored)),
         Text.load(folder, plan.text),
         plan.image,
         plan.config.vision_tokens,
@@ -129,10 +131,10 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     )
 
 
-def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manifest:
-    text, options = plan.config.text, plan.options
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    total, done, records = sum(p.stat().st_size for p in paths), 0, dict[str, FileRecord]()
+def _manifest(folder: Path, plan: Plan, weights: Mapping[str, FileRecord], started: float, report: Report) -> Manifest:
+    text, precisions = plan.config.text, plan.precisions
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in weights)
+    total, done, records = sum(p.stat().st_size for p in paths), 0, dict(weights)
 
     def hashed(count: int) -> None:
         nonlocal done
@@ -149,8 +151,10 @@ def _manifest(folder: Path, plan: Plan, started: float, report: Report) -> Manif
         format=FORMAT,
         vtx=_version("vtx-edge"),
         model=spec,
-        precision=options.precision,
-        kv_dtype=plan.kv_dtype,
+        precision=precisions.decoder,
+        vision_precision=precisions.vision,
+        head_precision=precisions.head,
+        kv_dtype=precisions.kv_dtype,
         max_context=plan.max_context,
         variants=tuple(sorted(plan.ks)),
         default_k=plan.default_k,
@@ -180,7 +184,10 @@ def _record(plan: Plan, started: float) -> dict[str, Any]:
         "options": {
             "k": list(plan.ks),
             "reduce": list(plan.options.reductions),
-            "precision": plan.options.precision,
+            "precision": plan.precisions.decoder,
+            "vision_precision": plan.precisions.vision,
+            "head_precision": plan.precisions.head,
+            "kv_precision": plan.precisions.kv,
             "max_context": plan.options.max_context,
         },
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),

@@ -33,6 +33,9 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     return DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))
 
 
+PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
+
+
 @command(
     epilog="vtx-export --k 16 --precision fp16\n"
     "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
@@ -44,8 +47,17 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
 )  # fmt: skip
 @click.option(
-    "--precision", type=click.Choice(["fp32", "fp16"]), default="fp16", show_default=True, help="Of the weights."
+    "--precision", type=click.Choice(PRECISIONS), default="fp16", show_default=True, help="Of the decoder's weights."
 )
+@click.option(
+    "--vision-precision", type=click.Choice(PRECISIONS),
+    help="Of the tower and projector [default: as --precision; fp16 beside int8 and int4].",
+)  # fmt: skip
+@click.option(
+    "--head-precision", type=click.Choice(PRECISIONS),
+    help="Of the output matrix [default: as --precision; int8 beside int4].",
+)  # fmt: skip
+@click.option("--kv-precision", help="Of K and V, fp16 or fp32 [default: fp16; fp32 beside fp32].")
 @click.option(
     "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own]."
 )
@@ -69,9 +81,9 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
 def export(
-    model: str, ks: tuple[int, ...] | str, precision: str, max_context: int | None, out: Path | None,
-    chat_template: Path | None, gates: Path | None, calibration: str | None, dialects: tuple[str, ...],
-    reductions: tuple[str, ...], force: bool,
+    model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
+    kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
+    gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...], force: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
@@ -81,7 +93,10 @@ def export(
         raise click.UsageError("--calibration chooses one K; it goes with --k auto and without --gates")
     chosen = calibrated(model, calibration, template) if calibration is not None else None
     ks = (chosen["k"],) if chosen else ks
-    options = library.ExportOptions(model, ks, precision, max_context, template, gates, chosen, dialects, reductions)
+    options = library.ExportOptions(
+        model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
+        head_precision, kv_precision,
+    )  # fmt: skip
     if model == library.DEMO:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
     plan = library.plan_export(options)
@@ -157,7 +172,7 @@ def _ks_to_plan(_: click.Context, __: click.Parameter, value: str | None) -> tup
 )  # fmt: skip
 @click.option(
     "--precision", "precisions", multiple=True, help="Of the weights; may be given again.",
-    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]), show_default="all",
+    type=click.Choice(PRECISIONS), show_default="all",
 )  # fmt: skip
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Of the answer, for the peak memory.")
 @click.option("--profile", metavar="NAME", help="A device: does it fit, and an estimate of the time.")

@@ -5,19 +5,21 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from vtx.exporter.hf.config import ModelConfig
+from vtx.exporter.precision import EMBEDDING
 from vtx.exporter.weights import WeightPlan
 from vtx.runtime.errors import ExportError
 from vtx.runtime.manifest import KV_BYTES
+from vtx.runtime.memory import resident_bytes
 from vtx.runtime.units import size
 
 # What Python, PyTorch, transformers and onnx_ir take before any weight is touched, and what the runtime takes.
 EXPORT_BASE = 450 << 20
 RUN_BASE = 110 << 20
 SMALL_FILES = 8 << 20  # tokenizer, graphs, golden vectors, rope tables
-COMPUTE_BYTES = 4  # onnxruntime's CPU provider computes in float32 and expands narrower weights to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,12 @@ def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: s
     slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
     prompt = min(max_context, config.vision_tokens + 256)
     kv = slot * text.layers * prompt
-    weights = plan.parameters
     embedding = text.vocab * text.hidden
-    # The embedding table stays in its file and is read a row at a time.
-    resident = COMPUTE_BYTES * (weights - (0 if text.tied else embedding))
+    resident = sum(
+        resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
+        for name, tensor in plan.stored.items()
+        if text.tied or name != EMBEDDING  # which stays in its file and is read a row at a time
+    )
     largest_layer = 4 * max(embedding, text.hidden * text.ffn * 3 + 4 * text.hidden * text.heads * text.head_dim)
     disk = sum(file.size for file in plan.files) + SMALL_FILES
     return Prediction(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
@@ -18,18 +18,18 @@ from vtx.exporter.hf.checkpoint import Checkpoint, open_checkpoint
 from vtx.exporter.hf.config import ModelConfig
 from vtx.exporter.hf.processor import read_image_settings
 from vtx.exporter.hf.text import read_text
+from vtx.exporter.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.predict import Prediction, predict
 from vtx.exporter.reductions import Reductions, plan_reductions
 from vtx.exporter.weights import WeightPlan, plan_weights
 from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.image import ImageSettings
-from vtx.runtime.manifest import PRECISIONS, GateSpec, Graphs, StageSpec
+from vtx.runtime.manifest import GateSpec, Graphs, StageSpec
 from vtx.runtime.names import DIALECTS
 from vtx.runtime.text import TextSettings
 
 DEMO = "demo"
 DEFAULT_CONTEXT = 4096
-KV_TYPES = {"fp32": "float32", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,12 @@ class ExportOptions:
     calibration: Mapping[str, Any] | None = None
     dialects: tuple[str, ...] = DIALECTS
     reductions: tuple[str, ...] = ()
+    vision_precision: str | None = None
+    head_precision: str | None = None
+    kv_precision: str | None = None
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise RequestError(f"precision {self.precision!r} is not among {', '.join(PRECISIONS)}")
+        self.precisions()
         if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
             asked = ", ".join(self.dialects)
             raise RequestError(f"dialects {asked}: name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
@@ -65,6 +67,10 @@ class ExportOptions:
                 "--k auto needs something to choose by; add --gates FILE (vtx-train-gate makes one) for a K per "
                 "question or --calibration DATA for one K, or name K"
             )
+
+    def precisions(self) -> Precisions:
+        """What was asked for, filled up with the defaults."""
+        return Precisions.choose(self.precision, self.vision_precision, self.head_precision, self.kv_precision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class Plan:
     text: TextSettings
     max_context: int
     prediction: Prediction
+    precisions: Precisions
     reductions: Reductions = Reductions()  # noqa: RUF009 - frozen
 
     @property
@@ -90,10 +97,6 @@ class Plan:
         demo = self.options.model == DEMO
         name = DEMO if demo else Path(self.options.model).expanduser().absolute().name
         return name.encode("utf-8", "replace").decode()  # a directory's name need not be Unicode, a manifest is
-
-    @property
-    def kv_dtype(self) -> str:
-        return KV_TYPES[self.options.precision]
 
     @property
     def default_k(self) -> int | str | None:
@@ -155,11 +158,14 @@ def plan_export(options: ExportOptions) -> Plan:
     tokenizer, template, text = read_text(
         checkpoint.folder, config.image_token_id, text_config, checkpoint.config, options.template
     )
-    weights = plan_weights(checkpoint, [*vision_tensors(config), *decoder_tensors(config.text)], options.precision)
-    prediction = predict(config, weights, context, KV_TYPES[options.precision])
+    precisions = options.precisions()
+    weights = plan_weights(checkpoint, [*vision_tensors(config), *decoder_tensors(config.text)], precisions)
+    if config.text.tied:
+        precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
+    prediction = predict(config, weights, context, precisions.kv_dtype)
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
-        reductions,
+        precisions, reductions,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ K share one pass, since the rows that enter layer K are those of the unwithdrawn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,10 @@ from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.hf.checkpoint import Checkpoint
 from vtx.exporter.hf.config import ModelConfig, TextConfig
-from vtx.runtime.safetensors import open_tensor, widen_bf16
+from vtx.exporter.precision import EMBEDDING
+from vtx.exporter.tensors import CheckpointWeights, Weights
 
+HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 Report = Callable[[int], None]
 Watch = Callable[[int, int, Tensor], None]
 Attend = Callable[[int, int, Tensor, Tensor], None]
@@ -55,10 +57,10 @@ class _Streams:
 
 
 class Reference:
-    """A checkpoint as a function of images and token ids, in float32."""
+    """A model as a function of images and token ids, in float32; `weights` are the checkpoint's unless given."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
-        self._checkpoint, self._config = checkpoint, config
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, weights: Weights | None = None) -> None:
+        self._weights, self._config = weights or CheckpointWeights(checkpoint), config
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
@@ -99,7 +101,7 @@ class Reference:
         depths = sorted(k for k in ks if k is not None)
         streams = self._enter(samples)
         for layer in range(1, text.layers + 1):
-            weights = self._layer_weights(layer)
+            weights = self._layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
                 if layer in depths:
                     stream.tails = torch.cat((stream.tails, stream.full[~stream.is_vision][None]))
@@ -132,9 +134,8 @@ class Reference:
             for number, token in zip(going, self._best([rows[n][0][-1] for n in going]), strict=True):
                 answers[number].append(token)
             going = [n for n in going if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
-            table = self._tensor("text.embed_tokens.weight")
             for n in going:
-                rows[n] = table[answers[n][-1:]], rows[n][1][-1:] + 1
+                rows[n] = self._weights.read(EMBEDDING, np.array(answers[n][-1:])), rows[n][1][-1:] + 1
         return answers
 
     def _advance(
@@ -146,7 +147,7 @@ class Reference:
     ) -> None:
         """Run the new rows [n, hidden] at their positions [n] of the samples `going` through all layers."""
         for layer in range(1, self._config.text.layers + 1):
-            weights = self._layer_weights(layer)
+            weights = self._layer_weights(layer, keep=True)
             for n in going:
                 x, positions = rows[n]
                 cache = kept[n].setdefault(layer, [])
@@ -160,8 +161,9 @@ class Reference:
     def head(self, rows: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
         text = self._config.text
-        matrix = self._tensor("text.embed_tokens.weight" if text.tied else "head.weight")
-        return F.linear(_rms(rows, self._tensor("text.norm.weight"), text.eps), matrix)
+        name, x = EMBEDDING if text.tied else "head.weight", _rms(rows, self._tensor("text.norm.weight"), text.eps)
+        starts = range(0, self._weights.rows(name), HEAD_ROWS)
+        return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
 
     def logits(
         self, ids: NDArray[np.int64], features: Tensor, ks: Sequence[int | None], report: Report = lambda _: None
@@ -172,10 +174,10 @@ class Reference:
         return dict(zip(ks, rows, strict=True))
 
     def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
-        table, streams = self._tensor("text.embed_tokens.weight"), []
+        streams = []
         for sample in samples:
             is_vision = torch.from_numpy(sample.ids == self._config.image_token_id)
-            rows = F.embedding(torch.from_numpy(sample.ids), table)
+            rows = self._weights.read(EMBEDDING, sample.ids)
             rows[is_vision] = sample.features
             tails = rows.new_zeros(0, int((~is_vision).sum()), rows.shape[1])
             streams.append(_Streams(rows, tails, is_vision, torch.arange(len(rows))))
@@ -202,21 +204,37 @@ class Reference:
         return F.linear(x, self._tensor(f"{name}.weight"), self._tensor(bias) if bias in self._names else None)
 
     def _tensor(self, name: str) -> Tensor:
-        info = self._checkpoint.tensors[name]
-        stored = open_tensor(info)  # mapped: the float32 copy is the only one
-        return torch.from_numpy(widen_bf16(stored) if info.dtype == "BF16" else stored.astype(np.float32))
+        return self._weights.read(name)
 
-    def _layer_weights(self, layer: int) -> dict[str, Tensor]:
-        """The weights of one decoder layer, counted from 1, by their names inside it."""
+    def _layer_weights(self, layer: int, *, keep: bool) -> Mapping[str, Tensor]:
+        """The weights of one decoder layer, counted from 1, by their names inside it: read now, or whenever used."""
         prefix = f"text.layers.{layer - 1}."
-        return {n.removeprefix(prefix): self._tensor(n) for n, _ in layer_tensors(self._config.text, layer)}
+        names = {n.removeprefix(prefix): n for n, _ in layer_tensors(self._config.text, layer)}
+        weights = _Layer(names, self._tensor)
+        return dict(weights) if keep else weights
+
+
+class _Layer(Mapping[str, Tensor]):
+    """A layer's weights, read each time that they are asked for and held by nobody."""
+
+    def __init__(self, names: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _decoder_layer(
     c: TextConfig,
     x: Tensor,
     positions: Tensor,
-    weights: dict[str, Tensor],
+    weights: Mapping[str, Tensor],
     see: Callable[[Tensor, Tensor], None] | None = None,
     *,
     cache: list[Tensor] | None = None,

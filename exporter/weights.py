@@ -1,42 +1,50 @@
-"""Weights on their way from a checkpoint's files into a bundle's, one tensor at a time.
+"""The plan of a bundle's weights: which file holds each tensor, in which form, and where.
 
-A source file whose tensors already have the wanted type is linked or copied whole; any other is rewritten
-in blocks. Where each tensor will lie is known before a byte is read, so graphs can be built first.
+A source file whose tensors all have the wanted type is taken whole; any other is rewritten tensor by tensor. All of
+it is known before a byte of a weight is read, so graphs can be built first.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vtx.exporter.graphs.builder import StoredTensor
-from vtx.exporter.hf.checkpoint import Checkpoint, check_finite
-from vtx.runtime.errors import ExportError
-from vtx.runtime.safetensors import TensorInfo, layout, open_tensor, widen_bf16
+from vtx.exporter.hf.checkpoint import Checkpoint
+from vtx.exporter.precision import Precisions
+from vtx.exporter.quantize import Scheme
+from vtx.runtime.safetensors import TensorInfo, layout
 
-BLOCK = 1 << 22  # elements converted at a time
-STORED = {"fp32": "F32", "fp16": "F16"}
-NUMPY: dict[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
-Report = Callable[[int], None]
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor on its way: from `source` to `place`, as `dtype` ("I8" and "I4" with a scheme and `scales`)."""
+
+    name: str
+    source: TensorInfo
+    dtype: str
+    place: TensorInfo
+    scheme: Scheme | None = None
+    scales: TensorInfo | None = None
+
+    @property
+    def end(self) -> int:
+        """The first byte of the file after this tensor."""
+        last = self.scales or self.place
+        return last.offset + last.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One file to be: `tensors` in order, from `source`. `header` is None where the source is taken whole."""
+    """One file to be: `entries` in order, from `source`. `header` is None where the source is taken whole."""
 
     name: str
     source: Path
-    tensors: tuple[tuple[str, TensorInfo], ...]  # canonical name, place in the source
+    entries: tuple[Entry, ...]
     header: bytes | None
-    dtype: str
     size: int
 
     @property
@@ -46,7 +54,7 @@ class WeightFile:
     @property
     def work(self) -> int:
         """Source bytes that writing this file reads, for progress."""
-        return sum(info.nbytes for _, info in self.tensors)
+        return self.size if self.whole else sum(entry.source.nbytes for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,9 @@ class WeightPlan:
         return sum(int(np.prod(t.shape)) for t in self.stored.values())
 
 
-def plan_weights(checkpoint: Checkpoint, needed: Iterable[tuple[str, tuple[int, ...]]], precision: str) -> WeightPlan:
+def plan_weights(
+    checkpoint: Checkpoint, needed: Iterable[tuple[str, tuple[int, ...]]], precisions: Precisions
+) -> WeightPlan:
     """Check that every needed tensor is there in its shape, and settle where it will lie.
 
     Raises:
@@ -72,75 +82,42 @@ def plan_weights(checkpoint: Checkpoint, needed: Iterable[tuple[str, tuple[int, 
     for name, shape in needed:
         info = checkpoint.require(name, shape)
         by_source.setdefault(info.file, []).append((name, info))
-    dtype, files, stored = STORED[precision], [], dict[str, StoredTensor]()
+    files, stored = [], dict[str, StoredTensor]()
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
-        file = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
-        if all(info.dtype == dtype for _, info in tensors):
-            places, header, size = [info for _, info in tensors], None, source.stat().st_size
+        name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
+        forms = [precisions.stored(tensor, info.shape, info.dtype) for tensor, info in tensors]
+        if all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True)):
+            entries = tuple(Entry(tensor, info, info.dtype, info) for tensor, info in tensors)
+            files.append(WeightFile(name, source, entries, None, source.stat().st_size))
         else:
-            header, places = layout(Path(file), [(name, dtype, info.shape) for name, info in tensors])
-            size = places[-1].offset + places[-1].nbytes
-        files.append(WeightFile(file, source, tuple(tensors), header, dtype, size))
-        for (name, info), place in zip(tensors, places, strict=True):
-            stored[name] = StoredTensor(file, place.offset, place.nbytes, dtype, info.shape)
+            header, entries = _laid_out(name, tensors, forms)
+            files.append(WeightFile(name, source, entries, header, entries[-1].end))
+        stored |= {entry.name: _stored(name, entry) for entry in entries}
     return WeightPlan(tuple(files), stored)
 
 
-def write_weights(plan: WeightPlan, folder: Path, report: Report) -> None:
-    """Write all weight files under `folder`; `report` gets the source bytes of each finished block.
-
-    Raises:
-        CheckpointError: a weight is NaN or infinite.
-        ExportError: the disk is full, or a value does not fit the precision.
-
-    """
-    (folder / "weights").mkdir()
-    for file in plan.files:
-        try:
-            if file.whole:
-                _take_whole(file, folder / file.name, report)
-            else:
-                _rewrite(file, folder / file.name, report)
-        except OSError as e:
-            raise ExportError(f"cannot write {folder / file.name} ({e.strerror}); free some space and try again") from e
-
-
-def _take_whole(file: WeightFile, target: Path, report: Report) -> None:
-    for name, info in file.tensors:
-        for block in _blocks(info):
-            check_finite(block, name)
-            report(block.nbytes)
-    source = file.source.resolve()
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+def _laid_out(
+    file: str, tensors: list[tuple[str, TensorInfo]], forms: list[tuple[str, Scheme | None]]
+) -> tuple[bytes, tuple[Entry, ...]]:
+    """The header of a rewritten file and its entries; a matrix's scales come right after its integers."""
+    specs: list[tuple[str, str, tuple[int, ...]]] = []
+    for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True):
+        if scheme is None:
+            specs.append((name, dtype, info.shape))
+        else:
+            rows, width = info.shape
+            specs.append((name, "I8" if scheme.bits == 8 else "U8", (rows, scheme.nbytes(width))))
+            specs.append((f"{name}.scales", "F16", (rows, scheme.scales(width))))
+    header, places = layout(Path(file), specs)
+    by_name = {place.name: place for place in places}
+    entries = (
+        Entry(name, info, dtype, by_name[name], scheme, by_name.get(f"{name}.scales") if scheme else None)
+        for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True)
+    )
+    return header, tuple(entries)
 
 
-def _rewrite(file: WeightFile, target: Path, report: Report) -> None:
-    with target.open("wb") as out:
-        out.write(file.header or b"")
-        for name, info in file.tensors:
-            for block in _blocks(info):
-                check_finite(block, name)
-                out.write(_converted(block, info.dtype, file.dtype, name).tobytes())
-                report(block.nbytes)
-            with contextlib.suppress(AttributeError, OSError):
-                os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _blocks(info: TensorInfo) -> Iterable[NDArray[Any]]:
-    """The stored bits of a tensor, flat, a bounded number at a time."""
-    flat = open_tensor(info).reshape(-1)
-    for start in range(0, len(flat), BLOCK):
-        yield flat[start : start + BLOCK]
-
-
-def _converted(block: NDArray[Any], source: str, target: str, name: str) -> NDArray[Any]:
-    values = widen_bf16(block) if source == "BF16" else block
-    with np.errstate(over="ignore"):
-        out: NDArray[Any] = values.astype(NUMPY[target], copy=False)
-    if target == "F16" and not np.isfinite(out).all():
-        largest = float(np.abs(values.astype(np.float32)).max())
-        raise ExportError(f"tensor {name} holds {largest:g}, fp16 ends at 65504; export with --precision fp32")
-    return out
+def _stored(file: str, entry: Entry) -> StoredTensor:
+    place, scales = entry.place, entry.scales
+    beside = StoredTensor(file, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None
+    return StoredTensor(file, place.offset, place.nbytes, entry.dtype, entry.source.shape, beside)

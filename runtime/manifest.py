@@ -22,8 +22,7 @@ FORMAT = 2
 MAX_BYTES = 4 << 20
 MAX_LAYERS = 512
 KV_BYTES = {"float32": 4, "float16": 2}
-WEIGHT_BYTES = {"fp32": 4, "fp16": 2}
-PRECISIONS = tuple(WEIGHT_BYTES)
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 T = TypeVar("T")
 
 
@@ -117,6 +116,8 @@ class Manifest:
     vtx: str
     model: ModelSpec
     precision: str
+    vision_precision: str
+    head_precision: str
     kv_dtype: str
     max_context: int
     variants: tuple[int, ...]
@@ -131,9 +132,10 @@ class Manifest:
     record: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if self.kv_dtype not in KV_BYTES or self.precision not in PRECISIONS:
+        parts = self.precision, self.vision_precision, self.head_precision
+        if self.kv_dtype not in KV_BYTES or not set(parts) <= set(PRECISIONS):
             raise BundleError(
-                f"vtx.json: precision {self.precision!r} with KV type {self.kv_dtype!r} is unknown to this vtx; "
+                f"vtx.json: precision {', '.join(parts)} with KV type {self.kv_dtype!r} is unknown to this vtx; "
                 'upgrade it with pip install -U "vtx-edge"'
             )
         if not 1 <= self.max_context < 1 << 24:

@@ -27,7 +27,8 @@ from vtx.runtime.gallery import Gallery, Picture
 from vtx.runtime.generate import generate
 from vtx.runtime.image import ImageSource, load_image, preprocess
 from vtx.runtime.machine import available_memory
-from vtx.runtime.manifest import WEIGHT_BYTES, Manifest
+from vtx.runtime.manifest import Manifest
+from vtx.runtime.memory import weights_in_memory
 from vtx.runtime.policies import word
 from vtx.runtime.policies.make import decisions, make_policy
 from vtx.runtime.policies.policy import Policy
@@ -278,19 +279,17 @@ def load(
     opened = Bundle.open(bundle)
     place = choose(opened.manifest, device, compute)
     if not force:
-        _check_memory(opened.manifest)
+        _check_memory(opened)
     backend = open_backend(opened, place, threads)
     return Model(opened, backend, 1000 * (time.perf_counter() - start), place.why)
 
 
-def _check_memory(manifest: Manifest) -> None:
-    """Raise DeviceError when the weights, expanded to float32 as a CPU needs them, exceed the free memory."""
-    stored = sum(record.bytes for name, record in manifest.files.items() if name.startswith("weights/"))
-    embedding = manifest.model.vocab * manifest.model.hidden  # read from its file a row at a time
-    needed = stored * 4 // WEIGHT_BYTES[manifest.precision] - 4 * embedding
-    free = available_memory()
+def _check_memory(bundle: Bundle) -> None:
+    """Raise DeviceError when the weights, as a CPU needs them, exceed the free memory."""
+    needed, free = weights_in_memory(bundle), available_memory()
     if free is not None and needed > free:
         raise DeviceError(
-            f"{manifest.model.name} needs about {size(needed)} of memory on a CPU, which computes in float32; "
-            f"{size(free)} is free; use a machine with more or a smaller model (--force tries all the same)"
+            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on a CPU, which expands fp16 and bf16 "
+            f"to float32; {size(free)} is free; use a machine with more, or export with --precision int4 "
+            "(--force tries all the same)"
         )

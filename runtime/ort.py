@@ -15,6 +15,7 @@ from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows, Scores
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.machine import cores
 from vtx.runtime.manifest import StageSpec
+from vtx.runtime.memory import returning_memory
 from vtx.runtime.rope import read_rope
 
 _SMALLER = "use a smaller precision or a machine with more"
@@ -84,7 +85,8 @@ class OrtBackend:
     def _session(self, name: str, promised: contract.Contract) -> Any:
         path = os.fspath(self._bundle.path(name))
         try:
-            session = self._ort.InferenceSession(path, self._options, providers=["CPUExecutionProvider"])
+            with returning_memory():
+                session = self._ort.InferenceSession(path, self._options, providers=["CPUExecutionProvider"])
         except Exception as e:
             if isinstance(e, MemoryError) or "bad_alloc" in str(e) or "allocate" in str(e):
                 raise DeviceError(f"not enough memory to load {name}; {_SMALLER}") from e

@@ -7,9 +7,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle import Bundle
+
+if TYPE_CHECKING:
+    from vtx.exporter.export import ExportOptions
 
 IGNORE: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
 
@@ -29,6 +32,13 @@ def export(
 
     options = ExportOptions(str(checkpoint), ks, precision, max_context, reductions=reductions)
     return run_export(plan_export(options), out, force=force, report=IGNORE)
+
+
+def export_with(options: ExportOptions, out: Path) -> Bundle:
+    """Export with any options to `out`."""
+    from vtx.exporter.export import plan_export, run_export
+
+    return run_export(plan_export(options), out, force=False, report=IGNORE)
 
 
 def copy(bundle: Path, target: Path) -> Path:

@@ -16,10 +16,11 @@ import pytest
 import vtx
 from tests import bundles
 from tests.tiny import Tiny, random_image
-from vtx.exporter import predict, weights
+from vtx.exporter import predict, writing
 from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.exporter.hf.checkpoint import canonical_name, open_checkpoint
-from vtx.exporter.weights import WeightPlan, write_weights
+from vtx.exporter.weights import WeightPlan
+from vtx.exporter.writing import write_weights
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 from vtx.runtime.safetensors import TensorInfo, read_header, read_tensor
 
@@ -87,7 +88,7 @@ def test_conversion_in_small_blocks_changes_nothing(
 ) -> None:
     folder = tiny_checkpoint(Tiny(dtype="bfloat16"))
     whole = written(folder, tmp_path / "a", precision)
-    monkeypatch.setattr(weights, "BLOCK", 37)
+    monkeypatch.setattr(writing, "CHUNK", 37)
     pieces = written(folder, tmp_path / "b", precision)
     assert all(whole[name].tobytes() == pieces[name].tobytes() for name in whole)
 
@@ -201,7 +202,7 @@ def test_no_weight_stands_in_a_graph(tiny_checkpoint: Make, tmp_path: Path) -> N
 
     made = bundles.export(tiny_checkpoint(Tiny(dtype="bfloat16")), tmp_path / "out")
     ranges: dict[tuple[str, int, int], str] = {}
-    for path in made.folder.glob("*.onnx"):
+    for path in made.folder.glob("*.ort.onnx"):
         for tensor in onnx.load_model(path, load_external_data=False).graph.initializer:
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
                 assert int(np.prod(tensor.dims)) < 64, tensor.name
@@ -281,18 +282,11 @@ def test_a_disk_that_fills_up_leaves_the_old_bundle(
 
 
 def test_a_disk_that_fills_up_while_a_file_is_copied_leaves_nothing(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Callable[[int], None]
 ) -> None:
-    def no_link(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    def full(source: Path, target: Path, **_: object) -> None:
-        target.write_bytes(source.read_bytes()[:1000])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     plan_ = plan_export(ExportOptions(str(tiny_checkpoint()), (), "fp32"))
-    monkeypatch.setattr(os, "link", no_link)
-    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(writing, "_shared", lambda *_: False)
+    full_disk(400_000)
     with pytest.raises(ExportError, match="No space left"):
         run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
     assert list(tmp_path.iterdir()) == []

@@ -55,7 +55,7 @@ def open_source(model: str, bundle: Path | None = None, template: str | None = N
     if bundle is not None:
         return _of_bundle(Bundle.open(bundle))
     plan = plan_export(ExportOptions(model, precision="fp32", template=template))
-    if all(info.dtype == "F16" for file in plan.weights.files for _, info in file.tensors):
+    if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):
         plan = plan_export(ExportOptions(model, precision="fp16", template=template))
     text = Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text)
     fingerprint = plan.checkpoint.fingerprint()

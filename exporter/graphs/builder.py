@@ -17,19 +17,29 @@ if TYPE_CHECKING:
 
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
-ELEMENT_TYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+ELEMENT_TYPES = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "I8": ir.DataType.INT8,
+    "I4": ir.DataType.INT4,
+}
 Shape = Sequence[int | str]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one weight lies in the bundle: `file` is relative to the bundle, `dtype` is safetensors' word."""
+    """Where one weight lies in the bundle: `file` is relative to the bundle, `dtype` is safetensors' word.
+
+    A quantised matrix [out, in] is I8, or I4 with two to a byte, and has float16 `scales` [out, blocks of a row].
+    """
 
     file: str
     offset: int
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
+    scales: StoredTensor | None = None
 
 
 class Builder:
@@ -79,18 +89,31 @@ class Builder:
 
     def stored(self, name: str) -> ir.Value:
         """A weight in the type it is stored in."""
+        where = self._weights[name]
+        return self._external(name, where, ELEMENT_TYPES[where.dtype], where.shape)
+
+    def place(self, name: str) -> StoredTensor:
+        """Where a weight lies, and how."""
+        return self._weights[name]
+
+    def octets(self, name: str, *shape: int) -> ir.Value:
+        """A quantised matrix as its bytes."""
+        return self._external(name, self._weights[name], ir.DataType.UINT8, shape)
+
+    def scales(self, name: str, dtype: ir.DataType, *shape: int) -> ir.Value:
+        """The scales of a quantised matrix, in `dtype`."""
+        where = self._weights[name].scales
+        assert where is not None, name
+        scales = self._external(f"{name}.scales", where, ir.DataType.FLOAT16, shape)
+        return scales if dtype == ir.DataType.FLOAT16 else self.op("Cast", scales, to=dtype.value)
+
+    def _external(self, name: str, where: StoredTensor, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
         if name in self._initializers:
             return self._initializers[name]
-        where = self._weights[name]
         tensor = ir.ExternalTensor(
-            where.file,
-            where.offset,
-            where.nbytes,
-            ELEMENT_TYPES[where.dtype],
-            shape=ir.Shape(where.shape),
-            name=name,
-            base_dir=os.fspath(self._folder),
-        )
+            where.file, where.offset, where.nbytes, dtype,
+            shape=ir.Shape(shape), name=name, base_dir=os.fspath(self._folder),
+        )  # fmt: skip
         return self._initializer(name, tensor)
 
     def weight(self, name: str, dtype: ir.DataType | None = None) -> ir.Value:
@@ -103,9 +126,28 @@ class Builder:
         return self._cast[name, dtype]
 
     def linear(self, x: ir.Value, name: str, *, bias: bool) -> ir.Value:
-        """X @ W^T (+ b) for [rows, in], with W as Hugging Face stores it, [out, in]."""
-        inputs = [x, self.weight(f"{name}.weight")] + ([self.weight(f"{name}.bias")] if bias else [])
-        return self.op("Gemm", *inputs, transB=1)
+        """X @ W^T (+ b) for [rows, in], with W as Hugging Face stores it, [out, in], or quantised."""
+        return self.project(x, f"{name}.weight", f"{name}.bias" if bias else None)
+
+    def project(self, x: ir.Value, weight: str, bias: str | None = None) -> ir.Value:
+        """`linear` with the weights by their own names."""
+        if self._weights[weight].scales is not None:
+            return self.dialect.quantised(self, x, weight, bias)
+        return self.gemm(x, self.weight(weight), bias)
+
+    def gemm(self, x: ir.Value, matrix: ir.Value, bias: str | None) -> ir.Value:
+        """X @ matrix^T (+ b)."""
+        return self.op("Gemm", x, matrix, *([self.weight(bias)] if bias else []), transB=1)
+
+    def dequantised(self, name: str) -> ir.Value:
+        """A quantised matrix [out, in] in the dialect's arithmetic type, by the operator that engines fuse."""
+        where, compute = self._weights[name], self.dialect.compute
+        assert where.scales is not None, name
+        rows, blocks = where.scales.shape
+        if blocks == 1:
+            return self.op("DequantizeLinear", self.stored(name), self.scales(name, compute, rows), axis=0)
+        scales = self.scales(name, compute, rows, blocks)
+        return self.op("DequantizeLinear", self.stored(name), scales, axis=1, block_size=where.shape[1] // blocks)
 
     def from_float32(self, x: ir.Value) -> ir.Value:
         """Float32 values in the dialect's arithmetic type."""

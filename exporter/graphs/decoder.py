@@ -59,8 +59,7 @@ def build_embed(b: Builder, c: TextConfig) -> None:
 def build_head(b: Builder, c: TextConfig) -> None:
     hidden = b.from_float32(b.input(names.HIDDEN, FLOAT, ["rows", c.hidden]))
     x = b.dialect.norm(b, hidden, "text.norm.weight", c.eps)
-    matrix = b.weight("text.embed_tokens.weight" if c.tied else "head.weight")
-    logits = b.to_float32(b.op("Gemm", x, matrix, transB=1))
+    logits = b.to_float32(b.project(x, "text.embed_tokens.weight" if c.tied else "head.weight"))
     b.output(logits, names.LOGITS, FLOAT, ["rows", c.vocab])
 
 

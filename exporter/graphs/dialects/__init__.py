@@ -10,8 +10,13 @@ from vtx.exporter.graphs.dialects.plain import Plain
 from vtx.exporter.graphs.dialects.trt import Trt
 
 
-def make_dialect(name: str, kv_type: ir.DataType, max_context: int) -> Dialect:
-    """The dialect of that name, one of `names.DIALECTS`, for caches of a type and at most `max_context` slots."""
+def make_dialect(name: str, kv_type: ir.DataType, max_context: int, *, int4: bool = False) -> Dialect:
+    """The dialect of that name, one of `names.DIALECTS`, for caches of a type and at most `max_context` slots.
+
+    Weights of 4 bits need opset 21, which is more than the plain dialect asks for without them.
+    """
     if name == "trt":
         return Trt(compute=kv_type, capacity=max_context)
-    return Plain() if name == "plain" else Ort()
+    if name == "plain":
+        return Plain(opsets={"": 21}, ir_version=10) if int4 else Plain()
+    return Ort()

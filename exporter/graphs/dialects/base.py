@@ -65,6 +65,10 @@ class Dialect(Protocol):
         """Layer norm over the last axis with `name`.weight and `name`.bias, computed in float32."""
         ...
 
+    def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
+        """X @ W^T (+ b) with the quantised matrix W of that name."""
+        ...
+
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
         """Exact GELU, or its tanh approximation."""
         ...

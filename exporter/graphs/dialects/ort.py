@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
 from vtx.exporter.hf.config import TextConfig
+from vtx.exporter.quantize import power_of_two_in
 from vtx.runtime import names
+
+INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the rows quantised block by block
+LARGEST_BLOCK = 64  # of a row that is quantised, and of a matrix with one scale a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,23 @@ class Ort:
 
     def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
         return b.op("LayerNormalization", x, b.weight(f"{name}.weight"), b.weight(f"{name}.bias"), axis=-1, epsilon=eps)
+
+    def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
+        """MatMulNBits on the stored bytes. It wants them unsigned, which one bit of each integer makes of them."""
+        where = b.place(weight)
+        assert where.scales is not None
+        (rows, width), bits = where.shape, 8 if where.dtype == "I8" else 4
+        apart = where.scales.shape[1]
+        block = power_of_two_in(width // apart, LARGEST_BLOCK)
+        octets = b.octets(weight, rows, width // block, block * bits // 8)
+        unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))
+        scales = b.scales(weight, FLOAT, rows, apart)
+        if apart * block != width:
+            scales = b.op("Expand", scales, b.constant([rows, width // block]))
+        return b.op(
+            "MatMulNBits", x, unsigned, scales, *([None, None, b.weight(bias)] if bias else []), domain=MICROSOFT,
+            K=width, N=rows, bits=bits, block_size=block, accuracy_level=INT8_ACTIVATIONS,
+        )  # fmt: skip
 
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
         return b.op("Gelu", x, approximate="tanh") if tanh else b.op("Gelu", x)

@@ -45,6 +45,9 @@ class Plain:
     def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
         return b.op("LayerNormalization", x, b.weight(f"{name}.weight"), b.weight(f"{name}.bias"), axis=-1, epsilon=eps)
 
+    def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
+        return b.gemm(x, b.dequantised(weight), bias)
+
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
         if tanh:
             cube = b.op("Mul", b.op("Mul", b.op("Mul", x, x), x), b.scalar(0.044715))

@@ -42,6 +42,9 @@ class Trt:
         scale, bias = b.weight(f"{name}.weight", FLOAT), b.weight(f"{name}.bias", FLOAT)
         return b.from_float32(b.op("LayerNormalization", b.to_float32(x), scale, bias, axis=-1, epsilon=eps))
 
+    def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
+        return b.gemm(x, b.dequantised(weight), bias)
+
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
         return b.op("Gelu", x, approximate="tanh") if tanh else b.op("Gelu", x)
 

@@ -1,0 +1,88 @@
+"""Which precision each part of a model is stored in, and what follows for each tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vtx.exporter.quantize import Scheme, scheme
+from vtx.runtime.errors import RequestError
+from vtx.runtime.manifest import PRECISIONS
+
+FULL = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors' words; the other precisions are quantised
+KV_TYPES = {"fp32": "float32", "fp16": "float16"}
+EMBEDDING = "text.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Precisions:
+    """Of the decoder's layers, of the tower with its projector, of the output matrix, and of K and V."""
+
+    decoder: str
+    vision: str
+    head: str
+    kv: str
+
+    def __post_init__(self) -> None:
+        for part, found in (("", self.decoder), ("vision-", self.vision), ("head-", self.head)):
+            if found not in PRECISIONS:
+                raise RequestError(f"--{part}precision {found!r} is not among {', '.join(PRECISIONS)}")
+        if self.kv not in KV_TYPES:
+            raise RequestError(
+                f"--kv-precision {self.kv!r} is not among {', '.join(KV_TYPES)}; narrower K and V would need scales "
+                "measured on images, which this version does not make"
+            )
+
+    @classmethod
+    def choose(cls, decoder: str, vision: str | None, head: str | None, kv: str | None) -> Precisions:
+        """What was asked for; a quantised decoder goes with an fp16 tower and an int8 head unless told otherwise."""
+        quantised = decoder in PRECISIONS and decoder not in FULL
+        return cls(
+            decoder,
+            vision or ("fp16" if quantised else decoder),
+            head or ("int8" if quantised else decoder),
+            kv or ("fp32" if decoder == "fp32" else "fp16"),
+        )
+
+    @property
+    def kv_dtype(self) -> str:
+        """Numpy's word."""
+        return KV_TYPES[self.kv]
+
+    def of(self, name: str) -> str:
+        """The precision of the part that the tensor of canonical `name` belongs to."""
+        part = name.partition(".")[0]
+        return {"vision": self.vision, "projector": self.vision, "head": self.head}.get(part, self.decoder)
+
+    def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
+        """How a tensor that a checkpoint holds as `source` is stored: safetensors' word, and a scheme if quantised.
+
+        Of a quantised part, what is no matrix, and the embedding table, which is read a row at a time, stays in
+        half precision as the checkpoint has it.
+        """
+        precision = self.of(name)
+        if precision in FULL:
+            return FULL[precision], None
+        found = scheme(precision, shape) if is_matrix(name, shape) else None
+        half = source if source in ("F16", "BF16") else "F16"
+        return ("I4" if found.bits == 4 else "I8", found) if found else (half, None)
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight is multiplied with, row by row: tables and convolutions are not."""
+    return len(shape) == 2 and "embed" not in name
+
+
+def tied_head(wanted: str | None, table: str) -> str:
+    """The precision of a head that is the embedding table, which is stored as `table` (safetensors' word).
+
+    Raises:
+        RequestError: another precision was asked for.
+
+    """
+    precision = {word: name for name, word in FULL.items()}[table]
+    if wanted not in (None, precision):
+        raise RequestError(
+            f"--head-precision {wanted} would store a weight twice: this model's head is its embedding table, "
+            f"which stays {precision}; leave the option out"
+        )
+    return precision

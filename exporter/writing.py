@@ -1,0 +1,194 @@
+"""Writing a bundle's weights: each source byte is read once, and checked, converted and hashed on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.exporter.hf.checkpoint import check_finite
+from vtx.exporter.quantize import quantise
+from vtx.exporter.weights import Entry, WeightFile, WeightPlan
+from vtx.runtime.errors import CheckpointError, ExportError
+from vtx.runtime.manifest import FileRecord
+from vtx.runtime.safetensors import DTYPES, TensorInfo, open_tensor, widen_bf16
+
+BLOCK = 1 << 23  # bytes of a file that is taken whole, at a time
+CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache
+THREADS = min(2, os.cpu_count() or 1)
+LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
+WORDS = {"F16": "fp16", "BF16": "bf16"}
+FICLONE = 0x40049409  # Linux: let a file share another's blocks, copied when one of them is written
+Report = Callable[[int], None]
+
+
+def write_weights(plan: WeightPlan, folder: Path, report: Report) -> dict[str, FileRecord]:
+    """Write all weight files under `folder`; `report` gets the source bytes of each finished block.
+
+    Returns size and checksum of each file by its name in the bundle.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite, or a source file has changed.
+        ExportError: the disk is full, or a value does not fit the precision.
+
+    """
+    (folder / "weights").mkdir(exist_ok=True)
+    records = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for file in plan.files:
+            write = _take_whole if file.whole else _rewrite
+            try:
+                records[file.name] = FileRecord(file.size, write(file, folder / file.name, pool, report))
+            except OSError as e:
+                raise ExportError(
+                    f"cannot write {folder / file.name} ({e.strerror}); free some space and try again"
+                ) from e
+    return records
+
+
+def _take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report: Report) -> str:
+    """Link the file, or copy it while it is read to be checked. Returns its SHA-256."""
+    digest = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(file.source.open("rb"))
+        copy = None if _shared(file.source.resolve(), target) else stack.enter_context(target.open("wb"))
+        hashing: Future[None] | None = None
+        for entry, size in _segments(file):
+            for count in _pieces(size):
+                raw = source.read(count)
+                if len(raw) != count:
+                    raise CheckpointError(f"{file.source.name} has shrunk while it was read; download it again")
+                if hashing:
+                    hashing.result()
+                hashing = pool.submit(digest.update, raw)
+                if entry:
+                    check_finite(np.frombuffer(raw, DTYPES[entry.dtype][1]), entry.name)
+                if copy:
+                    copy.write(raw)
+                report(count)
+        if hashing:
+            hashing.result()
+    return digest.hexdigest()
+
+
+def _shared(source: Path, target: Path) -> bool:
+    """Let `target` be the same bytes on the disk: a clone where the file system has them, else a hard link."""
+    try:
+        with source.open("rb") as a, target.open("xb") as b:
+            fcntl.ioctl(b.fileno(), FICLONE, a.fileno())
+    except OSError:
+        target.unlink(missing_ok=True)
+    else:
+        return True
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
+def _segments(file: WeightFile) -> Iterator[tuple[Entry | None, int]]:
+    """A file from its first byte to its last: the tensors that are used, and what lies between (None), in bytes."""
+    at = 0
+    for entry in sorted(file.entries, key=lambda e: e.source.offset):
+        yield None, entry.source.offset - at
+        yield entry, entry.source.nbytes
+        at = entry.source.offset + entry.source.nbytes
+    yield None, file.size - at
+
+
+def _pieces(size: int) -> Iterator[int]:
+    for start in range(0, size, BLOCK):
+        yield min(BLOCK, size - start)
+
+
+def _rewrite(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report: Report) -> str:
+    """Write the file's tensors in their new form. Returns its SHA-256."""
+    digest = hashlib.sha256()
+    with target.open("wb") as out:
+
+        def put(data: bytes) -> None:
+            out.write(data)
+            digest.update(data)
+
+        put(file.header or b"")
+        for entry in file.entries:
+            _write_tensor(entry, put, pool, report)
+            _forget(out)
+    return digest.hexdigest()
+
+
+def _forget(out: BinaryIO) -> None:
+    """Keep written pages from crowding out what is still to be read."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write_tensor(entry: Entry, put: Callable[[bytes], None], pool: ThreadPoolExecutor, report: Report) -> None:
+    """Convert a tensor chunk by chunk in the threads of `pool`, and put the chunks in order."""
+    convert = _quantised if entry.scheme else _converted
+    scales = []
+    for data, beside, nbytes in pool.map(partial(convert, entry), _chunks(entry)):
+        put(data)
+        scales.append(beside)
+        report(nbytes)
+    if entry.scheme:
+        put(b"".join(scales))
+
+
+def _chunks(entry: Entry) -> list[NDArray[Any]]:
+    """The stored bits of a tensor, a bounded number at a time: flat, or whole rows of a matrix to be quantised."""
+    stored = open_tensor(entry.source)
+    if not entry.scheme:
+        stored = stored.reshape(-1)
+    step = max(1, CHUNK // (entry.source.shape[-1] if entry.scheme else 1))
+    return [stored[start : start + step] for start in range(0, len(stored), step)]
+
+
+def _quantised(entry: Entry, chunk: NDArray[Any]) -> tuple[bytes, bytes, int]:
+    check_finite(chunk, entry.name)
+    assert entry.scheme is not None
+    integers, scales = quantise(_wide(chunk, entry.source), entry.scheme, entry.name)
+    return integers.tobytes(), scales.tobytes(), chunk.nbytes
+
+
+def _converted(entry: Entry, chunk: NDArray[Any]) -> tuple[bytes, bytes, int]:
+    check_finite(chunk, entry.name)
+    if entry.source.dtype == entry.dtype:
+        return chunk.tobytes(), b"", chunk.nbytes
+    values = _wide(chunk, entry.source)
+    with np.errstate(over="ignore"):
+        out: NDArray[Any] = narrow_bf16(values) if entry.dtype == "BF16" else values.astype(DTYPES[entry.dtype][1])
+    if entry.dtype in LARGEST and values.size:
+        largest = float(np.abs(values).max())
+        if largest > LARGEST[entry.dtype] and not _finite(out):
+            raise ExportError(
+                f"tensor {entry.name} holds {largest:g}, {WORDS[entry.dtype]} ends at {LARGEST[entry.dtype]:g}; "
+                "export with --precision fp32"
+            )
+    return out.tobytes(), b"", chunk.nbytes
+
+
+def _finite(stored: NDArray[Any]) -> bool:
+    values = widen_bf16(stored) if stored.dtype == np.uint16 else stored
+    return bool(np.isfinite(values).all())
+
+
+def _wide(chunk: NDArray[Any], source: TensorInfo) -> NDArray[np.float32]:
+    """The float32 values of stored bits."""
+    return widen_bf16(chunk) if source.dtype == "BF16" else chunk.astype(np.float32, copy=False)
+
+
+def narrow_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """BF16 bits of float32 values, rounded to the nearest, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
