@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+import torch
 
 from tests.dialects import DialectBackend
 from tests.exported import KS, Checkpoints, Models, greedy, policy, prompt
 from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.export import ExportOptions, plan_export, run_export
+from vtx.runtime.errors import RequestError
 from vtx.runtime.model import Model
 from vtx.runtime.names import DIALECTS
+from vtx.runtime.safetensors import write_safetensors
 from vtx.runtime.session import Session
 
 STEPS = 12
 TOLERANCES = {"fp32": 1e-4, "fp16": 0.13}  # on logits that reach 12; fp16 as in test_parity
+FEATURE_TOLERANCES = {"fp32": 1e-5, "fp16": 1.5e-2}  # features reach 5; three times the largest difference seen
 OTHERS = tuple(name for name in DIALECTS if name != "ort")  # which all other tests run
 VARIANTS = {
     "clip-gqa": Tiny(),
@@ -88,3 +95,79 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
     cache.keep(0)
     parts = [cache.append(r, p) for r, p in zip(np.split(rows, cuts), np.split(positions, cuts), strict=True)]
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dialect", OTHERS)
+@pytest.mark.parametrize("precision", FEATURE_TOLERANCES)
+@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+def test_a_tower_gives_what_transformers_does(
+    dialect_models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, dialect: str
+) -> None:
+    model, judge = dialect_models(dialect, tiny, precision), reference(tiny)
+    for seed in range(3):
+        pixels = model.picture(random_image(seed)).pixels[None]
+        wanted = judge.model.model.get_image_features(pixel_values=torch.from_numpy(pixels)).pooler_output
+        found = model.backend.vision(pixels).rows
+        np.testing.assert_allclose(
+            found, torch.cat(list(wanted)).detach().numpy(), atol=FEATURE_TOLERANCES[precision], rtol=0
+        )
+
+
+@pytest.mark.parametrize("dialect", OTHERS)
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_a_gate_is_float32_in_every_dialect(
+    tmp_path: Path, tiny_checkpoint: Checkpoints, precision: str, dialect: str, count: int
+) -> None:
+    rng, hidden = np.random.default_rng(count), Tiny().hidden
+    first, second = (rng.standard_normal(shape, np.float32) for shape in ((24, 2 * hidden), (2, 24)))
+    gates = tmp_path / "gates.safetensors"
+    write_safetensors(gates, {"gate.1.fc1.weight": first / 8, "gate.1.fc2.weight": second / 5}, None)
+    plan = plan_export(ExportOptions(str(tiny_checkpoint()), (3,), precision, gates=gates))
+    bundle = run_export(plan, tmp_path / "bundle", force=False, report=lambda *_: None)
+    rows = rng.standard_normal((count, hidden), np.float32)
+    mean = rows[:-1].mean(0) if count > 1 else np.zeros(hidden, np.float32)
+    inner = torch.nn.functional.gelu(torch.from_numpy(np.concatenate([mean, rows[-1]]) @ (first / 8).T))
+    wanted = torch.softmax(inner @ torch.from_numpy(second / 5).T, -1).numpy()
+    np.testing.assert_allclose(DialectBackend(bundle, dialect).gate(3, rows), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("dialect", OTHERS)
+def test_only_the_dialect_of_onnxruntime_uses_its_operators(dialect_models: Get, dialect: str) -> None:
+    bundle = dialect_models(dialect).bundle
+    graphs = bundle.manifest.dialects[dialect]
+    for name in (graphs.vision, graphs.embed, graphs.head, *(stage.graph for stage in graphs.stages)):
+        model = onnx.load(bundle.path(name), load_external_data=False)
+        assert [entry.domain for entry in model.opset_import] == [""]
+        assert {node.domain for node in model.graph.node} == {""}
+
+
+def test_products_of_an_fp16_bundle_for_tensorrt_are_float16(dialect_models: Get) -> None:
+    bundle = dialect_models("trt", Tiny(), "fp16").bundle
+    graphs = bundle.manifest.dialects["trt"]
+    for name in (graphs.vision, graphs.head, *(stage.graph for stage in graphs.stages)):
+        model = onnx.shape_inference.infer_shapes(onnx.load(bundle.path(name), load_external_data=False))
+        types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
+        found = {
+            types[value]
+            for node in model.graph.node
+            if node.op_type in ("Gemm", "Conv", "Attention")
+            for value in (node.input[0], node.output[0])
+            if value in types
+        }
+        assert found == {onnx.TensorProto.FLOAT16}
+
+
+def test_a_bundle_holds_the_dialects_that_were_asked_for(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    options = ExportOptions(str(tiny_checkpoint()), (3,), "fp16", dialects=("ort", "trt"))
+    folder = run_export(plan_export(options), tmp_path / "bundle", force=False, report=lambda *_: None).folder
+    assert not list(folder.glob("*.plain.onnx"))
+    assert [len(list(folder.glob(f"*.{name}.onnx"))) for name in options.dialects] == [5, 5]
+    assert len(list((folder / "weights").iterdir())) == 1, "weights are shared"
+    assert sum(path.stat().st_size for path in folder.glob("*.onnx")) < 1 << 18
+
+
+@pytest.mark.parametrize("dialects", [("plain",), (), ("ort", "tensorrt")])
+def test_dialects_without_ort_or_unknown_are_refused(dialects: tuple[str, ...]) -> None:
+    with pytest.raises(RequestError, match=r"name ort, .* plain, trt"):
+        ExportOptions(dialects=dialects)

@@ -16,9 +16,10 @@ from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
 from vtx.exporter.graphs.builder import Builder
-from vtx.exporter.graphs.dialects.ort import Ort
+from vtx.exporter.graphs.dialects import make_dialect
 from vtx.runtime.answer import Options
 from vtx.runtime.model import Model
+from vtx.runtime.names import DIALECTS
 from vtx.runtime.ort import share_threads
 
 STEPS = 24
@@ -201,13 +202,14 @@ def test_several_images_are_encoded_as_one_by_one(models: Models, reference: Cal
     np.testing.assert_allclose(together, wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_every_activation_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_every_activation_equals_transformers(name: str, dialect: str, tmp_path: Path) -> None:
     import onnxruntime
     from transformers.activations import ACT2FN
 
     share_threads(onnxruntime, THREADS)
-    builder = Builder("activation", {}, tmp_path, Ort())
+    builder = Builder("activation", {}, tmp_path, make_dialect(dialect, ir.DataType.FLOAT, 1))
     x = builder.input("x", ir.DataType.FLOAT, ["n"])
     y = builder.op("Identity", activate(builder, x, name))  # `linear` gives its input back
     builder.output(y, "y", ir.DataType.FLOAT, ["n"])

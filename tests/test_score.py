@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tests.graphs import session
+from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.hf.config import Rope, TextConfig
+from vtx.runtime.names import DIALECTS
 
 TEXT = TextConfig(
     family="llama", layers=1, hidden=48, ffn=64, heads=6, kv_heads=2, head_dim=8, vocab=32, eps=1e-5,
@@ -38,19 +40,20 @@ def full_attention(query: np.ndarray, key: np.ndarray, total: int) -> torch.Tens
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("kv_type", KV)
-@pytest.mark.parametrize("sliced", [True, False])
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_score_graph_equals_the_rows_of_a_full_attention_matrix(
-    tmp_path: Path, kv_heads: int, kv_type: str, sliced: bool
+    tmp_path: Path, kv_heads: int, kv_type: str, dialect: str
 ) -> None:
     config, rng = replace(TEXT, kv_heads=kv_heads), np.random.default_rng(0)
-    scorer = session(tmp_path, lambda b: build_score(b, config, KV[kv_type], sliced=sliced))
+    written = make_dialect(dialect, KV[kv_type], CAPACITY)
+    scorer = session(tmp_path, lambda b: build_score(b, config, KV[kv_type]), written)
     key = (3 * rng.standard_normal((1, kv_heads, CAPACITY, 8))).astype(kv_type)
     for rows, total in ((1, 1), (1, 30), (7, 30), (30, 30), (12, CAPACITY)):
         query = rng.standard_normal((rows, 48), dtype=np.float32)
         feed = {"query": query, "key": key, "total_slots": np.array([total], np.int32)}
         summed, most = scorer.run(["attention_sum", "attention_max"], feed)
         wanted = full_attention(query, key, total)
-        assert len(summed) == (total if sliced else CAPACITY)
+        assert len(summed) == (written.capacity or total)
         np.testing.assert_allclose(summed[:total], wanted.sum(0), atol=2e-6, rtol=1e-5)
         np.testing.assert_allclose(most[:total], wanted.max(0).values, atol=1e-6, rtol=1e-5)
         assert not summed[total:].any()
@@ -72,8 +75,8 @@ def test_one_row_of_a_long_prompt_costs_no_square_of_it(tmp_path: Path) -> None:
     """Every intermediate, by its inferred size, is at most the key buffer or [heads, rows, slots]."""
     from onnx import load, shape_inference
 
-    session(tmp_path, lambda b: build_score(b, TEXT, KV["float32"], sliced=False))
-    model, sizes = load(tmp_path / "graph.onnx"), {"rows": 3, "capacity": 1000}
+    session(tmp_path, lambda b: build_score(b, TEXT, KV["float32"]), make_dialect("trt", KV["float32"], 1000))
+    model, sizes = load(tmp_path / "graph.onnx"), {"rows": 3}
     for value in model.graph.input:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:

@@ -15,18 +15,19 @@ from vtx.runtime import names
 UNSEEN = np.array(-1e30, np.float32)  # of a masked product: nothing is left of it after the softmax
 
 
-def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType, *, sliced: bool = True) -> None:
+def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     """Head-mean softmax attention of the last rows of a cache over its filled slots, summed and maximised over rows.
 
     `query` [rows, heads * head_dim] are the rotated queries of the rows that fill the last slots, so row i sees the
-    slots up to total_slots - rows + i. The largest intermediate is [heads, rows, slots] float32. `sliced`: the key
-    buffer is cut to the filled slots first; otherwise the mask hides the rest, all shapes are static, and the
-    outputs are as long as the buffer, 0 beyond the filled slots (MustDrop Eq. 8 and 10).
+    slots up to total_slots - rows + i. The largest intermediate is [heads, rows, slots] float32. The key buffer is cut
+    to the filled slots first; where the dialect fixes its size, the mask hides the rest instead, and the outputs are
+    as long as the buffer, 0 beyond the filled slots (MustDrop Eq. 8 and 10).
     """
+    capacity = b.dialect.capacity
     query = b.input(names.QUERY, FLOAT, ["rows", c.heads * c.head_dim])
-    key = b.input(names.KEY, kv_type, [1, c.kv_heads, "capacity", c.head_dim])
+    key = b.input(names.KEY, kv_type, [1, c.kv_heads, capacity or "capacity", c.head_dim])
     total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
-    if sliced:
+    if capacity is None:
         key = b.op("Slice", key, b.constant([0]), total, b.constant([2]))
     if kv_type != FLOAT:
         key = b.op("Cast", key, to=FLOAT.value)
@@ -36,7 +37,7 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType, *, sliced: bool
     mean = b.op(
         "ReduceSum", b.op("Div", weights, b.constant(np.array(c.heads, np.float32))), b.constant([0]), keepdims=0
     )
-    slots = "slots" if sliced else "capacity"
+    slots = capacity or "slots"
     b.output(b.op("ReduceSum", mean, b.constant([0]), keepdims=0), names.ATTENTION_SUM, FLOAT, [slots])
     b.output(_largest(b, mean), names.ATTENTION_MAX, FLOAT, [slots])
 

@@ -51,6 +51,11 @@ class Dialect(Protocol):
     @property
     def compute(self) -> ir.DataType: ...
 
+    @property
+    def capacity(self) -> int | None:
+        """Slots of every cache, where the graphs fix them."""
+        ...
+
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         """RMS norm over the last axis, computed in float32."""
         ...

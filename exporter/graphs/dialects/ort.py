@@ -25,6 +25,7 @@ class Ort:
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 21, MICROSOFT: 1})
     ir_version: int = 10
     compute: ir.DataType = FLOAT
+    capacity: None = None
 
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         return b.op("SimplifiedLayerNormalization", x, b.weight(weight), axis=-1, epsilon=eps, stash_type=1)

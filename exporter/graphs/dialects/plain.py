@@ -30,6 +30,7 @@ class Plain:
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 17})
     ir_version: int = 8
     compute: ir.DataType = FLOAT
+    capacity: None = None
 
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         mean = self._mean(b, b.op("Mul", x, x))
