@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 
-.PHONY: help setup demo test test-ray lint types imports pytest format wheel clean
+.PHONY: help setup demo test test-ray lint types imports pytest format bench-peers wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -51,6 +51,9 @@ test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-peers: $(READY) ## vtx beside other engines, each installed under build/peers; hours on two cores the first time
+	$(BIN)/python -m benchmarks.peers --torch "$(TORCH)"
 
 wheel: $(READY) ## the distribution, into dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

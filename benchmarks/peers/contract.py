@@ -1,0 +1,115 @@
+"""What passes between the harness and a rival's process, and what a rival's file must offer.
+
+Rivals run in environments of their own, without vtx: this file needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt: the image's file, what is asked, the text that the chat template prints, and the ids of it all.
+
+    `ids` hold the image token once for every row of the image; the first `front` of them, the last image token
+    included, are the same in every question about the image.
+    """
+
+    image: str
+    asked: str
+    text: str
+    ids: tuple[int, ...]
+    image_token: int
+    front: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Token ids and the moments, in seconds from the question, at which each was there.
+
+    `vision` are the seconds of tower and projector, None where the rival does not say.
+    """
+
+    ids: tuple[int, ...]
+    moments: tuple[float, ...]
+    vision: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one process is to do: load, warm up with `warm`, then answer `first` and `second` on one image."""
+
+    folder: str
+    precision: str
+    threads: int
+    new_tokens: int
+    warm: Question
+    first: Question
+    second: Question
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Work:
+        values = json.loads(text)
+        for name in ("warm", "first", "second"):
+            values[name] = Question(**{**values[name], "ids": tuple(values[name]["ids"])})
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one process measured: milliseconds, MiB, and the ids of the first question's answer.
+
+    `cold` is the first token of the process's first question, `first` that of a question after it about a new image,
+    `second` that of one more about the same image; `decode` is the mean time of one token after the first.
+    """
+
+    load: float
+    cold: float
+    first: float
+    decode: float
+    second: float
+    rss: float
+    vision: float | None
+    ids: tuple[int, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Result:
+        return cls(**{**values, "ids": tuple(values["ids"])})
+
+
+class Model(Protocol):
+    """A loaded model; it may keep what it knows of the last image, as the rival itself would."""
+
+    def ask(self, question: Question, new_tokens: int) -> Answer:
+        """Greedy, end tokens ignored, `new_tokens` ids."""
+        ...
+
+
+class Rival(Protocol):
+    """A module in `rivals/`. Its libraries are imported inside its functions.
+
+    REQUIREMENTS are pip's arguments, a tuple a call; empty: this environment serves. TORCH stands for the torch that
+    the user chose. PACKAGES are those whose versions are shown. NOTE says how its workload differs, where it does.
+    """
+
+    PRECISIONS: tuple[str, ...]
+    REQUIREMENTS: tuple[tuple[str, ...], ...]
+    PACKAGES: tuple[str, ...]
+    NOTE: str
+
+    def prepare(self, checkpoint: Path, precision: str, folder: Path) -> None:
+        """Write what `load` needs into `folder`, which is there and empty."""
+        ...
+
+    def load(self, folder: Path, precision: str, threads: int) -> Model: ...
+
+
+TORCH = "TORCH"

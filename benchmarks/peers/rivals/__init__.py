@@ -1,0 +1,1 @@
+"""One file a rival, each with the interface that `contract.py` declares."""

@@ -1,0 +1,50 @@
+"""vtx itself, through `vtx.load`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.contract import Answer, Question
+
+PRECISIONS = ("fp32",)
+REQUIREMENTS: tuple[tuple[str, ...], ...] = ()
+PACKAGES = ("onnxruntime",)
+NOTE = ""
+BUNDLE = "bundle"
+
+
+def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
+    from vtx.exporter.export import ExportOptions, plan_export, run_export
+
+    plan = plan_export(ExportOptions(str(checkpoint), (), precision))
+    run_export(plan, folder / BUNDLE, force=False, report=lambda *_: None)
+
+
+def load(folder: Path, precision: str, threads: int) -> Loaded:
+    import vtx
+
+    return Loaded(vtx.load(folder / BUNDLE, threads=threads))
+
+
+class Loaded:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._image = ""
+        self._conversation: Any = None
+
+    def ask(self, question: Question, new_tokens: int) -> Answer:
+        import vtx
+
+        start = time.perf_counter()
+        if question.image != self._image:
+            self._conversation, self._image = self._model.open(question.image), question.image
+        opened = time.perf_counter() - start
+        options = vtx.Options(max_new_tokens=new_tokens, ignore_eos=True)
+        answer = self._conversation.ask(question.asked, None, options)
+        times = answer.stats.timings_ms
+        if answer.stats.prompt_tokens != len(question.ids):
+            raise ValueError(f"vtx read {answer.stats.prompt_tokens} tokens, the prompt has {len(question.ids)}")
+        moments = [opened + (times["first_token"] + n * times["decode_per_token"]) / 1000 for n in range(new_tokens)]
+        return Answer(answer.token_ids, tuple(moments), times["vision"] / 1000)

@@ -1,0 +1,85 @@
+"""The questions that everybody answers: two about one picture and one before them about another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import picture
+from benchmarks.peers.contract import Question
+
+SENTENCE = "What is in the picture, and where does it stand? "
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`warm` loads what is loaded lazily; `first` and `second` are about one image that was not seen before."""
+
+    warm: Question
+    first: Question
+    second: Question
+
+
+def make(checkpoint: Path, folder: Path, tokens: int) -> Workload:
+    """Prompts of `tokens` ids, or as close below as the tokenizer allows, pictures in `folder`.
+
+    Raises:
+        ValueError: `tokens` leaves no room for a question beside the image.
+
+    """
+    from vtx.exporter.export import ExportOptions, plan_export
+
+    plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
+    side = plan.image.width
+    if plan.image.height != side:
+        raise ValueError(f"the tower takes {side}x{plan.image.height} pixels; rivals were only tried with squares")
+    images = []
+    for seed in (1, 2):
+        images.append(folder / f"picture-{seed}.png")
+        picture.write(images[-1], side, seed)
+    ask = Asker(plan)
+    return Workload(
+        warm=ask(images[0], "Describe this.", tokens),
+        first=ask(images[1], "Please say: ", tokens),
+        second=ask(images[1], "Now answer: ", tokens),
+    )
+
+
+class Asker:
+    """Makes questions with the checkpoint's own template and tokenizer."""
+
+    def __init__(self, plan: Any) -> None:
+        from vtx.runtime.errors import RequestError
+        from vtx.runtime.template import ChatTemplate
+        from vtx.runtime.text import Text, parse_tokenizer
+
+        self._text = Text(parse_tokenizer(plan.tokenizer, RequestError), plan.template, plan.text)
+        self._template, self._settings = ChatTemplate(plan.template), plan.text
+        self._rows = plan.config.vision_tokens
+
+    def __call__(self, image: Path, start: str, tokens: int) -> Question:
+        asked = self._filled(start, tokens)
+        ids = self._ids(asked)
+        front = len(ids) - ids[::-1].index(self._settings.image_token_id)
+        text = self._template.render(self._chat(asked), self._settings.variables(), add_generation_prompt=True)
+        return Question(str(image.resolve()), asked, text, ids, self._settings.image_token_id, front)
+
+    def _filled(self, start: str, tokens: int) -> str:
+        """`start` and as many characters more as keep the prompt within `tokens`."""
+        least = len(self._ids(start.strip()))
+        if least > tokens:
+            raise ValueError(f"{tokens} tokens do not hold an image and a question, which take {least}; ask for more")
+        whole = start + SENTENCE * (tokens // 4)
+        fits, beyond = len(start), len(whole)
+        while beyond - fits > 1:
+            middle = (fits + beyond) // 2
+            fits, beyond = (middle, beyond) if len(self._ids(whole[:middle].strip())) <= tokens else (fits, middle)
+        return whole[:fits].strip()
+
+    def _ids(self, asked: str) -> tuple[int, ...]:
+        return tuple(map(int, self._text.prompt(self._chat(asked), self._rows)))
+
+    @staticmethod
+    def _chat(asked: str) -> Any:
+        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": asked}]}]

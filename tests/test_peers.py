@@ -1,0 +1,140 @@
+"""The comparison with other engines: with those that need no environment of their own, on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.peers import contenders, contract, table, workload
+from benchmarks.peers.contenders import Contender, PeerError, Places
+from benchmarks.peers.rivals.llamacpp import gguf_files
+from benchmarks.peers.worker import MARK
+
+from tests.tiny import Tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS, NEW = 120, 6
+Checkpoints = Callable[..., Path]
+TINY = Tiny()
+
+
+def compare(folder: Path, checkpoint: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.peers", *words, "--checkpoint", checkpoint, "--work", folder / "work",
+               "--rounds", "2", "--threads", "1", "--prompt-tokens", TOKENS, "--new-tokens", NEW,
+               "--json", folder / "figures.json"]  # fmt: skip
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([*map(str, command)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_vtx_and_transformers_give_the_same_ids_in_one_table(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    done = compare(tmp_path, tiny_checkpoint(TINY), "vtx:fp32", "transformers:fp32")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())["contenders"]
+    results = [contract.Result.from_dict(found) for rounds in figures.values() for found in rounds]
+    assert len(results) == 4
+    assert {result.ids for result in results} == {results[0].ids}
+    assert len(results[0].ids) == NEW
+    for result in results:
+        assert 0 < result.vision < result.first
+        assert min(result.load, result.cold, result.decode, result.second, result.rss) > 0
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("| vtx", "| transformers"))]
+    assert [f"{NEW} of {NEW}" in line for line in lines] == [True, True]
+
+
+def test_a_rival_that_cannot_be_prepared_stands_in_the_table_with_its_reason(tmp_path: Path) -> None:
+    nothing = tmp_path / "no-checkpoint"
+    nothing.mkdir()
+    us = Contender("vtx", "fp32")
+    with pytest.raises(PeerError) as caught:
+        contenders.prepare(us, nothing, Places(tmp_path, tmp_path, "torch"))
+    assert "config.json" in str(caught.value)
+    assert not (tmp_path / "vtx-fp32" / contenders.READY).exists()
+    row = table.rows({}, {us: f"cannot be prepared: {caught.value}"})[1]
+    assert row[0] == "vtx fp32"
+    assert "config.json" in row[1]
+
+
+def test_questions_have_the_length_asked_for_and_share_the_image(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    made = workload.make(tiny_checkpoint(TINY), tmp_path, TOKENS)
+    for question in (made.warm, made.first, made.second):
+        assert TOKENS - 3 <= len(question.ids) <= TOKENS
+        assert question.ids.count(question.image_token) == TINY.vision_tokens
+        assert question.ids[question.front - 1] == question.image_token != question.ids[question.front]
+        assert question.asked in question.text
+    assert made.first.image == made.second.image != made.warm.image
+    assert made.first.ids[: made.first.front] == made.second.ids[: made.second.front]
+    assert made.first.ids != made.second.ids
+    assert contract.Work.from_json(work(made).to_json()) == work(made)
+
+
+def work(made: workload.Workload) -> contract.Work:
+    return contract.Work("folder", "fp32", 1, NEW, made.warm, made.first, made.second)
+
+
+def test_a_prompt_too_short_for_the_image_is_refused(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="10 tokens do not hold an image"):
+        workload.make(tiny_checkpoint(TINY), tmp_path, 10)
+
+
+def test_an_unknown_contender_is_named() -> None:
+    with pytest.raises(ValueError, match="llamacpp:q5: not among"):
+        contenders.contenders(["vtx", "llamacpp:q5"])
+
+
+def test_every_rival_offers_the_interface() -> None:
+    everybody = contenders.contenders([])
+    assert {c.rival for c in everybody} == set(contenders.RIVALS)
+    for contender in everybody:
+        module: Any = contender.module
+        assert module.PACKAGES
+        assert callable(module.prepare)
+        assert callable(module.load)
+
+
+def result(seconds: float, ids: tuple[int, ...]) -> contract.Result:
+    return contract.Result(1.0, seconds, seconds, seconds, seconds, 1.0, None, ids)
+
+
+def test_ratios_are_taken_round_by_round_to_vtx_of_the_same_kind() -> None:
+    slow, fast = result(4.0, (1, 2, 3)), result(2.0, (1, 2, 3))
+    rounds = {
+        Contender("vtx", "fp32"): [fast, slow],
+        Contender("vtx", "int8"): [fast, fast],
+        Contender("llamacpp", "q8_0"): [slow, slow],
+        Contender("transformers", "fp32"): [result(3.0, (1, 2, 4)), result(6.0, (1, 2, 3))],
+        Contender("transformers", "bf16"): [fast, slow],
+    }
+    cells = {row[0]: row[-2:] for row in table.rows(rounds, {})[1:]}
+    assert cells["llamacpp q8_0"] == ["3 of 3", "2.00 / 2.00 / 2.00"]
+    assert cells["transformers fp32"] == ["2 of 3", "1.50 / 1.50 / 1.50"]
+    assert cells["transformers bf16"] == ["3 of 3", "1.00 / 1.00 / 1.00 (to fp32)"]
+    assert cells["vtx fp32"] == ["3 of 3", "-"]
+
+
+def test_rows_of_q_and_k_are_paired_for_rotation_side_by_side() -> None:
+    np = pytest.importorskip("numpy")
+    rows = np.arange(8)[:, None]  # two heads of four: halves (0, 1 | 2, 3) and (4, 5 | 6, 7)
+    assert gguf_files.pairs_together(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_a_result_is_found_among_what_libraries_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = f"loading\n{MARK}{json.dumps(vars_of(result(1.0, (5,))))}\nbye\n"
+    monkeypatch.setattr(contenders, "call", lambda *_: printed)
+    made = contract.Question("i", "a", "t", (1,), 1, 1)
+    found = contenders.run(Contender("vtx", "fp32"), contract.Work("f", "fp32", 1, 1, made, made, made),
+                           Places(tmp_path, tmp_path, ""))  # fmt: skip
+    assert found.ids == (5,)
+
+
+def vars_of(found: contract.Result) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(found)
