@@ -80,7 +80,7 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
         BundleError: there are none, or the record is damaged.
 
     """
-    where, cure = f"{FOLDER}/{target}/{RECORD}", _build(bundle, target)
+    where, cure = f"{FOLDER}/{target}/{RECORD}", build_command(bundle, target)
     path = bundle.path(where)
     if not path.is_file():
         raise BundleError(f"{bundle.folder} holds no engines for {target}; {cure}")
@@ -113,13 +113,13 @@ def check_machine(bundle: Bundle, engines: EngineSet, flavour: str, version: str
         return
     raise DeviceError(
         f"the engines in {FOLDER}/{engines.target} were built for {engines.made_for}; "
-        f"here is {here}; {_build(bundle, 'this')}"
+        f"here is {here}; {build_command(bundle, 'this')}"
     )
 
 
 def check_sources(bundle: Bundle, engines: EngineSet, graph: str) -> EngineRecord:
     """The record of a graph's engine, or BundleError where there is none or the bundle changed since it was built."""
-    cure = _build(bundle, engines.target)
+    cure = build_command(bundle, engines.target)
     record = engines.engines.get(graph)
     if record is None:
         raise BundleError(f"{FOLDER}/{engines.target} holds no engine of {graph}; {cure}")
@@ -132,7 +132,7 @@ def check_sources(bundle: Bundle, engines: EngineSet, graph: str) -> EngineRecor
 
 def check_file(bundle: Bundle, engines: EngineSet, record: EngineRecord, *, whole: bool = False) -> Path:
     """The engine's path, its size and, up to 64 MB or with `whole`, its checksum compared with the record."""
-    path, cure = bundle.path(f"{FOLDER}/{engines.target}") / record.file, _build(bundle, engines.target)
+    path, cure = bundle.path(f"{FOLDER}/{engines.target}") / record.file, build_command(bundle, engines.target)
     if not path.resolve().is_relative_to(bundle.folder.resolve()):
         raise BundleError(f"{record.file} is a link that leaves the bundle; do not use this bundle")
     try:
@@ -147,7 +147,7 @@ def check_file(bundle: Bundle, engines: EngineSet, record: EngineRecord, *, whol
     return path
 
 
-def _build(bundle: Bundle, target: str) -> str:
+def build_command(bundle: Bundle, target: str) -> str:
     return f"build them with: vtx-build --bundle {bundle.folder} --target {target}"
 
 

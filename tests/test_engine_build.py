@@ -194,9 +194,10 @@ def test_too_little_memory_is_said_before_the_build(bundle: Bundle, monkeypatch:
     check_memory(asked)
 
 
-def test_stages_get_a_profile_for_one_row_and_one_for_prompts(bundle: Bundle) -> None:
+def test_stages_of_tensorrt_get_a_profile_for_one_row_and_one_for_prompts(bundle: Bundle) -> None:
     context = bundle.manifest.max_context
-    items = {item.graph.name: item for item in plan(bundle).items}
+    asked = plan_engines(bundle, TARGETS["jetson-orin"], Release(TENSORRT, (10, 3)), "10.3", "plain")
+    items = {item.graph.name: item for item in asked.items}
     decode, prefill = items["stage-02-03.plain.onnx"].profiles
     assert decode["rows"] == (1, 1, 1)
     assert prefill["rows"][0] == 2
@@ -207,6 +208,12 @@ def test_stages_get_a_profile_for_one_row_and_one_for_prompts(bundle: Bundle) ->
     assert shapes["past_key.3"][0][2] == 0
     assert items["vision.plain.onnx"].profiles[0]["images"] == (1, 1, 1)
     assert items["head.plain.onnx"].profiles[0]["rows"][2] <= 16
+
+
+def test_stages_of_rtx_get_one_profile_from_one_row_to_all(bundle: Bundle) -> None:
+    items = {item.graph.name: item for item in plan(bundle).items}
+    (profile,) = items["stage-02-03.plain.onnx"].profiles
+    assert (profile["rows"][0], profile["rows"][2]) == (1, bundle.manifest.max_context)
 
 
 def test_a_free_size_that_nobody_declared_is_an_error(bundle: Bundle) -> None:

@@ -17,7 +17,7 @@ from vtx.exporter.engines.child import Built, Order, build
 from vtx.exporter.engines.graph import SeenGraph, load_graph
 from vtx.exporter.engines.lint import dialect_graphs, lint
 from vtx.exporter.engines.profiles import graph_profiles, input_shapes, used_sizes
-from vtx.exporter.engines.releases import Release
+from vtx.exporter.engines.releases import RTX, Release
 from vtx.exporter.engines.targets import Target
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, ExportError, RequestError
@@ -27,6 +27,7 @@ from vtx.runtime.fingerprint import (
     RECORD,
     EngineRecord,
     EngineSet,
+    Profile,
     check_file,
     read_engines,
 )
@@ -115,7 +116,10 @@ def plan_engines(
     if found:
         more = f" (and {len(found) - 1} more: vtx-build --check lists them)" if len(found) > 1 else ""
         raise BundleError(f"{found[0]}{more}")
-    items = tuple(_item(bundle, dialect, graph) for graph in graphs)
+    apart = release.flavour != RTX
+    items = tuple(
+        _item(bundle, graph, graph_profiles(bundle.manifest, dialect, graph.name, apart=apart)) for graph in graphs
+    )
     return EnginePlan(bundle, target, release, version, dialect, workspace, timing_cache, items)
 
 
@@ -146,8 +150,8 @@ def build_engines(plan: EnginePlan, report: Report) -> Iterator[Outcome]:
         _remove_strangers(plan, known)
 
 
-def _item(bundle: Bundle, dialect: str, graph: SeenGraph) -> Item:
-    profiles = tuple(used_sizes(graph, profile) for profile in graph_profiles(bundle.manifest, dialect, graph.name))
+def _item(bundle: Bundle, graph: SeenGraph, wanted: tuple[Profile, ...]) -> Item:
+    profiles = tuple(used_sizes(graph, profile) for profile in wanted)
     unique = tuple(profile for number, profile in enumerate(profiles) if profile not in profiles[:number])
     files = [graph.name, *sorted(graph.files)]
     missing = [name for name in files if name not in bundle.manifest.files]

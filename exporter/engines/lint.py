@@ -70,7 +70,7 @@ def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[Finding]
 
 
 def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
-    """Files of a dialect's graphs: vision, embed, stages, head, gates."""
+    """Files of a dialect's graphs: vision, embed, stages, head, gates, score."""
     dialects = bundle.manifest.dialects
     if dialect not in dialects:
         raise BundleError(
@@ -78,13 +78,8 @@ def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
             f"export it again with --dialect {dialect}"
         )
     graphs = dialects[dialect]
-    return [
-        graphs.vision,
-        graphs.embed,
-        *(s.graph for s in graphs.stages),
-        graphs.head,
-        *(g.graph for g in graphs.gates),
-    ]
+    stages, gates = [s.graph for s in graphs.stages], [g.graph for g in graphs.gates]
+    return [graphs.vision, graphs.embed, *stages, graphs.head, *gates, *([graphs.score] if graphs.score else [])]
 
 
 def _opset(graph: SeenGraph, release: Release) -> Problems:

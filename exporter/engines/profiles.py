@@ -1,7 +1,8 @@
 """Optimisation profiles: the sizes that an engine is built for, from the free sizes that its graph names.
 
 embed    one profile: any number of rows
-stage    two: decode, one row, and prefill, two rows and more
+stage    for TensorRT two: decode, one row, and prefill, two rows and more; for TensorRT-RTX one, because it
+         specialises kernels for the rows at run time, and keeps most weights once per profile
 vision   one image
 head     a few rows: only the last one is sampled
 gate     a question's rows
@@ -18,26 +19,32 @@ from vtx.runtime.manifest import Manifest
 
 ROWS, IMAGES, PAST, MAX_CONTEXT = "rows", "images", "past", "max_context"
 HEAD_ROWS = 16
+SCORE_ROWS = 256
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 
-def stage_profiles(m: Manifest) -> tuple[Profile, ...]:
-    """Decode first, prefill second; likely a prompt of one image and a short question."""
+def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
+    """One profile for all rows, or with `apart` one for decode and one for prefill; likely: an image and a question."""
     longest = m.max_context
     likely = min(longest, m.model.vision_tokens + 64)
     table: Profile = {MAX_CONTEXT: (longest,) * 3}
+    if not apart:
+        return ({**table, ROWS: (1, likely, longest), PAST: (0, 0, longest - 1)},)
     decode: Profile = {**table, ROWS: (1, 1, 1), PAST: (0, min(likely, longest - 1), longest - 1)}
     return decode, {**table, ROWS: (2, likely, longest), PAST: (0, 0, longest - 2)}
 
 
-def graph_profiles(m: Manifest, dialect: str, graph: str) -> tuple[Profile, ...]:
-    """The profiles of one of the dialect's graphs, by its file's name."""
+def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:
+    """The profiles of one of the dialect's graphs, by its file's name; `apart` as for stages."""
     graphs = m.dialects[dialect]
     if graph in [stage.graph for stage in graphs.stages]:
-        return stage_profiles(m)
+        return stage_profiles(m, apart=apart)
     rows: Range = (1, min(64, m.max_context), m.max_context)
     if graph == graphs.head:
         rows = (1, 1, min(HEAD_ROWS, m.max_context))
+    if graph == graphs.score:
+        most = min(SCORE_ROWS, m.max_context)
+        rows = (1, most, most)
     return ({IMAGES: (1, 1, 1), ROWS: rows},)
 
 

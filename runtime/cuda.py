@@ -1,0 +1,140 @@
+"""The few calls of the CUDA runtime that vtx makes: memory, copies, one stream, graphs. Errors become DeviceErrors."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from vtx.runtime.errors import DeviceError
+from vtx.runtime.units import size
+
+_OUT_OF_MEMORY, _DRIVER_TOO_OLD, _NO_DEVICE = 2, 35, 100
+_CURES = {
+    _DRIVER_TOO_OLD: "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver",
+    _NO_DEVICE: "no NVIDIA GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES",
+}
+
+
+def load_cuda() -> Any:
+    """The module `cuda.bindings.runtime`, or DeviceError with the command that installs it."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError as e:
+        raise DeviceError('cuda-python is not installed; pip install "vtx-edge[rtx]" (or [tensorrt])') from e
+    return runtime
+
+
+class Buffer:
+    """Device memory that is freed with this object."""
+
+    def __init__(self, cuda: Cuda, nbytes: int, what: str) -> None:
+        self.nbytes = nbytes
+        self.address = cuda.malloc(nbytes, what)
+        self.free = weakref.finalize(self, cuda.release, self.address)
+
+
+class Cuda:
+    """One GPU and one stream on it, through `cuda.bindings.runtime` or what stands in for it."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._rt = runtime
+        self._kinds = runtime.cudaMemcpyKind
+        self.stream = int(self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
+
+    def malloc(self, nbytes: int, what: str) -> int:
+        """An address of so many bytes; DeviceError with what is free where they are not to be had."""
+        error, address = self._rt.cudaMalloc(nbytes)
+        if int(error) == _OUT_OF_MEMORY:
+            free, total = self.memory()
+            raise DeviceError(
+                f"{what} needs {size(nbytes)} of device memory, {size(free)} of {size(total)} is free; "
+                "end other programs on the GPU, export with a smaller --precision or --max-context, or use --device cpu"
+            )
+        self._check("cudaMalloc", error)
+        return int(address)
+
+    def release(self, address: int) -> None:
+        self._call("cudaFree", address)
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+        free, total = self._call("cudaMemGetInfo")
+        return int(free), int(total)
+
+    def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """A zeroed host array that the device reads and writes by itself."""
+        like = np.zeros(shape, dtype)
+        address = int(self._call("cudaHostAlloc", max(like.nbytes, 1), self._rt.cudaHostAllocDefault))
+        memory = (ctypes.c_byte * like.nbytes).from_address(address)
+        array: NDArray[Any] = np.frombuffer(memoryview(memory), like.dtype).reshape(shape)
+        array[...] = 0
+        weakref.finalize(memory, self._call, "cudaFreeHost", address)
+        return array
+
+    def zero(self, buffer: Buffer) -> None:
+        self._call("cudaMemsetAsync", buffer.address, 0, buffer.nbytes, self.stream)
+
+    def copy_in(self, address: int, array: NDArray[Any]) -> None:
+        """Queue a contiguous host array for the device."""
+        self._copy(address, array.ctypes.data, array.nbytes, self._kinds.cudaMemcpyHostToDevice)
+
+    def copy_out(self, array: NDArray[Any], address: int) -> None:
+        self._copy(array.ctypes.data, address, array.nbytes, self._kinds.cudaMemcpyDeviceToHost)
+
+    def copy_rows(self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int) -> None:
+        """Queue `height` rows of `width` bytes from one place on the device to another, `pitch` bytes apart."""
+        kind = self._kinds.cudaMemcpyDeviceToDevice
+        self._call("cudaMemcpy2DAsync", to, to_pitch, source, pitch, width, height, kind, self.stream)
+
+    def wait(self) -> None:
+        """Until all that was queued is done."""
+        self._call("cudaStreamSynchronize", self.stream)
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Record what is queued inside into a graph, instead of running it."""
+        graph = Graph(self)
+        self._call(
+            "cudaStreamBeginCapture", self.stream, self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        )
+        try:
+            yield graph
+        finally:
+            recorded = self._call("cudaStreamEndCapture", self.stream)
+        graph.finish(recorded)
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: Any) -> None:
+        self._call("cudaMemcpyAsync", to, source, nbytes, kind, self.stream)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """The values that a call gives after its error: none, one, or a tuple."""
+        error, *values = getattr(self._rt, name)(*args)
+        self._check(name, error)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _check(self, name: str, error: Any) -> None:
+        if int(error):
+            cure = _CURES.get(int(error), "run it again, and vtx-doctor where it stays")
+            raise DeviceError(f"the GPU fails at {name} ({getattr(error, 'name', error)}): {cure}")
+
+
+class Graph:
+    """Recorded work, launched as a whole."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._run: Any = None
+
+    def finish(self, recorded: Any) -> None:
+        self._run = self._cuda._call("cudaGraphInstantiate", recorded, 0)
+        self._cuda._call("cudaGraphDestroy", recorded)
+        weakref.finalize(self, self._cuda._call, "cudaGraphExecDestroy", self._run)
+
+    def launch(self) -> None:
+        self._cuda._call("cudaGraphLaunch", self._run, self._cuda.stream)
