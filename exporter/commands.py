@@ -100,7 +100,7 @@ def export(
     if model == library.DEMO:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
     plan = library.plan_export(options)
-    for warning in plan.gates.warnings if plan.gates else ():
+    for warning in plan.warnings:
         note(f"warning: {warning}")
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
     export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), force=force)

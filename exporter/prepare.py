@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vtx.exporter.graphs.activations import check_activation
+from vtx.exporter.graphs.builder import FLOAT
 from vtx.exporter.graphs.decoder import decoder_tensors
+from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.gates import Gates, read_gates
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.hf.checkpoint import Checkpoint, open_checkpoint
@@ -112,9 +114,21 @@ class Plan:
     @property
     def dialects(self) -> dict[str, Graphs]:
         """The files of the graphs to be, by dialect."""
-        return {name: self._graphs(f"{name}.onnx") for name in self.options.dialects}
+        sizes = {name: make_dialect(name, FLOAT, self.max_context).capacity for name in self.options.dialects}
+        return {name: self._graphs(f"{name}.onnx", fixed=fixed is not None) for name, fixed in sizes.items()}
 
-    def _graphs(self, suffix: str) -> Graphs:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know before the export begins."""
+        unmerged = (
+            f"the graphs of the {name} dialect merge no windows, since their sizes cannot depend on the image; "
+            "there, reductions work with tau=off only"
+            for name, graphs in self.dialects.items()
+            if self.reductions.needs.merging and not graphs.vision_merges
+        )
+        return (*(self.gates.warnings if self.gates else ()), *unmerged)
+
+    def _graphs(self, suffix: str, *, fixed: bool) -> Graphs:
         needs, cuts = self.reductions.needs, self.reductions.cuts(self.ks)
         spans = [(a, b - 1) for a, b in pairwise([1, *cuts, self.config.text.layers + 1])]
         stages = tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.{suffix}", b in needs.queries) for a, b in spans)
@@ -122,7 +136,7 @@ class Plan:
         score = f"score.{suffix}" if needs.queries else None
         return Graphs(
             f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,
-            vision_merges=needs.merging, vision_attention=needs.attention,
+            vision_merges=needs.merging and not fixed, vision_attention=needs.attention,
         )  # fmt: skip
 
 

@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from tests.graphs import session
+from vtx.exporter.engines.graph import load_graph
+from vtx.exporter.engines.lint import lint
+from vtx.exporter.engines.releases import RTX, TENSORRT, Release
+from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.hf.config import Rope, TextConfig
@@ -50,7 +54,8 @@ def test_the_score_graph_equals_the_rows_of_a_full_attention_matrix(
     key = (3 * rng.standard_normal((1, kv_heads, CAPACITY, 8))).astype(kv_type)
     for rows, total in ((1, 1), (1, 30), (7, 30), (30, 30), (12, CAPACITY)):
         query = rng.standard_normal((rows, 48), dtype=np.float32)
-        feed = {"query": query, "key": key, "total_slots": np.array([total], np.int32)}
+        given = key[:, :, :total] if dialect == "plain" else key
+        feed = {"query": query, "key": given, "total_slots": np.array([total], np.int32)}
         summed, most = scorer.run(["attention_sum", "attention_max"], feed)
         wanted = full_attention(query, key, total)
         assert len(summed) == (written.capacity or total)
@@ -84,3 +89,23 @@ def test_one_row_of_a_long_prompt_costs_no_square_of_it(tmp_path: Path) -> None:
     inferred = shape_inference.infer_shapes(model, data_prop=True).graph.value_info
     counts = [math.prod(dim.dim_value for dim in value.type.tensor_type.shape.dim) for value in inferred]
     assert max(counts) == TEXT.heads * 3 * 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "release"),
+    [
+        ("plain", Release(TENSORRT, (10, 3))),
+        ("trt", Release(TENSORRT, (10, 16))),
+        ("trt", Release(TENSORRT, (11, 0))),
+        ("trt", Release(RTX, (1, 7))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_type", KV)
+def test_every_release_of_tensorrt_reads_the_score_graph(
+    tmp_path: Path, name: str, release: Release, kv_type: str
+) -> None:
+    builder = Builder("score", {}, tmp_path, make_dialect(name, KV[kv_type], CAPACITY))
+    build_score(builder, TEXT, KV[kv_type])
+    builder.write(tmp_path / "score.onnx")
+    assert lint(load_graph(tmp_path / "score.onnx"), release) == []

@@ -19,16 +19,15 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     """Head-mean softmax attention of the last rows of a cache over its filled slots, summed and maximised over rows.
 
     `query` [rows, heads * head_dim] are the rotated queries of the rows that fill the last slots, so row i sees the
-    slots up to total_slots - rows + i. The largest intermediate is [heads, rows, slots] float32. The key buffer is cut
-    to the filled slots first; where the dialect fixes its size, the mask hides the rest instead, and the outputs are
-    as long as the buffer, 0 beyond the filled slots (MustDrop Eq. 8 and 10).
+    slots up to total_slots - rows + i. The largest intermediate is [heads, rows, slots] float32. Where a
+    dialect fixes the number of slots, a mask hides those not filled, and the outputs are as long as the buffer, 0
+    beyond the filled slots (MustDrop Eq. 8 and 10).
     """
     capacity = b.dialect.capacity
     query = b.input(names.QUERY, FLOAT, ["rows", c.heads * c.head_dim])
     key = b.input(names.KEY, kv_type, [1, c.kv_heads, capacity or "capacity", c.head_dim])
     total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
-    if capacity is None:
-        key = b.op("Slice", key, b.constant([0]), total, b.constant([2]))
+    key = b.dialect.filled(b, key, total)
     if kv_type != FLOAT:
         key = b.op("Cast", key, to=FLOAT.value)
     seen = _seen(b, query, key, total)

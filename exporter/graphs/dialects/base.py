@@ -53,7 +53,11 @@ class Dialect(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """Slots of every cache, where the graphs fix them."""
+        """Slots of every cache, where the graphs fix them; then no tensor may be as large as another one says."""
+        ...
+
+    def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
+        """Of a layer's keys [1, kv_heads, slots, head_dim] the first `total` [1] int64, or all where a mask must do."""
         ...
 
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:

@@ -27,6 +27,9 @@ class Ort:
     compute: ir.DataType = FLOAT
     capacity: None = None
 
+    def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
+        return b.op("Slice", keys, b.constant([0]), total, b.constant([2]))
+
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         return b.op("SimplifiedLayerNormalization", x, b.weight(weight), axis=-1, epsilon=eps, stash_type=1)
 

@@ -32,6 +32,9 @@ class Plain:
     compute: ir.DataType = FLOAT
     capacity: None = None
 
+    def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
+        return keys  # its caches hold no slot that is not filled
+
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         mean = self._mean(b, b.op("Mul", x, x))
         size = b.op("Sqrt", b.op("Add", mean, b.scalar(eps)))

@@ -28,6 +28,9 @@ class Trt:
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 24})
     ir_version: int = 10
 
+    def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
+        return keys
+
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)
         return b.from_float32(y)
