@@ -56,7 +56,7 @@ def parse(text: str) -> tuple[Reduction, ...]:
     """
     if len(text) > MAX_WORD:
         raise RequestError(f"the reduction's word has {len(text):,} characters, the limit is {MAX_WORD:,}; shorten it")
-    parts = () if text.strip() == "none" else tuple(_one(part.strip()) for part in text.split("+"))
+    parts = () if text.strip() == "none" else tuple(_one(part) for part in text.split("+"))
     check_together(parts)
     return tuple(sorted(parts, key=_first_cut))
 
@@ -87,7 +87,7 @@ def _first_cut(part: Reduction) -> int:
 
 
 def _one(text: str) -> Reduction:
-    name, _, rest = text.partition(":")
+    name, _, rest = (part.strip() for part in text.partition(":"))
     known = kinds()
     if name not in known:
         raise RequestError(f"no reduction is called {name[:40]!r}; there are {', '.join(known)}, and none")
@@ -149,4 +149,5 @@ def _text(value: Any) -> str:
         return OFF
     if isinstance(value, tuple):
         return "/".join(map(_text, value))
-    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+    # Without the plus of an exponent, which would join two words.
+    return repr(value).removesuffix(".0").replace("e+", "e") if isinstance(value, float) else str(value)
