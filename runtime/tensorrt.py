@@ -26,7 +26,7 @@ from vtx.runtime.rope import read_rope
 from vtx.runtime.tensorrt_cache import TensorrtStageCache
 from vtx.runtime.units import size
 
-FLAVOURS = ("tensorrt_rtx", "tensorrt")
+COMPUTE = {"float16": "f16", "float32": "f32"}  # engines compute in the type of K and V
 
 
 def load_flavour(flavour: str) -> Any:
@@ -69,6 +69,7 @@ class TensorrtBackend:
     def __init__(self, bundle: Bundle, gpu: Gpu | None = None) -> None:
         self.device = "tensorrt"
         self._bundle, self._manifest = bundle, bundle.manifest
+        self.compute = COMPUTE[self._manifest.kv_dtype]
         self.engines, trt = find_engines(bundle, gpu or find_gpu())
         self.lock = threading.RLock()
         self.cuda = Cuda(load_cuda())

@@ -21,6 +21,7 @@ from vtx import cli
 ROOT = Path(__file__).parents[1]
 RUNTIME_MAY_IMPORT = {
     "click",
+    "cuda",
     "jinja2",
     "numpy",
     "onnxruntime",
@@ -69,7 +70,7 @@ def test_engines_are_imported_in_functions_only() -> None:
         body = ast.parse(path.read_text(encoding="utf-8")).body
         top = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
         top |= {node.module or "" for node in body if isinstance(node, ast.ImportFrom)}
-        assert not any(name.startswith(("onnxruntime", "openvino")) for name in top), path
+        assert not any(name.startswith(("cuda", "onnxruntime", "openvino", "tensorrt")) for name in top), path
 
 
 @pytest.fixture
