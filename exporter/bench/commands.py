@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from vtx.exporter.commands import find_bundle
+from vtx.exporter.libraries import exporter
 from vtx.runtime.console import bar, command, end_on_sigterm, note
-from vtx.runtime.errors import DeviceError
+from vtx.runtime.errors import BundleError, DeviceError
 
 CPUS = ("cpu", "openvino")  # devices whose ceilings can be measured here
+DEMO_KS = (8, 3, 4, 5, 6, 12, 16)  # the first is the one behind reductions
+DEMO_REDUCTIONS = (
+    "none", "lsm", "cls:keep=0.25", "cls:keep=0.5", "fastv", "fastv:k=2,ratio=0.75", "mustdrop:192", "mustdrop:128",
+    "mustdrop:64",
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from vtx.exporter.bench.ceilings import Ceilings
-    from vtx.exporter.bench.measure import Bench, K
+    from vtx.exporter.bench.measure import Bench, K, Workload
+    from vtx.exporter.choose.data import Data
     from vtx.runtime.manifest import Manifest
+    from vtx.runtime.model import Model
 
 
 def _ks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[K, ...]:
@@ -31,7 +40,9 @@ def _ks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[K, ..
 @command(
     epilog="vtx-bench\n"
     "vtx-bench --bundle llava-7b --k none,17,9 --image photo.jpg --question 'What is on the table?' --json out.json\n"
-    "vtx-bench --prompt-tokens 640 --new-tokens 128 --repeats 15 --threads 4 --plot out.png"
+    "vtx-bench --prompt-tokens 640 --new-tokens 128 --repeats 15 --threads 4 --plot out.png\n"
+    "vtx-bench --methods --samples 500\n"
+    "vtx-bench --methods --bundle llava-7b --data questions.jsonl --images photos --json out.json"
 )
 @click.option(
     "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
@@ -43,25 +54,36 @@ def _ks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[K, ..
 @click.option("--new-tokens", type=int, default=64, show_default=True, help="Of each answer, end tokens ignored.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="Rounds over all K that count.")
 @click.option("--warmup", type=int, default=1, show_default=True, help="Rounds before them that do not.")
+@click.option(
+    "--methods", is_flag=True,
+    help="Compare instead all methods of the bundle, by accuracy and cost [default bundle: the demo's].",
+)  # fmt: skip
+@click.option("--data", metavar="DATA", help="With --methods: questions as vtx-calibrate takes them [default: scenes].")
+@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
+@click.option("--samples", type=int, default=200, show_default=True, help="Questions to ask, drawn from DATA.")
 @click.option("--device", default="auto", show_default=True, help="Where to compute, as vtx-run takes it.")
 @click.option("--threads", type=int, help="[default: all cores]")
 @click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here, too.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
 def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
-    new_tokens: int, repeats: int, warmup: int, device: str, threads: int | None,
-    target: Path | None, plot: Path | None,
+    new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
+    device: str, threads: int | None, target: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
 
     The K take turns within one run, so that whatever else the machine does falls on all of them. Ctrl-C ends it early
-    and keeps what was measured.
+    and keeps what was measured. With --methods, all that the bundle can do to an image's tokens answers the same
+    questions, and each pruning stands beside the withdrawal that costs as much.
     """
     end_on_sigterm()
     if question is not None and prompt_tokens is not None:
         raise click.UsageError("--question and --prompt-tokens both settle the question; give one")
-    from vtx.exporter.bench.measure import Bench, Workload
-    from vtx.exporter.bench.report import in_tables, make_report
+    if methods and (image, question, prompt_tokens) != (None, None, None):
+        raise click.UsageError("--methods asks the questions of --data; leave out --image, --question, --prompt-tokens")
+    if not methods and (data, images) != (None, None):
+        raise click.UsageError("--data and --images go with --methods; one question to time is --image and --question")
+    from vtx.exporter.bench.measure import Workload
     from vtx.exporter.drawing import figures
     from vtx.runtime.golden import QUESTION, golden_image
     from vtx.runtime.machine import cores
@@ -70,19 +92,86 @@ def bench(
     if plot:
         figures()
     threads = threads or cores()
-    asked = QUESTION if question is None else question
-    work = Workload(image or golden_image(), asked, prompt_tokens, new_tokens, repeats, warmup, threads)
-    model = load(find_bundle(bundle), device=device, threads=threads)
-    bench = Bench(model, work, ks or _all(model.manifest))
+    if methods:
+        found = _data(data, images, samples)
+        model = load(methods_bundle(bundle), device=device, threads=threads)
+        interrupted = _compare(model, found, ks or _all(model.manifest), new_tokens, target, plot)
+    else:
+        asked = QUESTION if question is None else question
+        work = Workload(image or golden_image(), asked, prompt_tokens, new_tokens, repeats, warmup, threads)
+        model = load(find_bundle(bundle), device=device, threads=threads)
+        interrupted = _measure(model, work, ks or _all(model.manifest), target, plot)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _measure(model: Model, work: Workload, ks: tuple[K, ...], target: Path | None, plot: Path | None) -> bool:
+    """Latency and memory at each K, with a forecast before and a bar during; whether it was interrupted."""
+    from vtx.exporter.bench.measure import Bench
+    from vtx.exporter.bench.picture import draw_report
+    from vtx.exporter.bench.report import in_tables, make_report
+
+    bench = Bench(model, work, ks)
     note(f"{model.manifest.model.name} on {model.backend.device}; predicted: about {bench.probe():.0f} s")
     ceilings = _ceilings(bench)
     with bar() as show:
         found = bench.run(ceilings, show)
     report = make_report(bench, found)
     click.echo(in_tables(report))
-    _write(report, target, plot)
-    if found.interrupted:
-        raise KeyboardInterrupt
+    _write(report, target, plot, draw_report)
+    return found.interrupted
+
+
+def _compare(
+    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, target: Path | None, plot: Path | None
+) -> bool:
+    """Every method on the same questions, with a forecast before and a bar during; whether it was interrupted."""
+    from vtx.exporter.bench.compare import in_tables, make_comparison
+    from vtx.exporter.bench.methods import Trial, find_methods
+    from vtx.exporter.bench.picture import draw_comparison
+
+    methods = find_methods(model.manifest, ks)
+    if not any(method.kind == "pruning" for method in methods):
+        note("this bundle leaves out no rows but by withdrawal; export it with --reduce to compare others")
+    trial = Trial(model, data, methods, new_tokens)
+    note(
+        f"{model.manifest.model.name} on {model.backend.device}: {len(methods)} methods on {len(data.items)} questions "
+        f"of {data.source}; predicted: about {trial.probe():.0f} s"
+    )
+    with bar() as show:
+        trial.run(show)
+    report = make_comparison(trial)
+    click.echo(in_tables(report))
+    _write(report, target, plot, draw_comparison)
+    return trial.interrupted
+
+
+def _data(source: str | None, images: Path | None, samples: int) -> Data:
+    from vtx.exporter.choose.data import SCENES, read_data
+
+    data = read_data(source or SCENES, images, samples)
+    for line in data.skipped:
+        note(f"skipped {line}")
+    return data
+
+
+def methods_bundle(named: str | None) -> Path:
+    """The bundle whose methods are compared: the one named, else the demo, exported now with all of them."""
+    if named:
+        return Path(named)
+    from vtx.runtime.bundle import Bundle
+    from vtx.runtime.last import home
+
+    out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-methods"
+    try:
+        Bundle.open(out)
+    except BundleError:  # not there yet, or another version's
+        note("exporting the built-in demo model with every method; --bundle takes one of your own")
+        library = exporter()
+        plan = library.plan_export(library.ExportOptions(ks=DEMO_KS, reductions=DEMO_REDUCTIONS, dialects=("ort",)))
+        with bar() as report:
+            library.run_export(plan, out, force=True, report=report)
+    return out
 
 
 def _all(manifest: Manifest) -> tuple[K, ...]:
@@ -105,11 +194,12 @@ def _ceilings(bench: Bench) -> Ceilings | None:
         return None
 
 
-def _write(report: dict[str, Any], target: Path | None, plot: Path | None) -> None:
-    from vtx.exporter.bench.picture import draw_report
+def _write(
+    report: dict[str, Any], target: Path | None, plot: Path | None, draw: Callable[[Mapping[str, Any], Path], None]
+) -> None:
     from vtx.exporter.files import write_json
 
     if target:
         write_json(target, report)
     if plot:
-        draw_report(report, plot)
+        draw(report, plot)

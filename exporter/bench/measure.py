@@ -92,7 +92,7 @@ class Bench:
         self.worker = Worker(model.bundle, model.backend.device)
         with self.model.open(work.image) as conversation:
             for k in self.ks:
-                conversation.stream(self.found.question, k, self._options)
+                conversation.stream(self.found.question, k, self._options, reduce=None)
         self._check_room()
 
     def _question(self) -> str:
@@ -165,7 +165,7 @@ class Bench:
         with self.model.open(self.work.image) as conversation:
             preprocess_ms = 1000 * (time.perf_counter() - start)
             self._calls.clear()
-            stats = conversation.ask(self.found.question, k, self._options).stats
+            stats = conversation.ask(self.found.question, k, self._options, reduce=None).stats
             prefill, decode = split(self._calls)
             memory = Memory(machine.resident(), machine.peak())
             second_ms = self._again(conversation, k)
@@ -174,5 +174,5 @@ class Bench:
 
     def _again(self, conversation: Conversation, k: K) -> float:
         """Milliseconds to the first token of one more question on an image that is there."""
-        stats = conversation.ask(self.found.question, k, Options(max_new_tokens=1)).stats
+        stats = conversation.ask(self.found.question, k, Options(max_new_tokens=1), reduce=None).stats
         return stats.timings_ms["first_token"]

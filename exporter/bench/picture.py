@@ -1,8 +1,8 @@
-"""A report as a picture: latency and KV cache over the layers that see the image."""
+"""Reports as pictures: latency and KV cache over the layers that see the image; accuracy over cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +39,45 @@ def _fill(figure: Any, report: Mapping[str, Any]) -> None:
         f"{model['device']}, {work['threads']} threads",
         fontsize=10,
     )
+
+
+def draw_comparison(report: Mapping[str, Any], path: Path) -> None:
+    """Draw `make_comparison`'s result into `path`. Raises as `draw` does."""
+    draw(path, lambda figure: _fill_comparison(figure, report), width=12, height=5)
+
+
+KINDS = {
+    "withdrawal": ("withdrawal", "o-"),
+    "gates": ("gates", "*"),
+    "pruning": ("rows left out", "s"),
+    "both": ("rows left out, then withdrawal", "^"),
+}
+
+
+def _fill_comparison(figure: Any, report: Mapping[str, Any]) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    _costs(left, report, lambda method: 100 * float(method["flops_ratio"]))
+    _costs(right, report, lambda method: float(method["ms"]["first_token"]["median"]))
+    left.set(
+        xlabel="arithmetic of tower and prompt, % of none",
+        ylabel="right answers, %" if report["score"] == "right" else "answers as without any method, %",
+    )
+    right.set(xlabel="first token, ms, median")
+    left.legend(fontsize=8)
+    left.margins(y=0.15)
+    model, data = report["model"], report["data"]
+    figure.suptitle(f"{model['name']}, {data['items']} questions of {data['source']}; {model['device']}", fontsize=10)
+
+
+def _costs(axes: Any, report: Mapping[str, Any], cost: Callable[[Mapping[str, Any]], float]) -> None:
+    """One point a method, at its cost and its share of good answers."""
+    for kind, (label, style) in KINDS.items():
+        found = sorted((method for method in report["methods"] if method["kind"] == kind), key=cost)
+        shares = [100 * method[report["score"]]["share"] for method in found]
+        if found:
+            axes.plot([cost(method) for method in found], shares, style, label=label)
+        for method, share in zip(found, shares, strict=True):
+            if kind != "both":
+                place = cost(method), share
+                axes.annotate(method["name"], place, (2, 4), textcoords="offset points", fontsize=7, rotation=45)
+    axes.grid(alpha=0.3)

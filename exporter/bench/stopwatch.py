@@ -15,7 +15,7 @@ from vtx.runtime.backend import Backend
 class Call:
     """One call of a backend, or of the cache of stage number `stage` (from 0).
 
-    For `append`, `rows` ran while `filled` KV slots were filled before them.
+    For `append`, `rows` ran while `filled` KV slots were filled before them; `vision` gave `rows`.
     """
 
     name: str
@@ -41,7 +41,9 @@ class Stopwatch:
         rows, filled = (len(args[0]), getattr(self._inner, "length", 0)) if name == "append" else (0, 0)
         start = time.perf_counter()
         result = call(*args, **named)
-        self._calls.append(Call(name, 1000 * (time.perf_counter() - start), self._stage, rows, filled))
+        ms = 1000 * (time.perf_counter() - start)
+        rows = len(result.rows) if name == "vision" else rows
+        self._calls.append(Call(name, ms, self._stage, rows, filled))
         return Stopwatch(result, self._calls, args[0]) if name == "stage" else result
 
 

@@ -32,23 +32,29 @@ class Worker:
     def __init__(self, bundle: Bundle, device: str) -> None:
         manifest = bundle.manifest
         self._size: ModelSize = bundle_size(bundle)
+        self.decoder = self._size.decoder
         self._stages = stages(manifest)
         widened = device == "cpu" and manifest.precision in WIDENED
-        head = self._size.decoder.head_macs * (4 if widened else FULL_BYTES[manifest.precision])
-        self._weights = head + layer_bytes(self._size.decoder, manifest.precision, expanded=widened)
-        self._slot_bytes = self._size.decoder.slot_elements * KV_BYTES[manifest.kv_dtype]
-        self.width = self._size.decoder.ffn
+        head = self.decoder.head_macs * (4 if widened else FULL_BYTES[manifest.precision])
+        self._weights = head + layer_bytes(self.decoder, manifest.precision, expanded=widened)
+        self._slot_bytes = self.decoder.slot_elements * KV_BYTES[manifest.kv_dtype]
+        self.width = self.decoder.ffn
 
     def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> Work:
         """The work of one question, from its calls."""
-        decoder = self._size.decoder
-        appends = [(self._stages[c.stage].layers, c.rows, c.filled) for c in prefill if c.stage is not None]
-        views = sum(call.name == "vision" for call in prefill)
+        appends = [(c.stage, c.rows, c.filled) for c in prefill if c.stage is not None and c.rows]
+        flops = [append_flops(self.decoder, self._stages[stage].layers, *rows) for stage, *rows in appends]
         return Work(
-            vision_flops=encode_flops(self._size.vision, views),
-            prefill_flops=2 * decoder.head_macs + sum(append_flops(decoder, *one) for one in appends if one[1]),
+            vision_flops=self.count_vision(prefill),
+            prefill_flops=2 * self.decoder.head_macs + sum(flops),
             decode_bytes=self._weights + round(self._read(decode)),
         )
+
+    def count_vision(self, prefill: Sequence[Call]) -> int:
+        """FLOPs of the tower, windows that it merged left out of its later layers."""
+        vision = self._size.vision
+        whole = 0 if vision is None else vision.view_tokens
+        return sum(encode_flops(vision, 1, merged=max(0, whole - c.rows)) for c in prefill if c.name == "vision")
 
     def _read(self, decode: Sequence[Call]) -> float:
         """Bytes of KV cache that a token reads on average."""
