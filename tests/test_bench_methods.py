@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from tests.bundles import IGNORE, export
 from tests.exported import THREADS
 from tests.test_bench import FORBIDDEN
+from tests.test_gates import certain, write
 from tests.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bench import commands
@@ -171,6 +172,40 @@ def test_the_demo_answers_right_and_a_small_k_does_not(tmp_path: Path, monkeypat
     assert found["K = 6"] >= 0.9
     assert found["K = 2"] < 0.9
     assert "exporting" not in vtx_bench("--samples", "1").stderr
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["fires", "never"])
+def gated(
+    request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[bool, Path]:
+    """Whether the gate before layer 3 fires for every question, and the bundle."""
+    folder = tmp_path_factory.mktemp("gated")
+    gates = write(folder / "gates.safetensors", {3: certain(request.param)})
+    options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", gates=gates, dialects=("ort",))
+    made = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
+    return request.param, made.folder
+
+
+def test_gates_are_asked_where_there_are_any(gated: tuple[bool, Path], data: Path, tmp_path: Path) -> None:
+    fires, folder = gated
+    done = vtx_bench("--bundle", str(folder), "--data", str(data), "--json", str(tmp_path / "out.json"))
+    assert done.exit_code == 0, done.stderr
+    found = {method["name"]: method for method in json.loads((tmp_path / "out.json").read_text())["methods"]}
+    assert list(found) == ["none", "K = 3", "gates"]
+    same = found["K = 3" if fires else "none"]
+    for figure in ("full_layers", "vision_rows", "flops", "kv_bytes"):
+        assert found["gates"][figure] == same[figure]
+
+
+def test_the_time_with_gates_is_measured_as_well(gated: tuple[bool, Path], tmp_path: Path) -> None:
+    fires, folder = gated
+    words = ["--bundle", str(folder), "--repeats", "1", "--threads", str(THREADS), "--json", str(tmp_path / "out.json")]
+    done = CliRunner().invoke(cli.bench, [*words, "--new-tokens", "3"], prog_name="vtx-bench")
+    assert done.exit_code == 0, done.stderr
+    depths = json.loads((tmp_path / "out.json").read_text())["depths"]
+    assert [depth["k"] for depth in depths] == [None, 3, "auto"]
+    assert depths[2]["full_layers"] == (2 if fires else 8)
+    assert depths[2]["prefill_flops"] == depths[1 if fires else 0]["prefill_flops"]
 
 
 # --- names ----------------------------------------------------------------------------------------

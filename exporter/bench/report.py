@@ -29,6 +29,7 @@ def make_report(bench: Bench, found: Measurement) -> dict[str, Any]:
             **{name: getattr(manifest.model, name) for name in ("name", "layers", "hidden")},
             "precision": manifest.precision,
             "kv_dtype": manifest.kv_dtype,
+            "weights_read_as": bench.worker.weights,
             "device": model.backend.device,
         },
         "workload": {
@@ -152,18 +153,17 @@ def _ceilings(report: Mapping[str, Any]) -> str:
         return f"The ceilings of {model['device']} were not measured: they are for a CPU."
     gemm, read = found["gemm"], found["read"]
     return (
-        f"Ceilings, measured in turn with the above: {gemm['what']}: {gemm['flops_per_s']['median'] / 1e9:.1f} "
-        f"GFLOP/s; {read['what']}: {read['bytes_per_s']['median'] / 1e9:.1f} GB/s. {_compared(model['precision'])}"
+        f"Ceilings, the best of the rounds, in turn with the above: {gemm['what']}: "
+        f"{gemm['flops_per_s']['max'] / 1e9:.1f} GFLOP/s; {read['what']}: {read['bytes_per_s']['max'] / 1e9:.1f} GB/s. "
+        f"{_compared(model['weights_read_as'])}"
     )
 
 
-def _compared(precision: str) -> str:
-    """What a share compares where the weights are not float32."""
-    if precision == "fp32":
-        return "Both sides compute in float32."
-    if precision in ("fp16", "bf16"):
-        return f"The weights are {precision} on disk, float32 in memory, and computed with in float32 on both sides."
+def _compared(weights: str) -> str:
+    """What a share compares, by the precision in which a token reads the weights."""
+    if weights == "fp32":
+        return "Weights lie in memory in float32, and both sides compute in it."
     return (
-        f"The weights are {precision} in memory and widened as they are used; the product is of float32 alone, so a "
-        "share of it can be above 100%."
+        f"A token is counted as reading {weights} weights; the product is of float32 alone, so that a share of it can "
+        "be above 100%."
     )

@@ -14,7 +14,7 @@ from vtx.runtime.bundle import Bundle
 from vtx.runtime.flops import append_flops, encode_flops
 from vtx.runtime.manifest import KV_BYTES, Manifest, StageSpec
 
-WIDENED = ("fp16", "bf16")  # weights that a CPU holds and computes with in float32
+WIDENED = ("fp16", "bf16")  # weights that onnxruntime's CPU provider holds in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Work:
 
 
 class Worker:
-    """Counts the work of one bundle on one device."""
+    """Counts the work of one bundle on one device. `weights` is the precision in which a token reads them."""
 
     def __init__(self, bundle: Bundle, device: str) -> None:
         manifest = bundle.manifest
@@ -35,6 +35,7 @@ class Worker:
         self.decoder = self._size.decoder
         self._stages = stages(manifest)
         widened = device == "cpu" and manifest.precision in WIDENED
+        self.weights = "fp32" if widened else manifest.precision
         head = self.decoder.head_macs * (4 if widened else FULL_BYTES[manifest.precision])
         self._weights = head + layer_bytes(self.decoder, manifest.precision, expanded=widened)
         self._slot_bytes = self.decoder.slot_elements * KV_BYTES[manifest.kv_dtype]
@@ -69,8 +70,8 @@ def stages(manifest: Manifest) -> tuple[StageSpec, ...]:
 
 
 def shares(work: Work, ms: Mapping[str, Series | None], ceilings: Mapping[str, Any]) -> dict[str, float | None]:
-    """Arithmetic of tower and prefill as a share of the matrix product's, reading of a token as one of memory's."""
-    flops, read = (ceilings[name][unit]["median"] for name, unit in (("gemm", "flops_per_s"), ("read", "bytes_per_s")))
+    """Arithmetic of tower and prefill as a share of the best matrix product, reading of a token as one of memory's."""
+    flops, read = (ceilings[name][unit]["max"] for name, unit in (("gemm", "flops_per_s"), ("read", "bytes_per_s")))
 
     def share(amount: int, phase: str, ceiling: float) -> float | None:
         series = ms[phase]
