@@ -19,7 +19,7 @@ from tests.exported import KS, THREADS, Checkpoints, Models, greedy, policy, pro
 from tests.reference import Reference
 from tests.test_gates import gate, plan, write
 from tests.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.export import run_export
+from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.runtime.answer import Options
 from vtx.runtime.devices import AUTO, choose
 from vtx.runtime.errors import BundleError, DeviceError
@@ -171,6 +171,58 @@ def test_the_golden_vectors_are_met(models: Get, precision: str) -> None:
     found = list(check_golden(models(precision=precision)))
     assert len(found) == 3 + len(DEPTHS)
     assert all(check.passed for check in found), found
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+REDUCTIONS = (
+    "mustdrop:gamma=0.02,alpha=0.05,tau=0.5,key=0.1,layers=3/7/11",
+    "lsm:tau=0.5",
+    "cls:keep=0.4",
+    "fastv:k=2",
+)
+
+
+@pytest.fixture(scope="module")
+def reduced(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> list[Model]:
+    """One bundle exported for reductions, on OpenVINO and on onnxruntime."""
+    checkpoint = str(tiny_checkpoint(Tiny(layers=12, image=126, context=768)))
+    options = ExportOptions(checkpoint, (4, 9), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
+    folder = tmp_path_factory.mktemp("reduced") / "bundle"
+    run_export(plan_export(options), folder, force=False, report=bundles.IGNORE)
+    return [load(folder, device=device, threads=THREADS) for device in ("openvino", "cpu")]
+
+
+def test_reductions_keep_the_rows_and_give_the_ids_of_onnxruntime(reduced: list[Model]) -> None:
+    """One conversation through all of them, so that caches shrink, are filled again, and change their method."""
+    asked = [(word, k) for word in (*REDUCTIONS, "none", REDUCTIONS[0]) for k in (None, 9)]
+    with reduced[0].open(random_image(4)) as one, reduced[1].open(random_image(4)) as other:
+        for words, (word, k) in zip(itertools.cycle(QUESTIONS), asked, strict=False):
+            answers = [c.ask(words, k, OPTIONS, reduce=word) for c in (one, other)]
+            assert answers[0].token_ids == answers[1].token_ids, (word, k)
+            stats = [a.stats for a in answers]
+            assert stats[0].kv_slots == stats[1].kv_slots, (word, k)
+            assert stats[0].vision_tokens_kept == stats[1].vision_tokens_kept
+            if word != "none":
+                assert 0 < min(kept for kept in stats[0].vision_tokens_kept if kept) < 81
+
+
+def test_scores_are_those_of_onnxruntime(reduced: list[Model]) -> None:
+    rng = np.random.default_rng(5)
+    rows = rng.standard_normal((30, 64), np.float32)
+    number = next(n for n, spec in enumerate(stage_specs(reduced[0])) if spec.query)
+    found = []
+    for model in reduced:
+        cache = model.backend.stage(number, 64)
+        cache.append(rows[:20], np.arange(20))
+        slots = np.array([3, 4, 9])
+        aside = cache.read(slots)
+        cache.write(np.arange(20, 23), aside, length=23)
+        cache.append(rows[20:], np.arange(23, 33), query=True)
+        found.append([*cache.attention(), *cache.attention(last_only=True)])
+    for one, other in zip(*found, strict=True):
+        assert one.shape == (33,)
+        np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
 
 
 # --- the engine's form ----------------------------------------------------------------------------
