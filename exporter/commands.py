@@ -16,6 +16,8 @@ from vtx.runtime.names import DIALECTS
 
 if TYPE_CHECKING:
     from vtx.exporter.export import Plan
+    from vtx.exporter.retain import Retain
+    from vtx.runtime.bundle import Bundle
 
 
 def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...] | str:
@@ -68,7 +70,8 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
 @click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto takes all of them.")
 @click.option(
     "--calibration", metavar="DATA",
-    help="For --k auto: questions as vtx-calibrate takes them, scenes, or the folder of an earlier calibration.",
+    help="For --k auto and --retain: questions as vtx-calibrate takes them, or scenes; for --k auto also the folder "
+    "of an earlier calibration.",
 )  # fmt: skip
 @click.option(
     "--dialect", "dialects", callback=_dialects, metavar="ort,...",
@@ -79,23 +82,33 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
     help="Method that leaves out vision tokens, as mustdrop:192 or lsm+fastv:k=2,ratio=0.5; given again, one more "
     "variant over the same weights. The first is the default.",
 )  # fmt: skip
+@click.option(
+    "--retain", type=float, metavar="TOKENS",
+    help="Scale the first --reduce's thresholds so that so many vision tokens stay, mean over layers and over the "
+    "questions of --calibration [for the demo: scenes].",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
 def export(
     model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
-    gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...], force: bool,
+    gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
+    retain: float | None, force: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
     library = exporter()
     template = library.load_template(chat_template) if chat_template else None
-    if calibration is not None and (ks != "auto" or gates is not None):
-        raise click.UsageError("--calibration chooses one K; it goes with --k auto and without --gates")
-    chosen = calibrated(model, calibration, template) if calibration is not None else None
+    one_k = ks == "auto" and gates is None
+    if calibration is not None and not one_k and retain is None:
+        raise click.UsageError(
+            "--calibration chooses one K or thresholds; it goes with --k auto without --gates, or --retain"
+        )
+    wanted = None if retain is None else _retain(retain, calibration, demo=model == library.DEMO)
+    chosen = calibrated(model, calibration, template) if calibration is not None and one_k else None
     ks = (chosen["k"],) if chosen else ks
     options = library.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
-        head_precision, kv_precision,
+        head_precision, kv_precision, wanted,
     )  # fmt: skip
     if model == library.DEMO:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
@@ -104,6 +117,17 @@ def export(
         note(f"warning: {warning}")
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
     export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), force=force)
+
+
+def _retain(tokens: float, calibration: str | None, *, demo: bool) -> Retain:
+    from vtx.exporter.choose.data import SCENES, read_data
+    from vtx.exporter.retain import SAMPLES, Retain
+
+    if calibration is None and not demo:
+        raise click.UsageError(
+            "--retain counts on questions about images; name some with --calibration DATA, or scenes"
+        )
+    return Retain(tokens, read_data(calibration or SCENES, None, SAMPLES))
 
 
 def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
@@ -126,10 +150,21 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     weighed = sum(record.bytes for record in bundle.manifest.files.values())
     seconds = time.monotonic() - started
     note(f"measured:  {size(weighed)} of disk, {size(peak_memory())} of memory, {seconds:.1f} s")
+    if plan.options.retain is not None:
+        _show_retained(bundle)
     remember(bundle.folder)
     depth = ", ".join(map(str, plan.ks)) or "none"
     note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')
     return Path(bundle.folder)
+
+
+def _show_retained(bundle: Bundle) -> None:
+    found = bundle.manifest.record["retain"]
+    note(
+        f"retains:   {found['found']:.1f} vision tokens for {found['asked']:g} asked, mean of {found['questions']} "
+        f"questions of {found['data']}, thresholds times {found['factor']:.3g}"
+    )
+    note(f"           {bundle.manifest.reductions[0]}")
 
 
 def find_bundle(named: str | None) -> Path:

@@ -11,6 +11,7 @@ from vtx.exporter.build import CONFIG, Report, fill
 from vtx.exporter.place import alone_in, building, check_target, clear_after_killed, make_folder, put_in_place, sync
 from vtx.exporter.predict import check_disk
 from vtx.exporter.prepare import DEMO, ExportOptions, Plan, demo_checkpoint, load_template, plan_export
+from vtx.exporter.retain import settle
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import ExportError
 
@@ -20,6 +21,7 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
 
     Raises:
         ExportError: `out` exists, the disk is too small or full; nothing is left behind.
+        RequestError: no thresholds retain what was asked for; nothing is left behind.
         CheckpointError: a weight is NaN, or a file changed underway.
 
     """
@@ -35,6 +37,8 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
     with building(out) as folder:
         fill(folder, plan, report)
+        if plan.options.retain is not None:
+            settle(folder, plan.options.retain, report)
         sync(folder)
         with alone_in(out.parent):
             put_in_place(folder, out, force)

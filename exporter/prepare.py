@@ -23,6 +23,7 @@ from vtx.exporter.hf.text import read_text
 from vtx.exporter.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.predict import Prediction, predict
 from vtx.exporter.reductions import Reductions, plan_reductions
+from vtx.exporter.retain import Retain
 from vtx.exporter.weights import WeightPlan, plan_weights
 from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.image import ImageSettings
@@ -41,7 +42,8 @@ class ExportOptions:
     `dialects` are the operator sets to write the graphs in.
     "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
     `calibration` says how K was chosen where it was measured; it is kept in the record. `reductions` are words of
-    methods that leave out vision rows, the first one the default.
+    methods that leave out vision rows, the first one the default; `retain` says how many rows its thresholds are to
+    keep.
     """
 
     model: str = DEMO
@@ -56,6 +58,7 @@ class ExportOptions:
     vision_precision: str | None = None
     head_precision: str | None = None
     kv_precision: str | None = None
+    retain: Retain | None = None
 
     def __post_init__(self) -> None:
         self.precisions()
@@ -161,6 +164,8 @@ def plan_export(options: ExportOptions) -> Plan:
     if gates and not set(ks) & set(gates.by_k):
         raise RequestError(f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one")
     reductions = plan_reductions(options.reductions, config)
+    if options.retain is not None:
+        options.retain.check(options.reductions)
     context = _context(options.max_context, config)
     image = read_image_settings(checkpoint.folder)
     if (image.height, image.width) != (config.vision.image, config.vision.image):
