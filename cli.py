@@ -65,7 +65,7 @@ def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int |
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
 @click.option("--seed", type=int, help="For the same answer again when the temperature is above 0.")
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|openvino", help="Where to compute.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
 @click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
 @click.option("--threads", type=int, help="[default: all cores]")
 @click.option("--force", is_flag=True, help="Load also where the free memory looks too small.")
@@ -192,7 +192,7 @@ def inspect(bundle: str, as_json: bool) -> None:
 
 @command(epilog="vtx-doctor\nvtx-doctor vtx-demo-k16-fp16")
 @click.argument("bundle", type=click.Path(), required=False)
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|openvino", help="Where to compute.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
 @click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
 def doctor(bundle: str | None, device: str, compute: str | None) -> None:
     """Check this machine and say what fits, or a bundle: its checksums, then its golden vectors computed again."""

@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 from vtx.runtime.backend import Backend
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.errors import DeviceError
-from vtx.runtime.manifest import Manifest
+from vtx.runtime.errors import DeviceError, VtxError
+from vtx.runtime.fingerprint import targets
+from vtx.runtime.gpu import find_gpu
 
 AUTO = "auto"
 
@@ -29,9 +30,12 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
     {
         "cpu": Engine("onnxruntime", "cpu", "ort", ("f32",)),
         "openvino": Engine("openvino", "openvino", "plain", ("f32", "bf16")),
+        "cuda": Engine("onnxruntime", "gpu", "ort", ("f32",)),
+        "tensorrt": Engine("cuda", "rtx", "trt", ("f16", "f32")),
     }
 )
 DEVICES = (AUTO, *ENGINES)
+GPU_DEVICES = ("cuda", "tensorrt")  # weights in memory of their own
 COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
 
 
@@ -44,7 +48,7 @@ class Place:
     why: str
 
 
-def choose(manifest: Manifest, device: str = AUTO, compute: str | None = None) -> Place:
+def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> Place:
     """The place that was asked for, or with "auto" the best of those that are possible.
 
     Raises:
@@ -56,38 +60,61 @@ def choose(manifest: Manifest, device: str = AUTO, compute: str | None = None) -
     if compute is not None and compute not in COMPUTE:
         raise DeviceError(f"no device computes in {compute!r}; there are: {', '.join(COMPUTE)}")
     if device != AUTO:
-        obstacle = _obstacle(manifest, device, compute)
+        obstacle = _obstacle(bundle, device, compute)
         if obstacle:
             raise DeviceError(obstacle)
         return Place(device, compute or ENGINES[device].compute[0], "asked for")
     obstacles: list[str] = []
-    for name, why in _by_merit(manifest):
-        obstacle = _obstacle(manifest, name, compute)
+    for name, why in _by_merit(bundle):
+        obstacle = _obstacle(bundle, name, compute)
         if not obstacle:
             return Place(name, compute or ENGINES[name].compute[0], "; ".join([why, *obstacles]))
         obstacles.append(obstacle)
     raise DeviceError(obstacles[0])
 
 
-def _by_merit(manifest: Manifest) -> list[tuple[str, str]]:
+def _by_merit(bundle: Bundle) -> list[tuple[str, str]]:
     """Devices, the best first, each with why it is taken where all before it are not possible."""
-    return [("cpu", "the faster at decoding"), ("openvino", "what is left")]
+    gpu = [("tensorrt", "there are engines for this GPU")] if targets(bundle) else []
+    gpu += [("cuda", "there is a GPU")] if find_gpu() is not None and _no_cuda(bundle) is None else []
+    return [*gpu, ("cpu", "the faster at decoding"), ("openvino", "what is left")]
 
 
-def _obstacle(manifest: Manifest, name: str, compute: str | None) -> str | None:
+def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
     """Why this device cannot answer, and the cure; None where it can."""
     engine = ENGINES[name]
     if compute is not None and compute not in engine.compute:
         able = [other for other, d in ENGINES.items() if compute in d.compute]
         return f"{name} computes in {', '.join(engine.compute)}, not {compute}; that has: {', '.join(able)}"
-    if engine.dialect not in manifest.dialects:
+    if engine.dialect not in bundle.manifest.dialects:
         return (
             f"{name} reads graphs of the {engine.dialect!r} dialect and this bundle holds none; "
             f"export it with --dialect ort,{engine.dialect}"
         )
     if find_spec(engine.module) is None:
         return f'{engine.module} is not installed; pip install "vtx-edge[{engine.extra}]"'
+    return _FURTHER[name](bundle) if name in _FURTHER else None
+
+
+def _no_engines(bundle: Bundle) -> str | None:
+    """Why the bundle's engines do not run here: what they were built for, what this is, and what mends it."""
+    from vtx.runtime.tensorrt import find_engines
+
+    try:
+        find_engines(bundle, find_gpu())
+    except VtxError as e:
+        return str(e)
     return None
+
+
+def _no_cuda(bundle: Bundle) -> str | None:
+    """Why onnxruntime does not run this bundle on a GPU here."""
+    from vtx.runtime.ort_cuda import obstacle
+
+    return obstacle(bundle.manifest.kv_dtype)
+
+
+_FURTHER = {"tensorrt": _no_engines, "cuda": _no_cuda}
 
 
 def open_backend(bundle: Bundle, place: Place, threads: int | None) -> Backend:
@@ -96,6 +123,14 @@ def open_backend(bundle: Bundle, place: Place, threads: int | None) -> Backend:
         from vtx.runtime.openvino import OpenvinoBackend
 
         return OpenvinoBackend(bundle, threads, place.compute)
+    if place.device == "tensorrt":
+        from vtx.runtime.tensorrt import TensorrtBackend
+
+        return TensorrtBackend(bundle)
+    if place.device == "cuda":
+        from vtx.runtime.ort_cuda import OrtCudaBackend
+
+        return OrtCudaBackend(bundle, threads)
     from vtx.runtime.ort import OrtBackend
 
     return OrtBackend(bundle, threads)

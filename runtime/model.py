@@ -21,7 +21,7 @@ from typing import cast
 from vtx.runtime.answer import Answer, AnswerStream, Clock, Options, Stats
 from vtx.runtime.backend import Backend
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.devices import AUTO, choose, open_backend
+from vtx.runtime.devices import AUTO, GPU_DEVICES, choose, open_backend
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.gallery import Gallery, Picture
 from vtx.runtime.generate import generate
@@ -263,7 +263,8 @@ def load(
 
     Args:
         bundle: its directory.
-        device: "cpu" (onnxruntime), "openvino", or "auto" for the better of those that are possible here.
+        device: "cpu" (onnxruntime), "openvino", "cuda" (onnxruntime), "tensorrt" (engines of vtx-build), or "auto" for
+            the best of those that are possible here.
         compute: type of the arithmetic, "f32" (also when left out) or, on OpenVINO, "bf16".
         threads: threads of the one pool that all models of this process share; all cores when left out.
         force: load also where the memory that is free looks too small for the weights.
@@ -277,8 +278,8 @@ def load(
     if threads is not None and threads < 1:
         raise RequestError(f"threads is {threads}; give a number from 1 on")
     opened = Bundle.open(bundle)
-    place = choose(opened.manifest, device, compute)
-    if not force:
+    place = choose(opened, device, compute)
+    if not force and place.device not in GPU_DEVICES:
         _check_memory(opened)
     backend = open_backend(opened, place, threads)
     return Model(opened, backend, 1000 * (time.perf_counter() - start), place.why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,13 @@ def _one_line(error: Exception) -> str:
 class OrtBackend:
     """`Backend` on onnxruntime's CPU provider."""
 
+    device = "cpu"
+    providers: Sequence[str] = ("CPUExecutionProvider",)
+
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         self._ort = load_onnxruntime()
         self._bundle, self._manifest = bundle, bundle.manifest
-        self.device, self.compute = "cpu", "f32"
+        self.compute = "f32"
         self.threads = threads or _pool_threads or cores()
         share_threads(self._ort, self.threads)
         graphs = self._manifest.dialects["ort"]
@@ -86,7 +90,7 @@ class OrtBackend:
         path = os.fspath(self._bundle.path(name))
         try:
             with returning_memory():
-                session = self._ort.InferenceSession(path, self._options, providers=["CPUExecutionProvider"])
+                session = self._ort.InferenceSession(path, self._options, providers=list(self.providers))
         except Exception as e:
             if isinstance(e, MemoryError) or "bad_alloc" in str(e) or "allocate" in str(e):
                 raise DeviceError(f"not enough memory to load {name}; {_SMALLER}") from e
@@ -136,15 +140,16 @@ class OrtStageCache:
     One row, as in decoding, runs through a binding made once; nothing is allocated for it.
     """
 
+    bound_once = True
+
     def __init__(self, backend: OrtBackend, session: Any, spec: StageSpec, capacity: int) -> None:
         self._backend, self._session, self.capacity = backend, session, capacity
         self.length = 0
         model, kv_type = backend._manifest.model, np.dtype(backend._manifest.kv_dtype)
         shape = (spec.layers, 2, 1, model.kv_heads, capacity, model.head_dim)
-        self._kv: NDArray[Any] = np.zeros(shape, kv_type)
+        self._kv: NDArray[Any]
         self._buffers: list[tuple[str, str, Any]] = []
-        for number, layer in enumerate(range(spec.first, spec.last + 1)):
-            key, value = (backend._value(self._kv[number, part]) for part in (0, 1))
+        for layer, (key, value) in zip(range(spec.first, spec.last + 1), self._allocate(shape, kv_type), strict=True):
             self._buffers.append((names.past_key(layer), names.present_key(layer), key))
             self._buffers.append((names.past_value(layer), names.present_value(layer), value))
         self._query = np.zeros((0, model.heads * model.head_dim), np.float32)
@@ -154,6 +159,12 @@ class OrtStageCache:
         self._row_out: Rows = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
         self._row_binding = self._bind(self._row, self._row_position, self._row_out)
+
+    def _allocate(self, shape: tuple[int, ...], kv_type: np.dtype[Any]) -> Iterator[tuple[Any, Any]]:
+        """Key and value buffer of each layer, of `shape` [layers, 2, 1, kv_heads, capacity, head_dim] together."""
+        self._kv = np.zeros(shape, kv_type)
+        for layer in self._kv:
+            yield self._backend._value(layer[0]), self._backend._value(layer[1])
 
     def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
         count = len(rows)
@@ -165,7 +176,7 @@ class OrtStageCache:
             binding = self._bind(np.ascontiguousarray(rows), positions[None].copy(), out)
             binding.bind_ortvalue_output(names.QUERY, self._backend._value(self._query))
             self._session.run_with_iobinding(binding)
-        elif count == 1:
+        elif count == 1 and self.bound_once:
             self._row[:], self._row_position[:] = rows, positions
             self._session.run_with_iobinding(self._row_binding)
             out = self._row_out

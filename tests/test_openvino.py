@@ -374,24 +374,24 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
 
 def test_auto_takes_what_is_installed_and_says_why(bundle_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = bundle_models(Tiny()).manifest
-    assert choose(manifest, AUTO).device == "cpu"
+    bundle = bundle_models(Tiny()).bundle
+    assert choose(bundle, AUTO).device == "cpu"
     hide(monkeypatch, "onnxruntime")
-    chosen = choose(manifest, AUTO)
+    chosen = choose(bundle, AUTO)
     assert chosen.device == "openvino"
     assert "onnxruntime is not installed" in chosen.why
     hide(monkeypatch, "onnxruntime", "openvino")
     with pytest.raises(DeviceError, match=r"vtx-edge\[cpu\]"):
-        choose(manifest, AUTO)
+        choose(bundle, AUTO)
 
 
 def test_arithmetic_that_a_device_lacks_is_refused(bundle_models: Models) -> None:
-    manifest = bundle_models(Tiny()).manifest
-    assert choose(manifest, AUTO, "bf16").device == "openvino"
+    bundle = bundle_models(Tiny()).bundle
+    assert choose(bundle, AUTO, "bf16").device == "openvino"
     with pytest.raises(DeviceError, match=r"cpu computes in f32, not bf16.*openvino"):
-        choose(manifest, "cpu", "bf16")
+        choose(bundle, "cpu", "bf16")
     with pytest.raises(DeviceError, match=r"'f8'.*f32, bf16"):
-        choose(manifest, "openvino", "f8")
+        choose(bundle, "openvino", "f8")
 
 
 def test_a_damaged_graph_is_one_line(bundle_models: Models, tmp_path: Path) -> None:

@@ -318,3 +318,28 @@ def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(exported: Pa
     with pytest.raises(AssertionError, match="are not device memory"):
         backend.cuda.copy_out(np.zeros(1, np.float32), backend.place("hidden"))
     backend._io["hidden"].free.detach()
+
+
+# --- the choice of the device ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["tensorrt", "auto"])
+def test_a_bundle_with_engines_for_this_machine_is_answered_there(
+    asked: str, exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vtx.runtime.devices.find_gpu", lambda: CARD)
+    model = load(exported, device=asked, threads=THREADS)
+    assert (model.backend.device, model.backend.compute) == ("tensorrt", "f32")
+    with model.open([random_image(1)]) as image:
+        assert image.ask(QUESTIONS[0]).stats.device == "tensorrt"
+
+
+def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_otherwise(
+    exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vtx.runtime.devices.find_gpu", lambda: None)
+    with pytest.raises(DeviceError, match="no NVIDIA GPU answers here"):
+        load(exported, device="tensorrt", threads=THREADS)
+    model = load(exported, threads=THREADS)
+    assert model.backend.device == "cpu"
+    assert "no NVIDIA GPU answers here" in model.why
