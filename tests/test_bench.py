@@ -165,7 +165,8 @@ def test_a_device_without_a_known_ceiling_gets_no_shares(
     target = tmp_path / "out.json"
     done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--json", str(target))
     assert done.exit_code == 0, done.stderr
-    assert "were not measured" in done.stdout
+    assert "no ceilings: they are measured for CPUs" in done.stderr
+    assert "No ceilings were measured" in done.stdout
     assert json.loads(target.read_text())["depths"][0]["shares"] is None
 
 
@@ -215,6 +216,14 @@ def test_ceilings_are_rates_of_products_and_of_memory() -> None:
     assert found["read"]["bytes_per_s"]["median"] > 1e8
 
 
+def test_no_ceilings_are_measured_where_memory_is_short(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vtx.exporter.bench.ceilings.available_memory", lambda: 1000)
+    done = vtx_bench(bundle, "--k", "3", "--repeats", "1")
+    assert done.exit_code == 0, done.stderr
+    assert "no ceilings: measuring them takes" in done.stderr
+    assert "| 3 " in done.stdout
+
+
 @pytest.mark.skipif(machine.peak() is None, reason="only Linux says how much memory a process held")
 def test_the_peak_of_memory_starts_anew() -> None:
     block = np.ones(64 << 20, np.uint8)
@@ -252,8 +261,8 @@ def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
         (["--prompt-tokens", "5"], 1, "--prompt-tokens is 5, and the nearest prompt"),
         (["--question", "what?", "--prompt-tokens", "90"], 2, "both settle the question"),
         (["--question", " "], 1, "question"),
-        (["--prompt-tokens", "100000"], 1, "context"),
-        (["--new-tokens", "100000"], 1, "take fewer --new-tokens"),
+        (["--prompt-tokens", "100000000000000"], 1, "do not fit a context of"),
+        (["--new-tokens", "100000"], 1, "take fewer of them"),
         (["--new-tokens", "1"], 1, "--new-tokens is 1; give a number from 2 on"),
         (["--repeats", "0"], 1, "--repeats is 0"),
         (["--warmup", "-1"], 1, "--warmup is -1"),

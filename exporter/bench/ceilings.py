@@ -18,22 +18,25 @@ from vtx.exporter.bench.series import Series, spread
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.machine import available_memory
 from vtx.runtime.ort import load_onnxruntime, share_threads
+from vtx.runtime.units import size
 
 LEAST = (256, 1024, 1024)  # rows, depth, width: a smaller product is no ceiling
 MAX_WEIGHTS = 1 << 26  # elements of the matrix
 READ_BYTES = 1 << 29  # beyond any cache
+COPIES = 4  # of the matrix while its graph is made and loaded
 LEAST_MS = 20.0  # one figure is the mean of calls that took so long together
 
 
 class Ceilings:
     """Measured in turn with the bundle, so that both meet the same machine.
 
-    Raises DeviceError where onnxruntime is missing or computes with another number of threads.
+    Raises DeviceError where memory is short, or onnxruntime is missing or computes with another number of threads.
     """
 
     def __init__(self, rows: int, depth: int, width: int, threads: int) -> None:
         rows, depth, width = (max(least, given) for least, given in zip(LEAST, (rows, depth, width), strict=True))
         width = max(1, min(width, MAX_WEIGHTS // depth))
+        _check_memory(COPIES * 4 * depth * width + READ_BYTES)
         self._product = Product(rows, depth, width, threads)
         self._memory = Memory(threads)
         self.gemm, self.read = list[float](), list[float]()
@@ -77,16 +80,19 @@ class Memory:
     """Every call reads all of `bytes` bytes, a slice a thread; finding the largest number is faster than memory."""
 
     def __init__(self, threads: int) -> None:
-        free = available_memory() or READ_BYTES
-        self.bytes = min(READ_BYTES, free // 4) // 4096 * 4096
-        if not self.bytes:
-            raise DeviceError(f"{free} bytes of memory are free, too few to measure its bandwidth; close something")
+        self.bytes = READ_BYTES
         self._parts: list[NDArray[np.int32]] = np.array_split(np.ones(self.bytes // 4, np.int32), threads)
         self._pool = ThreadPoolExecutor(threads)
 
     def __call__(self) -> None:
         for _ in self._pool.map(np.max, self._parts):
             pass
+
+
+def _check_memory(needed: int) -> None:
+    free = available_memory()
+    if free is not None and free < needed:
+        raise DeviceError(f"measuring them takes {size(needed)} of memory, and {size(free)} is free; close something")
 
 
 def _rate(amount: int, call: Any) -> float:

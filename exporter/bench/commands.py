@@ -185,6 +185,7 @@ def _ceilings(bench: Bench) -> Ceilings | None:
     from vtx.exporter.bench.ceilings import Ceilings
 
     if bench.model.backend.device not in CPUS:
+        note(f"no ceilings: they are measured for CPUs, and this is {bench.model.backend.device}")
         return None
     spec, rows = bench.model.manifest.model, bench.tokens(bench.found.question)
     try:

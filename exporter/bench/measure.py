@@ -93,13 +93,14 @@ class Bench:
         with self.model.open(work.image) as conversation:
             for k in self.ks:
                 conversation.stream(self.found.question, k, self._options, reduce=None)
-        self._check_room()
+        self._check_room(self.tokens(self.found.question))
 
     def _question(self) -> str:
         """The question, or one of the length that was asked for: a word again and again, and an ending that fits."""
         wanted = self.work.prompt_tokens
         if wanted is None:
             return self.work.question
+        self._check_room(wanted)
         one, two = (self.tokens(FILLER * count) for count in (1, 2))
         count = max(1, 1 + (wanted - one) // max(1, two - one))
         texts = [FILLER * count + ending for ending in ("", *ENDINGS)]
@@ -116,12 +117,12 @@ class Bench:
         manifest = self.model.manifest
         return len(self.model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens))
 
-    def _check_room(self) -> None:
-        tokens, room = self.tokens(self.found.question), self.model.manifest.max_context
+    def _check_room(self, tokens: int) -> None:
+        room = self.model.manifest.max_context
         if tokens + self.work.new_tokens > room:
             raise ContextError(
                 f"a prompt of {tokens} tokens and {self.work.new_tokens} new ones do not fit a context of {room}; "
-                "take fewer --new-tokens, or export with a larger --max-context"
+                "take fewer of them, or export with a larger --max-context"
             )
 
     def probe(self) -> float:
