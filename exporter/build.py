@@ -6,6 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from numpy.typing import NDArray
 from vtx.exporter.graphs.builder import Builder, StoredTensor
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
-from vtx.exporter.graphs.dialects.base import Dialect
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
@@ -67,32 +67,31 @@ def _write_text(folder: Path, plan: Plan) -> None:
 
 def _write_graphs(folder: Path, plan: Plan) -> None:
     weights = {**plan.weights.stored, **_write_gates(folder, plan)}
-    int4 = any(tensor.dtype == "I4" for tensor in weights.values())
-    for name, graphs in plan.dialects.items():
-        dialect = make_dialect(name, KV_ELEMENTS[plan.precisions.kv_dtype], plan.max_context, int4=int4)
-        _write_dialect(folder, plan, graphs, dialect, weights)
+    for dialect, graphs in plan.dialects.items():
+        _write_dialect(folder, plan, dialect, graphs, weights)
 
 
-def _write_dialect(
-    folder: Path, plan: Plan, graphs: Graphs, dialect: Dialect, weights: Mapping[str, StoredTensor]
-) -> None:
-    text, kv = plan.config.text, KV_ELEMENTS[plan.precisions.kv_dtype]
+def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
+    text, precisions = plan.config.text, plan.precisions
+    kv = KV_ELEMENTS[precisions.kv_dtype]
 
-    def write(name: str, build: Callable[[Builder], None]) -> None:
-        builder = Builder(name.partition(".")[0], weights, folder, dialect)
+    def write(name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None) -> None:
+        written = make_dialect(dialect, precision, plan.max_context, kv_type)
+        builder = Builder(name.partition(".")[0], weights, folder, written)
         build(builder)
         builder.write(folder / name)
 
     extras = {"merges": graphs.vision_merges, "attention": graphs.vision_attention}
-    write(graphs.vision, lambda b: build_vision(b, plan.config, **extras))
-    write(graphs.embed, lambda b: build_embed(b, text))
+    write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras))
+    write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
     for stage in graphs.stages:
-        write(stage.graph, lambda b, s=stage: build_stage(b, text, s.first, s.last, kv, query=s.query))  # type: ignore[misc]
-    write(graphs.head, lambda b: build_head(b, text))
+        build = partial(build_stage, c=text, first=stage.first, last=stage.last, kv_type=kv, query=stage.query)
+        write(stage.graph, precisions.decoder, build, kv)
+    write(graphs.head, precisions.head, lambda b: build_head(b, text))
     if graphs.score:
-        write(graphs.score, lambda b: build_score(b, text, kv))
+        write(graphs.score, precisions.decoder, lambda b: build_score(b, text, kv))
     for gate in graphs.gates:
-        write(gate.graph, lambda b, k=gate.k: build_gate(b, text, k))  # type: ignore[misc]
+        write(gate.graph, precisions.decoder, partial(build_gate, c=text, k=gate.k))
 
 
 def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:

@@ -23,7 +23,7 @@ Tensors = dict[str, NDArray[Any]]
 class DialectBackend:
     """`Backend` of one dialect; every graph is checked against its contract."""
 
-    device = "cpu"
+    device, compute = "cpu", "f32"
 
     def __init__(self, bundle: Bundle, dialect: str) -> None:
         self.bundle, self.manifest, self.dialect = bundle, bundle.manifest, dialect

@@ -11,12 +11,14 @@ import onnx
 import pytest
 import torch
 
+from tests.bundles import export, export_with
 from tests.dialects import DialectBackend
 from tests.exported import KS, Checkpoints, Models, greedy, policy, prompt
 from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.runtime.errors import RequestError
+from vtx.runtime.golden import TOLERANCE, check_golden
 from vtx.runtime.model import Model
 from vtx.runtime.names import DIALECTS
 from vtx.runtime.safetensors import write_safetensors
@@ -25,6 +27,14 @@ from vtx.runtime.session import Session
 STEPS = 12
 TOLERANCES = {"fp32": 1e-4, "fp16": 0.13}  # on logits that reach 12; fp16 as in test_parity
 FEATURE_TOLERANCES = {"fp32": 1e-5, "fp16": 1.5e-2}  # features reach 5; three times the largest difference seen
+PRECISIONS = {
+    "int8": {"precision": "int8"},
+    "int4": {"precision": "int4"},
+    "int4-everywhere": {"precision": "int4", "vision_precision": "int4", "head_precision": "int4"},
+    "fp32-tower": {"precision": "fp16", "vision_precision": "fp32"},
+    "fp32-kv": {"precision": "fp16", "kv_precision": "fp32"},
+    "fp16-kv": {"precision": "fp32", "kv_precision": "fp16"},
+}
 OTHERS = tuple(name for name in DIALECTS if name != "ort")  # which all other tests run
 VARIANTS = {
     "clip-gqa": Tiny(),
@@ -142,8 +152,23 @@ def test_only_the_dialect_of_onnxruntime_uses_its_operators(dialect_models: Get,
         assert {node.domain for node in model.graph.node} == {""}
 
 
-def test_products_of_an_fp16_bundle_for_tensorrt_are_float16(dialect_models: Get) -> None:
-    bundle = dialect_models("trt", Tiny(), "fp16").bundle
+@pytest.mark.parametrize("dialect", OTHERS)
+@pytest.mark.parametrize("asked", PRECISIONS.values(), ids=list(PRECISIONS))
+def test_a_dialect_computes_what_the_stored_weights_say(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, asked: dict[str, str], dialect: str
+) -> None:
+    """As closely as fp16 does, whatever the weights are: only the dialect of onnxruntime rounds rows to 8 bits."""
+    bundle = export_with(ExportOptions(str(tiny_checkpoint()), (3,), **asked), tmp_path / "bundle")
+    checks = list(check_golden(Model(bundle, DialectBackend(bundle, dialect), 0)))
+    assert len(checks) == 5
+    assert all(check.difference <= TOLERANCE["fp16"] for check in checks), checks
+
+
+@pytest.mark.parametrize(("precision", "wanted"), [("fp16", "FLOAT16"), ("bf16", "BFLOAT16"), ("fp32", "FLOAT")])
+def test_products_for_tensorrt_have_the_type_of_the_bundle(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, wanted: str
+) -> None:
+    bundle = export(tiny_checkpoint(), tmp_path / "bundle", (3,), precision)
     graphs = bundle.manifest.dialects["trt"]
     for name in (graphs.vision, graphs.head, *(stage.graph for stage in graphs.stages)):
         model = onnx.shape_inference.infer_shapes(onnx.load(bundle.path(name), load_external_data=False))
@@ -151,11 +176,11 @@ def test_products_of_an_fp16_bundle_for_tensorrt_are_float16(dialect_models: Get
         found = {
             types[value]
             for node in model.graph.node
-            if node.op_type in ("Gemm", "Conv", "Attention")
+            if node.op_type in ("Gemm", "Conv")
             for value in (node.input[0], node.output[0])
             if value in types
         }
-        assert found == {onnx.TensorProto.FLOAT16}
+        assert found == {onnx.TensorProto.DataType.Value(wanted)}
 
 
 def test_a_bundle_holds_the_dialects_that_were_asked_for(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_every_activation_equals_transformers(name: str, dialect: str, tmp_path:
     from transformers.activations import ACT2FN
 
     share_threads(onnxruntime, THREADS)
-    builder = Builder("activation", {}, tmp_path, make_dialect(dialect, ir.DataType.FLOAT, 1))
+    builder = Builder("activation", {}, tmp_path, make_dialect(dialect, "fp32", 1))
     x = builder.input("x", ir.DataType.FLOAT, ["n"])
     y = builder.op("Identity", activate(builder, x, name))  # `linear` gives its input back
     builder.output(y, "y", ir.DataType.FLOAT, ["n"])

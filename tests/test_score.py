@@ -49,7 +49,7 @@ def test_the_score_graph_equals_the_rows_of_a_full_attention_matrix(
     tmp_path: Path, kv_heads: int, kv_type: str, dialect: str
 ) -> None:
     config, rng = replace(TEXT, kv_heads=kv_heads), np.random.default_rng(0)
-    written = make_dialect(dialect, KV[kv_type], CAPACITY)
+    written = make_dialect(dialect, "fp16", CAPACITY)
     scorer = session(tmp_path, lambda b: build_score(b, config, KV[kv_type]), written)
     key = (3 * rng.standard_normal((1, kv_heads, CAPACITY, 8))).astype(kv_type)
     for rows, total in ((1, 1), (1, 30), (7, 30), (30, 30), (12, CAPACITY)):
@@ -80,7 +80,7 @@ def test_one_row_of_a_long_prompt_costs_no_square_of_it(tmp_path: Path) -> None:
     """Every intermediate, by its inferred size, is at most the key buffer or [heads, rows, slots]."""
     from onnx import load, shape_inference
 
-    session(tmp_path, lambda b: build_score(b, TEXT, KV["float32"]), make_dialect("trt", KV["float32"], 1000))
+    session(tmp_path, lambda b: build_score(b, TEXT, KV["float32"]), make_dialect("trt", "fp16", 1000))
     model, sizes = load(tmp_path / "graph.onnx"), {"rows": 3}
     for value in model.graph.input:
         for dim in value.type.tensor_type.shape.dim:

@@ -9,14 +9,24 @@ from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.exporter.graphs.dialects.plain import Plain
 from vtx.exporter.graphs.dialects.trt import Trt
 
+COMPUTE = {
+    "fp32": ir.DataType.FLOAT,
+    "fp16": ir.DataType.FLOAT16,
+    "bf16": ir.DataType.BFLOAT16,
+    "int8": ir.DataType.FLOAT16,
+    "int4": ir.DataType.FLOAT16,
+}  # arithmetic where a graph must say it, by the precision of its weights
 
-def make_dialect(name: str, kv_type: ir.DataType, max_context: int, *, int4: bool = False) -> Dialect:
-    """The dialect of that name, one of `names.DIALECTS`, for caches of a type and at most `max_context` slots.
 
-    Weights of 4 bits need opset 21, which is more than the plain dialect asks for without them.
+def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataType | None = None) -> Dialect:
+    """The dialect of that name, one of `names.DIALECTS`, for a graph whose weights have `precision`.
+
+    `kv_type` is that of its caches, if it has any: whoever keeps K and V in float32 wants to compute in it. Weights of
+    4 bits need opset 21, which is more than the plain dialect asks for without them.
     """
     if name == "trt":
-        return Trt(compute=kv_type, capacity=max_context)
+        compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else COMPUTE[precision]
+        return Trt(compute=compute, capacity=max_context)
     if name == "plain":
-        return Plain(opsets={"": 21}, ir_version=10) if int4 else Plain()
+        return Plain(opsets={"": 21}, ir_version=10) if precision == "int4" else Plain()
     return Ort()

@@ -99,10 +99,14 @@ class TrtAttention(HeadsApart):
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
         b, (past_key, past_value) = self._b, self._past(layer, self._capacity)
+        compute, kv_type = b.dialect.compute, self._kv_type
+        if compute != kv_type:  # the cache is read as it lies, which costs the few rows a cast and not the cache
+            q, k, v = (b.op("Cast", x, to=kv_type.value) for x in (q, k, v))
         key = b.op("TensorScatter", past_key, k, self._first, axis=2)
         value = b.op("TensorScatter", past_value, v, self._first, axis=2)
         self._keep(layer, key, value)
-        return b.op("Attention", q, key, value, self._mask, scale=self._c.head_dim**-0.5)
+        y = b.op("Attention", q, key, value, self._mask, scale=self._c.head_dim**-0.5)
+        return y if compute == kv_type else b.op("Cast", y, to=compute.value)
 
     def finish(self) -> None:
         self._finish(self._capacity)
