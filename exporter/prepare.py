@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vtx.exporter.graphs.activations import check_activation
-from vtx.exporter.graphs.builder import FLOAT
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.gates import Gates, read_gates
@@ -117,7 +116,10 @@ class Plan:
     @property
     def dialects(self) -> dict[str, Graphs]:
         """The files of the graphs to be, by dialect."""
-        sizes = {name: make_dialect(name, FLOAT, self.max_context).capacity for name in self.options.dialects}
+        sizes = {
+            name: make_dialect(name, self.precisions.decoder, self.max_context).capacity
+            for name in self.options.dialects
+        }
         return {name: self._graphs(f"{name}.onnx", fixed=fixed is not None) for name, fixed in sizes.items()}
 
     @property
