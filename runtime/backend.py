@@ -53,6 +53,7 @@ class Backend(Protocol):
     """The graphs of one bundle, loaded on one device. Safe to share between threads."""
 
     device: str
+    dialect: str  # of the graphs it runs
     compute: str  # the type of its arithmetic: f32 or bf16
 
     def embed(self, ids: Ids) -> Rows:

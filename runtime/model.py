@@ -74,7 +74,7 @@ class Model:
         depth = manifest.default_k if k == DEFAULT else k
         wanted = next(iter(manifest.reductions), None) if reduce == DEFAULT else reduce
         threshold = (options or Options()).gate_threshold
-        return make_policy(depth, manifest, self.backend.gate, threshold, reduce=wanted)
+        return make_policy(depth, manifest, self.backend.gate, threshold, reduce=wanted, dialect=self.backend.dialect)
 
     def picture(self, source: ImageSource) -> Picture:
         """Read and preprocess an image."""

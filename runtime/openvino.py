@@ -93,7 +93,7 @@ class OpenvinoBackend:
                 f"this bundle holds no graphs of the {DIALECT!r} dialect, which OpenVINO reads; "
                 f"export it with --dialect ort,{DIALECT}"
             )
-        self.device, self.compute = "openvino", compute
+        self.device, self.dialect, self.compute = "openvino", DIALECT, compute
         self.threads = threads or cores()
         self._core = self._openvino.Core()
         self._settings = self._choose_settings()

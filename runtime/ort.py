@@ -63,7 +63,7 @@ class OrtBackend:
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         self._ort = load_onnxruntime()
         self._bundle, self._manifest = bundle, bundle.manifest
-        self.compute = "f32"
+        self.dialect, self.compute = "ort", "f32"
         self.threads = threads or _pool_threads or cores()
         share_threads(self._ort, self.threads)
         graphs = self._manifest.dialects["ort"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,11 @@ def draw_tokens(answers: Sequence[Stats], pictures: Sequence[Picture], manifest:
     shown = [stats.reduced for stats in answers if stats.reduced is not None]
     side = math.isqrt(manifest.model.vision_tokens)  # a class token beside the square does not change it
     rows = [
-        [_panel(_pixels(picture, manifest.image), side, found, kept, number) for kept in found.kept]
-        for found in shown
+        [
+            _captioned(panel, f"question {question + 1}, image {number + 1}: {_said(found, step, number)}")
+            for step, panel in enumerate(_panels(_pixels(picture, manifest.image), side, found, number))
+        ]
+        for question, found in enumerate(shown)
         for number, picture in enumerate(pictures)
     ]
     return _sheet(rows)
@@ -66,8 +69,13 @@ def _pixels(picture: Picture, settings: ImageSettings) -> NDArray[np.float64]:
     return pixels
 
 
+def _panels(pixels: NDArray[np.float64], side: int, found: Reduced, number: int) -> Iterator[Image.Image]:
+    for kept in found.kept:
+        yield _panel(pixels, side, found, kept, number)
+
+
 def _panel(pixels: NDArray[np.float64], side: int, found: Reduced, kept: Kept, number: int) -> Image.Image:
-    """The image, `side` patches a side, with those of `kept` lit, and a caption."""
+    """The image, `side` patches a side, with those of `kept` lit."""
     merged, alive = set(found.merged[number]), set(kept.places[number]) - {-1}
     lit = np.zeros((side, side), bool)
     for place in alive:
@@ -85,13 +93,18 @@ def _panel(pixels: NDArray[np.float64], side: int, found: Reduced, kept: Kept, n
     for place in alive & set(found.keys[number]):
         y, x = divmod(place, side)
         draw.polygon([(x * step, y * step), ((x + 0.5) * step, y * step), (x * step, (y + 0.5) * step)], fill=KEY)
-    return _captioned(image, kept, number, len(found.kept[0].places[number]))
+    return image
 
 
-def _captioned(image: Image.Image, kept: Kept, number: int, entered: int) -> Image.Image:
-    where = "enter the decoder" if kept.layer == 1 else f"go on from layer {kept.layer} ({kept.by})"
+def _said(found: Reduced, step: int, number: int) -> str:
+    kept, entered = found.kept[step], len(found.kept[0].places[number])
+    if kept.layer == 1:
+        return f"{entered} rows enter, {len(found.merged[number])} merged"
+    return f"{len(kept.places[number])} of {entered} go into layer {kept.layer} ({kept.by})"
+
+
+def _captioned(image: Image.Image, text: str) -> Image.Image:
     panel = Image.new("RGB", (image.width, image.height + CAPTION), "white")
     panel.paste(image, (0, CAPTION))
-    text = f"image {number + 1}: {len(kept.places[number])} of {entered} rows {where}"
     ImageDraw.Draw(panel).text((0, 2), text, fill=INK)
     return panel

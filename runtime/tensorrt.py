@@ -75,7 +75,8 @@ class TensorrtBackend:
         self.cuda = Cuda(load_cuda())
         self._trt, self._runtime = trt, trt.Runtime(_logger(trt))
         self._check_memory()
-        self._graphs = self._manifest.dialects[self.engines.dialect]
+        self.dialect = self.engines.dialect
+        self._graphs = self._manifest.dialects[self.dialect]
         self._loaded = {graph: self._load(graph) for graph in self.engines.engines}
         self.scratch = Buffer(self.cuda, max(e.scratch for e in self._loaded.values()), "the engines' working memory")
         self._io = {name: Buffer(self.cuda, nbytes, f"the tensor {name}") for name, nbytes in self._io_bytes().items()}

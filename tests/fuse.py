@@ -82,7 +82,7 @@ class FusedBackend:
     """A backend whose every call goes through the fuse in place at that moment."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.device, self.fuse = backend, backend.device, Fuse()
+        self._backend, self.device, self.dialect, self.fuse = backend, backend.device, backend.dialect, Fuse()
 
     def embed(self, ids: NDArray[np.int64]) -> Rows:
         found: Rows = self.fuse.run(lambda: self._backend.embed(ids))

@@ -21,6 +21,8 @@ from vtx.runtime.answer import Options, Stats
 from vtx.runtime.encoded import Encoded
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.model import Model
+from vtx.runtime.policies import parse
+from vtx.runtime.policies.make import check_provided
 from vtx.runtime.reduced import Reduced
 
 OPTIONS = Options(max_new_tokens=6, ignore_eos=True)
@@ -230,6 +232,14 @@ def test_a_bundle_without_the_graphs_says_how_to_export_them(models: Models, wor
     assert f"lacks {lacks}" in said
     assert f"vtx-export --reduce {word.partition(':')[0]}" in said
     assert "\n" not in said
+
+
+def test_what_only_another_dialect_can_give_is_refused_with_the_device_that_can(model: Model) -> None:
+    """Engines of fixed shapes do not merge windows."""
+    check_provided(parse(f"{DUAL},tau=off+fastv:k=3"), model.manifest, "trt")
+    for word in (DUAL, "lsm"):
+        with pytest.raises(RequestError, match="'trt' dialect do not have; use --device cpu"):
+            check_provided(parse(word), model.manifest, "trt")
 
 
 def test_a_cut_past_the_last_layer_is_refused(model: Model) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.manifest import Manifest
+from vtx.runtime.manifest import Graphs, Manifest
 from vtx.runtime.policies.base import Needs, Reduction
 from vtx.runtime.policies.full import Full
 from vtx.runtime.policies.gate import Decision, Gate, Odds
@@ -15,12 +15,18 @@ from vtx.runtime.policies.words import parse, word
 
 
 def make_policy(
-    k: int | str | None, manifest: Manifest, odds: Odds, threshold: float = 0.5, *, reduce: str | None = None
+    k: int | str | None,
+    manifest: Manifest,
+    odds: Odds,
+    threshold: float = 0.5,
+    *,
+    reduce: str | None = None,
+    dialect: str = "ort",
 ) -> Policy:
     """The policy that `k` and `reduce` mean.
 
     `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `reduce` is a word for reductions,
-    "none" or None.
+    "none" or None; `dialect` that of the graphs that will run.
 
     Raises:
         RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
@@ -28,7 +34,7 @@ def make_policy(
 
     """
     reductions = parse(reduce) if reduce is not None else ()
-    check_provided(reductions, manifest)
+    check_provided(reductions, manifest, dialect)
     return Policy((_exit(k, manifest, odds, threshold), *reductions))
 
 
@@ -48,11 +54,16 @@ def check_depth(reductions: Sequence[Reduction], layers: int) -> None:
             )
 
 
-def check_provided(reductions: Sequence[Reduction], manifest: Manifest) -> None:
+def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect: str = "ort") -> None:
     """Raise RequestError where the bundle lacks what reductions need, with the option that exports it."""
     check_depth(reductions, manifest.model.layers)
     for part in reductions:
-        lacking = _lacking(part.needs(), manifest)
+        lacking = _lacking(part.needs(), manifest.dialects[dialect])
+        if lacking and not _lacking(part.needs(), manifest.dialects["ort"]):
+            raise RequestError(
+                f"{part.name} needs {lacking}, which graphs of the {dialect!r} dialect do not have; "
+                "use --device cpu, or leave that part out (tau=off)"
+            )
         if lacking:
             raise RequestError(
                 f"this bundle was not exported for {part.name}: it lacks {lacking}; "
@@ -60,9 +71,8 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest) -> None:
             )
 
 
-def _lacking(needs: Needs, manifest: Manifest) -> str:
-    """What of `needs` the bundle does not have, in words; empty where it has all."""
-    graphs = manifest.dialects["ort"]
+def _lacking(needs: Needs, graphs: Graphs) -> str:
+    """What of `needs` the graphs do not have, in words; empty where they have all."""
     firsts = {stage.first for stage in graphs.stages}
     asked = {stage.last for stage in graphs.stages if stage.query and graphs.score}
     cuts, queries = sorted(set(needs.boundaries) - firsts), sorted(set(needs.queries) - asked)
