@@ -184,6 +184,8 @@ def inspect(bundle: str, as_json: bool) -> None:
          size(v["kv_bytes_one_image"]), size(v["kv_bytes_full_context"])]
         for v in facts["variants"]
     ]  # fmt: skip
+    if facts["reductions"]:
+        click.echo("reductions, the default first: " + ", ".join(facts["reductions"]))
     table("KV cache", ["K", "full layers", f"one image, {TEXT_TOKENS} text tokens", "full context"], variants)
 
 

@@ -32,6 +32,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "kv_dtype": manifest.kv_dtype,
         "max_context": manifest.max_context,
         "default_k": manifest.default_k,
+        "reductions": list(manifest.reductions),
         "bytes": {"weights": sum(b for n, b in sizes.items() if n.startswith("weights/")), "all": sum(sizes.values())},
         "stages": [
             {"first": s.first, "last": s.last, "graph": s.graph, "graph_bytes": sizes[s.graph]}

@@ -92,12 +92,13 @@ class TensorrtBackend:
     def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
         assert tau is None, "graphs whose windows merge have no engines"
         model = self._manifest.model
-        shape = (1, model.vision_tokens, model.hidden)
-        rows = [
-            self._run(self._graphs.vision, {names.PIXELS: pixels[i : i + 1]}, names.FEATURES, shape)[0]
-            for i in range(len(pixels))
+        shapes: dict[str, tuple[int, ...]] = {names.FEATURES: (1, model.vision_tokens, model.hidden)}
+        if self._graphs.vision_attention:
+            shapes[names.CLS_ATTENTION] = (model.vision_tokens,)
+        images = [
+            self._run_all(self._graphs.vision, {names.PIXELS: pixels[i : i + 1]}, shapes) for i in range(len(pixels))
         ]
-        return Encoded.plain(np.concatenate(rows))
+        return Encoded.of({name: np.concatenate([image[name] for image in images]) for name in shapes})
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         vocab, most = self._manifest.model.vocab, self.longest(self._graphs.head)
@@ -142,22 +143,29 @@ class TensorrtBackend:
 
     def _run(self, graph: str, inputs: Mapping[str, NDArray[Any]], output: str, shape: tuple[int, ...]) -> Rows:
         """Run a graph of one profile on host arrays; its one output, float32 on the host."""
+        return self._run_all(graph, inputs, {output: shape})[output]
+
+    def _run_all(
+        self, graph: str, inputs: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Rows]:
+        """Run a graph of one profile on host arrays; all its outputs, float32 on the host."""
         rows = next(iter(inputs.values()))
         with self.lock:
             context = self.context(graph, 0)
             if graph != self._graphs.vision:
                 self.check_rows(graph, len(rows))
-            result: Rows = np.empty(shape, np.float32)
+            results: dict[str, Rows] = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
             places = {name: self.place(name) for name, array in inputs.items()}
             held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
             for name, array in held.items():
                 self.cuda.copy_in(places[name], array)
-            places[output] = self.place(output)
+            places |= {name: self.place(name) for name in results}
             context.bind({name: array.shape for name, array in inputs.items()}, places)
             context.enqueue()
-            self.cuda.copy_out(result, places[output])
+            for name, result in results.items():
+                self.cuda.copy_out(result, places[name])
             self.cuda.wait()
-        return result
+        return results
 
     def _load(self, graph: str) -> Engine:
         record = fingerprint.check_sources(self._bundle, self.engines, graph)
@@ -182,6 +190,8 @@ class TensorrtBackend:
             names.LOGITS: 4 * m.model.vocab * rows[graphs.head],
             names.ODDS: 8,
         }
+        if graphs.vision_attention:
+            sizes[names.CLS_ATTENTION] = 4 * m.model.vision_tokens
         if graphs.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}

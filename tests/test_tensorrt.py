@@ -22,14 +22,16 @@ from vtx.exporter.engines.build import build_engines, plan_engines
 from vtx.exporter.engines.releases import RTX, TENSORRT, Release
 from vtx.exporter.engines.targets import TARGETS
 from vtx.runtime import fingerprint, gpu, tensorrt
+from vtx.runtime.answer import Options
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.encoded import Ids
-from vtx.runtime.errors import BundleError, ContextError, DeviceError
+from vtx.runtime.errors import BundleError, ContextError, DeviceError, RequestError
 from vtx.runtime.model import Model, load
 from vtx.runtime.tensorrt import TensorrtBackend
 
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
+DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2"
 VERSION = "1.7.1"
 STEPS = 6
 
@@ -46,6 +48,15 @@ def build_all(folder: Path, target: str = "sm89", release: Release = Release(RTX
 def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
     export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3))
+    build_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reducing(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
+    words = (f"{DUAL},key=0.1", "fastv:k=2", "cls", "lsm")
+    export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=words)
     build_all(folder)
     return folder
 
@@ -77,6 +88,26 @@ def test_answers_are_those_of_onnxruntime(k: int | None, exported: Path, device:
         got = greedy(ours, prompt(ours, prompt_messages(question), images), k, STEPS)
         assert got.ids == want.ids
         np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["fastv:k=2", "cls:keep=0.5", f"{DUAL},key=0", f"{DUAL},key=0.2", f"{DUAL},key=0.2,positions=renumber"],
+)
+def test_reductions_keep_and_answer_as_on_onnxruntime(word: str, reducing: Path, device: Gpu) -> None:
+    ours, reference = open_model(reducing), load(reducing, device="cpu", threads=THREADS)
+    with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
+        for k in (None, 2, 3):
+            for question in QUESTIONS:
+                got, want = (talk.ask(question, k, Options(STEPS), reduce=word) for talk in (mine, theirs))
+                assert got.token_ids == want.token_ids
+                assert got.stats.reduced == want.stats.reduced
+                assert got.stats.kv_slots == want.stats.kv_slots
+
+
+def test_merging_is_refused_where_engines_have_fixed_shapes(reducing: Path, device: Gpu) -> None:
+    with open_model(reducing).open([random_image(5)]) as mine, pytest.raises(RequestError, match="--device cpu"):
+        mine.ask(QUESTIONS[0], reduce="lsm")
 
 
 def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(
