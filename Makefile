@@ -3,14 +3,14 @@
 PYTHON ?= python3
 # Installed before everything that depends on it, so that you choose the build: CUDA, or the far smaller one for CPUs.
 TORCH ?= torch==2.13.0
-EXTRAS ?= cpu,openvino,export,dev
+EXTRAS ?= cpu,openvino,rtx,export,dev
 QUESTIONS ?= "How many shapes are there?" "What is in the middle?"
 
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 
-.PHONY: help setup demo test test-ray lint types imports pytest format bench-peers wheel clean
+.PHONY: help setup demo test test-gpu test-ray lint types imports pytest format bench-peers wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -43,6 +43,9 @@ imports: $(READY) ## import-linter: who may import whom
 
 pytest: $(READY) ## the tests, one process a core
 	$(BIN)/pytest --numprocesses auto --dist loadfile
+
+test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; skipped in one line elsewhere
+	$(BIN)/pytest -m gpu -rs
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"
