@@ -22,6 +22,7 @@ from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.prepare import Plan
+from vtx.exporter.resume import JOURNAL, Journal
 from vtx.exporter.writing import write_weights
 from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, sha256
@@ -36,8 +37,8 @@ RECORDED = ("onnx-ir", "numpy", "torch", "transformers", "tokenizers", "safetens
 Report = Callable[[str, int, int], None]
 
 
-def fill(folder: Path, plan: Plan, report: Report) -> None:
-    """Write everything of the bundle into the empty `folder`; `report` gets (phase, done, total)."""
+def fill(folder: Path, plan: Plan, journal: Journal, report: Report) -> None:
+    """Write everything of the bundle into `folder` that `journal` has not; `report` gets (phase, done, total)."""
     started = time.time()
     _write_text(folder, plan)
     _write_graphs(folder, plan)
@@ -48,9 +49,13 @@ def fill(folder: Path, plan: Plan, report: Report) -> None:
         done += count
         report("weights", done, total)
 
-    records = write_weights(plan.weights, folder, wrote)
-    _write_golden(folder, plan, report)
-    _write_file(folder / MANIFEST, _manifest(folder, plan, records, started, report).to_json())
+    records = write_weights(plan.weights, folder, journal, wrote)
+    if not journal.golden:
+        _write_golden(folder, plan, report)
+        journal.add_golden()
+    manifest = _manifest(folder, plan, records, started, report)
+    journal.remove()
+    _write_file(folder / MANIFEST, manifest.to_json())
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -125,6 +130,7 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
         Text.load(folder, plan.text),
         plan.image,
         plan.config.vision_tokens,
+        plan.config.image_token_id,
         [None, *plan.ks],
         layer,
     )
@@ -132,7 +138,9 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
 
 def _manifest(folder: Path, plan: Plan, weights: Mapping[str, FileRecord], started: float, report: Report) -> Manifest:
     text, precisions = plan.config.text, plan.precisions
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in weights)
+    paths = sorted(
+        p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in {*weights, JOURNAL}
+    )
     total, done, records = sum(p.stat().st_size for p in paths), 0, dict(weights)
 
     def hashed(count: int) -> None:

@@ -146,7 +146,7 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     for word in plan.reductions.words:
         note(f"reduces:   {word}")
     with bar() as report:
-        bundle = exporter().run_export(plan, out, force=force, report=report)
+        bundle = exporter().run_export(plan, out, force=force, report=report, say=note)
     weighed = sum(record.bytes for record in bundle.manifest.files.values())
     seconds = time.monotonic() - started
     note(f"measured:  {size(weighed)} of disk, {size(peak_memory())} of memory, {seconds:.1f} s")

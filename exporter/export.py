@@ -5,19 +5,25 @@ Nothing stands at `out` until the bundle is complete; the manifest is the last f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from vtx.exporter.build import CONFIG, Report, fill
-from vtx.exporter.place import alone_in, building, check_target, clear_after_killed, make_folder, put_in_place, sync
+from vtx.exporter.place import alone_in, building, check_target, make_folder, put_in_place, set_back_after_killed, sync
 from vtx.exporter.predict import check_disk
 from vtx.exporter.prepare import DEMO, ExportOptions, Plan, demo_checkpoint, load_template, plan_export
+from vtx.exporter.resume import Journal, begin, can_go_on, key_of
 from vtx.exporter.retain import settle
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import ExportError
 
 
-def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
-    """Write the bundle `out`. `report` gets (phase, done, total) as the work goes on.
+def run_export(
+    plan: Plan, out: Path, *, force: bool, report: Report, say: Callable[[str], None] = lambda _: None
+) -> Bundle:
+    """Write the bundle `out`. `report` gets (phase, done, total) as the work goes on, `say` a line for the user.
+
+    An export that is interrupted leaves a hidden folder beside `out`; the same export goes on from there.
 
     Raises:
         ExportError: `out` exists, the disk is too small or full; nothing is left behind.
@@ -29,14 +35,20 @@ def run_export(plan: Plan, out: Path, *, force: bool, report: Report) -> Bundle:
         out = out.expanduser().absolute()
         make_folder(out.parent)
         with alone_in(out.parent):
-            clear_after_killed(out)
+            set_back_after_killed(out)
             check_target(out, force)
         needed = plan.prediction.disk - _linkable(plan, out.parent)
         check_disk(out.parent, needed, what="the bundle", cure="or choose another --out")
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
-    with building(out) as folder:
-        fill(folder, plan, report)
+    key = key_of(plan)
+    with building(out, lambda folder: can_go_on(folder, key), say) as folder:
+        journal = Journal(folder)
+        if journal.found_work:
+            say("going on with an export that was interrupted: what it finished is kept")
+        else:
+            begin(folder, key)
+        fill(folder, plan, journal, report)
         if plan.options.retain is not None:
             settle(folder, plan.options.retain, report)
         sync(folder)

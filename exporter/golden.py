@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vtx.exporter.reference import Reference
-from vtx.runtime.golden import QUESTION, SHOWN_ROWS, golden_image, key_of
+from vtx.runtime.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, key_of, seen
 from vtx.runtime.image import ImageSettings, preprocess
 from vtx.runtime.safetensors import write_safetensors
 from vtx.runtime.text import Part, Text
@@ -24,6 +24,7 @@ def record_golden(
     text: Text,
     settings: ImageSettings,
     vision_tokens: int,
+    image_token_id: int,
     ks: Sequence[int | None],
     report: Callable[[int], None],
 ) -> None:
@@ -33,7 +34,7 @@ def record_golden(
     pixels = preprocess(golden_image(), settings)
     with torch.inference_mode():
         features = reference.features(pixels[None])
-        logits = reference.logits(ids, features, ks, report)
+        logits = reference.logits(seen(ids, image_token_id), features[:SEEN_ROWS], ks, report)
     tensors = {"ids": ids, "pixels": pixels, "features": features[:SHOWN_ROWS].numpy()}
     tensors |= {key_of(k): row.numpy() for k, row in logits.items()}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

@@ -10,7 +10,7 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,13 +35,8 @@ def make_folder(folder: Path) -> None:
         raise ExportError(f"cannot make the directory {folder} ({e.strerror}); name another --out") from e
 
 
-def clear_after_killed(out: Path) -> None:
-    """Remove what killed exports to the same place have left, and put back the bundle that one had set aside."""
-    for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
-        lock = _lock(left)
-        if lock is not None:
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
+def set_back_after_killed(out: Path) -> None:
+    """Put back the bundle that a killed export had set aside."""
     for old in out.parent.glob(f".{glob.escape(out.name)}.replaced-*"):
         _set_back(old, out)
 
@@ -73,20 +68,48 @@ def _lock(folder: Path) -> int | None:
 
 
 @contextmanager
-def building(out: Path) -> Iterator[Path]:
-    """A hidden sibling of `out` to build in; gone afterwards, whatever happens."""
-    folder, lock = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None
+def building(out: Path, goes_on: Callable[[Path], bool], say: Callable[[str], None]) -> Iterator[Path]:
+    """A hidden sibling of `out` to build in: what an interrupted export left where `goes_on` agrees, else a new one.
+
+    An interruption leaves it there for the next export to that place; an error leaves nothing.
+    """
+    folder, lock, keep = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None, False
     try:
         with alone_in(out.parent):
-            folder.mkdir()
-            lock = _lock(folder)
+            left = _left_by_another(out, goes_on, say)
+            if left:
+                folder, lock = left
+            else:
+                folder.mkdir()
+                lock = _lock(folder)
         yield folder
+    except (KeyboardInterrupt, SystemExit):
+        keep = True
+        raise
     except OSError as e:
         raise ExportError(f"cannot write the bundle under {out.parent} ({e.strerror}); nothing was left behind") from e
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def _left_by_another(out: Path, goes_on: Callable[[Path], bool], say: Callable[[str], None]) -> tuple[Path, int] | None:
+    """The folder of an interrupted export that can go on, and its lock; every other one is removed."""
+    found: tuple[Path, int] | None = None
+    for folder in sorted(out.parent.glob(f".{glob.escape(out.name)}.partial-*")):
+        lock = _lock(folder)
+        if lock is None:
+            continue
+        if found is None and goes_on(folder):
+            found = folder, lock
+            continue
+        if found is None:
+            say("an interrupted export to this place was of another kind or another checkpoint; starting afresh")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+    return found
 
 
 def put_in_place(folder: Path, out: Path, force: bool) -> None:

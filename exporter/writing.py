@@ -6,7 +6,8 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.hf.checkpoint import check_finite
 from vtx.exporter.quantize import quantise
+from vtx.exporter.resume import Journal, Written
 from vtx.exporter.weights import Entry, WeightFile, WeightPlan
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.manifest import FileRecord
@@ -31,8 +33,8 @@ FICLONE = 0x40049409  # Linux: let a file share another's blocks, copied when on
 Report = Callable[[int], None]
 
 
-def write_weights(plan: WeightPlan, folder: Path, report: Report) -> dict[str, FileRecord]:
-    """Write all weight files under `folder`; `report` gets the source bytes of each finished block.
+def write_weights(plan: WeightPlan, folder: Path, journal: Journal, report: Report) -> dict[str, FileRecord]:
+    """Write all weight files under `folder` but what `journal` has; `report` gets the source bytes of each block.
 
     Returns size and checksum of each file by its name in the bundle.
 
@@ -42,22 +44,29 @@ def write_weights(plan: WeightPlan, folder: Path, report: Report) -> dict[str, F
 
     """
     (folder / "weights").mkdir(exist_ok=True)
-    records = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for file in plan.files:
-            write = _take_whole if file.whole else _rewrite
+            if file.name in journal.files:
+                report(file.work)
+                continue
             try:
-                records[file.name] = FileRecord(file.size, write(file, folder / file.name, pool, report))
+                digest = (
+                    _take_whole(file, folder / file.name, pool, report)
+                    if file.whole
+                    else _rewrite(file, folder / file.name, pool, journal, report)
+                )
             except OSError as e:
                 raise ExportError(
                     f"cannot write {folder / file.name} ({e.strerror}); free some space and try again"
                 ) from e
-    return records
+            journal.add_file(file.name, FileRecord(file.size, digest))
+    return {file.name: journal.files[file.name] for file in plan.files}
 
 
 def _take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report: Report) -> str:
     """Link the file, or copy it while it is read to be checked. Returns its SHA-256."""
     digest = hashlib.sha256()
+    target.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(file.source.open("rb"))
         copy = None if _shared(file.source.resolve(), target) else stack.enter_context(target.open("wb"))
@@ -111,20 +120,45 @@ def _pieces(size: int) -> Iterator[int]:
         yield min(BLOCK, size - start)
 
 
-def _rewrite(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report: Report) -> str:
-    """Write the file's tensors in their new form. Returns its SHA-256."""
-    digest = hashlib.sha256()
-    with target.open("wb") as out:
-
-        def put(data: bytes) -> None:
-            out.write(data)
-            digest.update(data)
-
-        put(file.header or b"")
-        for entry in file.entries:
-            _write_tensor(entry, put, pool, report)
+def _rewrite(file: WeightFile, target: Path, pool: ThreadPoolExecutor, journal: Journal, report: Report) -> str:
+    """Write the file's tensors in their new form, but those that stand there. Returns its SHA-256."""
+    header = file.header or b""
+    standing, digest = _standing(file, target, journal.tensors.get(file.name, []))
+    with target.open("r+b" if standing else "wb") as out:
+        if standing:
+            out.truncate(out.seek(file.entries[standing - 1].end))
+            report(sum(entry.source.nbytes for entry in file.entries[:standing]))
+        else:
+            out.write(header)
+        for entry in file.entries[standing:]:
+            crc = 0
+            for data in _tensor_bytes(entry, pool, report):
+                out.write(data)
+                digest.update(data)
+                crc = zlib.crc32(data, crc)
+            out.flush()
+            journal.add_tensor(file.name, Written(entry.name, entry.end, crc))
             _forget(out)
-    return digest.hexdigest()
+        os.fsync(out.fileno())
+    found: str = digest.hexdigest()
+    return found
+
+
+def _standing(file: WeightFile, target: Path, written: Sequence[Written]) -> tuple[int, Any]:
+    """How many of the file's tensors an interrupted export has left whole, and the hash up to there."""
+    count, digest = 0, hashlib.sha256(file.header or b"")
+    with contextlib.suppress(OSError), target.open("rb") as source:
+        source.seek(len(file.header or b""))
+        for entry, found in zip(file.entries, written, strict=False):
+            after, crc = digest.copy(), 0
+            for size in _pieces(entry.end - source.tell()):
+                data = source.read(size)
+                after.update(data)
+                crc = zlib.crc32(data, crc)
+            if (entry.name, entry.end, crc) != (found.tensor, found.end, found.crc):
+                break
+            digest, count = after, count + 1
+    return count, digest
 
 
 def _forget(out: BinaryIO) -> None:
@@ -133,16 +167,16 @@ def _forget(out: BinaryIO) -> None:
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _write_tensor(entry: Entry, put: Callable[[bytes], None], pool: ThreadPoolExecutor, report: Report) -> None:
-    """Convert a tensor chunk by chunk in the threads of `pool`, and put the chunks in order."""
+def _tensor_bytes(entry: Entry, pool: ThreadPoolExecutor, report: Report) -> Iterator[bytes]:
+    """A tensor as it is stored, chunk by chunk in order, converted in the threads of `pool`."""
     convert = _quantised if entry.scheme else _converted
     scales = []
     for data, beside, nbytes in pool.map(partial(convert, entry), _chunks(entry)):
-        put(data)
+        yield data
         scales.append(beside)
         report(nbytes)
     if entry.scheme:
-        put(b"".join(scales))
+        yield b"".join(scales)
 
 
 def _chunks(entry: Entry) -> list[NDArray[Any]]:

@@ -19,6 +19,7 @@ from vtx.runtime.text import Part
 
 QUESTION = "What is in the picture?"
 SHOWN_ROWS = 8
+SEEN_ROWS = 128  # of the image, from its first on: what the decoder is checked with costs an export no more than that
 # Largest difference allowed, as a share of the largest magnitude of the reference, which computes in float32 with the
 # weights as the bundle stores them: fp16 K and V round, and quantised matrices are multiplied with rows of 8 bits.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.15, "int4": 0.15}
@@ -53,6 +54,13 @@ def key_of(k: int | None) -> str:
     return f"logits.{k or 'none'}"
 
 
+def seen(ids: NDArray[np.int64], image_token_id: int) -> NDArray[np.int64]:
+    """The golden prompt as the decoder gets it: of the image's tokens, only the first `SEEN_ROWS`."""
+    is_vision = ids == image_token_id
+    kept: NDArray[np.int64] = ids[~is_vision | (is_vision.cumsum() <= SEEN_ROWS)]
+    return kept
+
+
 def check_golden(model: Model) -> Iterator[Check]:
     """Recompute every golden vector through the bundle.
 
@@ -78,9 +86,11 @@ def check_golden(model: Model) -> Iterator[Check]:
     yield Check("vision features", difference, max(computed, TOLERANCE[manifest.vision_precision]))
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
     limit = max(computed, *(TOLERANCE[part] for part in parts))
+    prompt_ids = seen(own_ids, manifest.text.image_token_id)
+    rows = encoded.take(np.arange(min(SEEN_ROWS, len(encoded.rows))))
     for k in ks:
         session = Session(model.backend, manifest)
-        prompt = Prompt(own_ids, own_ids == manifest.text.image_token_id, (("golden", lambda: encoded),))
+        prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: rows),))
         got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits
         want = read_tensor(stored[key_of(k)])
         same = "same top token" if got.argmax() == want.argmax() else "another top token"

@@ -22,6 +22,7 @@ from tests.tiny import Tiny, random_image
 from vtx.exporter import build as build_module
 from vtx.exporter import export as export_module
 from vtx.exporter import place as place_module
+from vtx.exporter import writing
 from vtx.exporter.export import ExportOptions, Plan, plan_export, run_export
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, CheckpointError, ExportError, RequestError
@@ -203,9 +204,10 @@ def test_a_name_with_wildcards_is_only_a_name(tiny_checkpoint: Make, tmp_path: P
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 @pytest.mark.parametrize("phase", ["weights", "reference", "checksums"])
-def test_an_interrupt_leaves_nothing_but_what_was_there(
+def test_what_stops_an_export_leaves_what_was_there_and_at_most_a_hidden_folder(
     tiny_checkpoint: Make, tmp_path: Path, force: bool, error: type[BaseException], phase: str
 ) -> None:
+    """An error leaves nothing; an interruption leaves what the same export can go on with, and no bundle."""
     out = tmp_path / "b"
     if force:
         run(plan(tiny_checkpoint(), (5,)), out)
@@ -216,8 +218,91 @@ def test_an_interrupt_leaves_nothing_but_what_was_there(
 
     with pytest.raises(error):
         run(plan(tiny_checkpoint()), out, force=force, report=stop)
-    assert names(tmp_path) == (["b"] if force else [])
+    hidden = [path for path in tmp_path.iterdir() if path != out]
+    assert len(hidden) == (error is not MemoryError)
+    assert not any(opens(path) for path in hidden)
+    assert out.exists() == force
     assert not force or Bundle.open(out).manifest.variants == (5,)
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+def interrupted(plan_: Plan, out: Path, phase: str, share: float) -> None:
+    """Export until a share of a phase is done."""
+
+    def stop(name: str, done: int, total: int) -> None:
+        if name == phase and done >= share * total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan_, out, report=stop)
+
+
+def quantised_tensors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the tensors that are quantised from now on."""
+    real, seen = writing.quantise, list[str]()
+
+    def count(rows: Any, scheme: Any, name: str) -> Any:
+        seen.append(name)
+        return real(rows, scheme, name)
+
+    monkeypatch.setattr(writing, "quantise", count)
+    return seen
+
+
+@pytest.mark.parametrize(("phase", "share"), [("weights", 0.3), ("weights", 0.8), ("reference", 0.5), ("checksums", 0)])
+def test_the_same_export_goes_on_without_doing_a_finished_tensor_again(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, share: float
+) -> None:
+    plan_ = plan(tiny_checkpoint(Tiny(dtype="bfloat16", shards=3)), (3,), "int4")
+    whole = run(plan_, tmp_path / "whole").manifest
+    seen, said = quantised_tensors(monkeypatch), list[str]()
+    interrupted(plan_, tmp_path / "b", phase, share)
+    first = set(seen)
+    seen.clear()
+    made = run_export(plan_, tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
+    assert any("going on" in line for line in said)
+    assert made.manifest.files == whole.files
+    assert len(first & set(seen)) <= 1, "only the tensor that was not finished is done again"
+    assert first | set(seen) == {name for name, tensor in plan_.weights.stored.items() if tensor.scales}
+    assert names(tmp_path) == ["b", "whole"]
+    assert is_whole(made.folder)
+
+
+def test_a_tensor_that_was_damaged_meanwhile_is_written_again(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    plan_ = plan(tiny_checkpoint(), (3,), "int4")
+    whole = run(plan_, tmp_path / "whole").manifest
+    interrupted(plan_, tmp_path / "b", "weights", 0.9)
+    (left,) = tmp_path.glob(".b.partial-*")
+    (file,) = (left / "weights").iterdir()
+    bundles.flip(file, file.stat().st_size // 2)
+    assert run(plan_, tmp_path / "b").manifest.files == whole.files
+
+
+@pytest.mark.parametrize("change", ["precision", "k", "source", "journal"])
+def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
+    tiny_checkpoint: Make, tmp_path: Path, change: str
+) -> None:
+    folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
+    interrupted(plan_export(ExportOptions(str(folder), (3,), "int4")), tmp_path / "b", "weights", 0.9)
+    if change == "source":
+        bundles.flip(folder / "model.safetensors", -200)
+    if change == "journal":
+        next(tmp_path.glob(".b.partial-*/.journal")).write_text("[1]")
+    other = ExportOptions(str(folder), (5,) if change == "k" else (3,), "int8" if change == "precision" else "int4")
+    said: list[str] = []
+    made = run_export(plan_export(other), tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
+    assert any("starting afresh" in line for line in said)
+    assert names(tmp_path) == ["b", "ck"]
+    assert is_whole(made.folder)
+
+
+def test_a_bundle_holds_no_journal(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    made = run(plan(tiny_checkpoint(), (3,), "int4"), tmp_path / "b")
+    assert {path.relative_to(made.folder).as_posix() for path in made.folder.rglob("*") if path.is_file()} == {
+        *made.manifest.files, "vtx.json",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
@@ -236,8 +321,11 @@ def test_a_failure_between_the_two_renames_puts_the_old_bundle_back(
     with pytest.raises((ExportError, KeyboardInterrupt)):
         run(plan(tiny_checkpoint()), out, force=True)
     assert not left
-    assert names(tmp_path) == ["b"]
+    assert [name for name in names(tmp_path) if not name.startswith(".b.partial-")] == ["b"]
     assert Bundle.open(out).manifest.variants == (5,)
+    monkeypatch.undo()
+    run(plan(tiny_checkpoint()), out, force=True)
+    assert names(tmp_path) == ["b"]
 
 
 def test_a_bundle_set_aside_by_a_killed_export_comes_back(tiny_checkpoint: Make, tmp_path: Path) -> None:
@@ -263,7 +351,7 @@ def test_every_file_is_on_the_disk_before_the_bundle_is_in_its_place(
     monkeypatch.setattr(os, "fsync", lambda number: synced.add(os.readlink(f"/proc/self/fd/{number}")))
     monkeypatch.setattr(Path, "rename", rename)
     with monkeypatch.context() as patch:
-        patch.setattr(export_module, "clear_after_killed", lambda _: None)
+        patch.setattr(export_module, "set_back_after_killed", lambda _: None)
         patch.setattr(place_module, "_set_back", lambda *_: None)
         run(plan(tiny_checkpoint()), tmp_path / "b")
     assert len(synced) > 10
@@ -455,7 +543,7 @@ def test_killed_in_its_last_moments_an_export_leaves_a_whole_bundle_old_or_new(
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_stops_an_export_and_leaves_nothing(
+def test_a_signal_stops_an_export_and_leaves_at_most_a_hidden_folder_to_go_on_from(
     tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter, sent: int, status: int
 ) -> None:
     out = tmp_path / "b"
@@ -464,7 +552,12 @@ def test_a_signal_stops_an_export_and_leaves_nothing(
     shutil.rmtree(out)
     for number in range(6):
         assert exporter(*words, stop=sent, at=int(calls * (0.05 + 0.15 * number)))[0] == status, number
-        assert names(tmp_path) == []
+        assert not out.exists()
+        assert len(names(tmp_path)) <= 1
+        assert not any(opens(path) for path in tmp_path.iterdir())
+    assert exporter(*words)[0] == 0
+    assert names(tmp_path) == ["b"]
+    assert is_whole(out)
 
 
 def test_the_directory_of_a_running_export_is_not_taken_for_a_killed_one_s(

@@ -19,6 +19,7 @@ from tests.tiny import Tiny, random_image
 from vtx.exporter import predict, writing
 from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.exporter.hf.checkpoint import canonical_name, open_checkpoint
+from vtx.exporter.resume import Journal
 from vtx.exporter.weights import WeightPlan
 from vtx.exporter.writing import write_weights
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
@@ -41,7 +42,7 @@ def written(folder: Path, target: Path, precision: str) -> dict[str, np.ndarray]
     """The weights as a bundle's graphs will find them, by canonical name."""
     plan_ = plan(folder, precision)
     target.mkdir()
-    write_weights(plan_, target, lambda _: None)
+    write_weights(plan_, target, Journal(target), lambda _: None)
     found = {}
     for name, stored in plan_.stored.items():
         info = TensorInfo(name, stored.dtype, tuple(stored.shape), target / stored.file, stored.offset, stored.nbytes)
