@@ -26,6 +26,7 @@ from vtx.runtime.rope import read_rope
 from vtx.runtime.tensorrt_cache import TensorrtStageCache
 from vtx.runtime.units import size
 
+DIALECT = "trt"
 COMPUTE = {"float16": "f16", "float32": "f32"}  # engines compute in the type of K and V
 
 
@@ -71,6 +72,11 @@ class TensorrtBackend:
         self._bundle, self._manifest = bundle, bundle.manifest
         self.compute = COMPUTE[self._manifest.kv_dtype]
         self.engines, trt = find_engines(bundle, gpu or find_gpu())
+        if self.engines.dialect != DIALECT:
+            raise DeviceError(
+                f"engines/{self.engines.target} is of the {self.engines.dialect!r} dialect, whose caches grow, "
+                f"and this version runs those of {DIALECT!r}, for TensorRT from 10.15 on; use --device cpu"
+            )
         self.lock = threading.RLock()
         self.cuda = Cuda(load_cuda())
         self._trt, self._runtime = trt, trt.Runtime(_logger(trt))
