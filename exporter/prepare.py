@@ -125,13 +125,14 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know before the export begins."""
-        unmerged = (
-            f"the graphs of the {name} dialect merge no windows, since their sizes cannot depend on the image; "
-            "there, reductions work with tau=off only"
+        needs = self.reductions.needs
+        without = (
+            f"the vision graph of the {name} dialect merges no windows and says nothing of the class token, since its "
+            "sizes are fixed; there, only fastv and mustdrop with tau=off,key=0 work"
             for name, graphs in self.dialects.items()
-            if self.reductions.needs.merging and not graphs.vision_merges
+            if needs.merging > graphs.vision_merges or needs.attention > graphs.vision_attention
         )
-        return (*(self.gates.warnings if self.gates else ()), *unmerged)
+        return (*(self.gates.warnings if self.gates else ()), *without)
 
     def _graphs(self, suffix: str, *, fixed: bool) -> Graphs:
         needs, cuts = self.reductions.needs, self.reductions.cuts(self.ks)
@@ -141,7 +142,7 @@ class Plan:
         score = f"score.{suffix}" if needs.queries else None
         return Graphs(
             f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,
-            vision_merges=needs.merging and not fixed, vision_attention=needs.attention,
+            vision_merges=needs.merging and not fixed, vision_attention=needs.attention and not fixed,
         )  # fmt: skip
 
 

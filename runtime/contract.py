@@ -18,8 +18,8 @@ def embed(m: Manifest) -> Contract:
     return {names.IDS: ([None], "int64")}, {names.HIDDEN: ([None, m.model.hidden], "float")}
 
 
-def vision(m: Manifest) -> Contract:
-    graphs, inputs = m.dialects["ort"], {names.PIXELS: ([None, 3, m.image.height, m.image.width], "float")}
+def vision(m: Manifest, dialect: str) -> Contract:
+    graphs, inputs = m.dialects[dialect], {names.PIXELS: ([None, 3, m.image.height, m.image.width], "float")}
     rows = None if graphs.vision_merges else m.model.vision_tokens
     outputs: dict[str, Tensor] = {names.FEATURES: ([None, rows, m.model.hidden], "float")}
     if graphs.vision_merges:

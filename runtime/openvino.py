@@ -164,7 +164,7 @@ class OpenvinoBackend:
     def _compile_vision(self) -> _Graph:
         """Compiled for one image, which lets the engine choose its kernels for these very sizes."""
         graphs, image = self._manifest.dialects[DIALECT], self._manifest.image
-        promised = contract.vision(self._manifest)
+        promised = contract.vision(self._manifest, DIALECT)
         model = self._read(graphs.vision, promised)
         model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
         return _Graph(self._engine(graphs.vision, model), promised[1])

@@ -110,7 +110,7 @@ class OrtBackend:
         graphs = self._manifest.dialects["ort"]
         with self._vision_lock:
             if self._vision is None:
-                self._vision = self._session(graphs.vision, contract.vision(self._manifest))
+                self._vision = self._session(graphs.vision, contract.vision(self._manifest, self.dialect))
         feeds = {names.PIXELS: pixels}
         if graphs.vision_merges:
             feeds[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)

@@ -31,7 +31,7 @@ class DialectBackend:
         self._ort = load_onnxruntime()
         share_threads(self._ort, THREADS)
         self._embed = self._session(graphs.embed, contract.embed(self.manifest))
-        self._vision = self._session(graphs.vision, contract.vision(self.manifest))
+        self._vision = self._session(graphs.vision, contract.vision(self.manifest, dialect))
         self._head = self._session(graphs.head, contract.head(self.manifest))
         self.score = self._session(graphs.score, contract.score(self.manifest)) if graphs.score else None
         self._gates = {g.k: self._session(g.graph, contract.gate(self.manifest)) for g in graphs.gates}

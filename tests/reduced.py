@@ -70,7 +70,9 @@ class Talk:
     ) -> Found:
         """The greedy answer of `n` ids; `exits` decides where the whole image leaves, instead of the method's K."""
         model = self._model
-        policy = make_policy(method.k, model.manifest, model.backend.gate, reduce=word(method))
+        policy = make_policy(
+            method.k, model.manifest, model.backend.gate, reduce=word(method), dialect=model.backend.dialect
+        )
         if exits is not None:
             policy = replace(policy, parts=(exits, *policy.parts[1:]))
         done = self._session.prefill(self._prompt(messages, images, policy), policy)

@@ -89,13 +89,14 @@ def test_graphs_of_fixed_sizes_do_not_merge_and_the_export_says_so(
 ) -> None:
     options = ExportOptions(str(tiny_checkpoint()), (), "fp32", reductions=("mustdrop:192,layers=2/5",))
     plan = plan_export(options)
-    assert any("trt dialect merge no windows" in line and "tau=off" in line for line in plan.warnings)
+    assert any("trt dialect merges no windows" in line and "tau=off" in line for line in plan.warnings)
     bundle = run_export(plan, tmp_path / "b", force=False, report=IGNORE)
     merging = {name: graphs.vision_merges for name, graphs in bundle.manifest.dialects.items()}
     assert merging == {"ort": True, "plain": True, "trt": False}
-    for graphs in bundle.manifest.dialects.values():
+    for name, graphs in bundle.manifest.dialects.items():
         assert graphs.score
-        assert graphs.vision_attention
+        assert graphs.vision_attention == merging[name]
+        assert ("cls_attention" in outputs(bundle, graphs.vision)) == merging[name]
     assert set(merging) == set(DIALECTS)
 
 

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from tests.bundles import IGNORE
+from tests.dialects import DialectBackend
 from tests.exported import THREADS, Checkpoints
 from tests.reduced import Found, Talk, dividing
 from tests.reference import Inputs, Reference
 from tests.statement import Method, Outcome, Statement
 from tests.test_merge import cosines
 from tests.tiny import Message, Tiny, prompt_messages, random_image
+from vtx.runtime.errors import RequestError
 from vtx.runtime.model import Model, load
+from vtx.runtime.names import DIALECTS
 from vtx.runtime.policies.gate import Gate
 
 STEPS = 8
@@ -56,7 +59,7 @@ def cases(
     @cache
     def case(tiny: Tiny) -> Case:
         words = WORDS if tiny.vision == "clip" else ("mustdrop:192,key=0", "lsm")
-        options = ExportOptions(str(tiny_checkpoint(tiny)), KS, "fp32", dialects=("ort",), reductions=words)
+        options = ExportOptions(str(tiny_checkpoint(tiny)), KS, "fp32", reductions=words)
         bundle = run_export(plan_export(options), folder / str(hash(tiny)), force=False, report=IGNORE)
         judge = reference(tiny)
         return Case(load(bundle.folder, threads=THREADS), judge, Statement(judge))
@@ -278,3 +281,28 @@ def test_dual_attention_and_merging_work_for_siglip(cases: Cases) -> None:
     case = cases(Tiny(layers=16, image=126, context=768, vision="siglip", select="full"))
     method = Method(tau=some_merged(case), layers=LAYERS)
     equal(*ask(case, method, share=0.5))
+
+
+# ---- the other dialects ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[name for name in DIALECTS if name != "ort"])
+def other(request: pytest.FixtureRequest, cases: Cases) -> Case:
+    """The bundle of 16 layers, its graphs of another dialect run by onnxruntime."""
+    case = cases(MODELS["16-layers-gqa"])
+    return case._replace(model=Model(case.model.bundle, DialectBackend(case.model.bundle, request.param), 0))
+
+
+def test_prunes_in_every_dialect(other: Case) -> None:
+    equal(*ask(other, Method(layers=LAYERS), share=0.5))
+    equal(*ask(other, Method(fastv=(2, 0.5), k=9)))
+
+
+def test_merging_and_key_rows_in_every_dialect_or_a_refusal_that_says_what_works(other: Case) -> None:
+    method = Method(tau=some_merged(other), key=0.08, layers=LAYERS)
+    if other.model.manifest.dialects[other.model.backend.dialect].vision_merges:
+        equal(*ask(other, method, share=0.5))
+        return
+    for refused in (method, replace(method, tau=None), Method(cls_keep=0.5)):
+        with pytest.raises(RequestError, match=r"of the 'trt' dialect do not have; .*tau=off, key=0"):
+            ask(other, replace(refused, gamma=0.1, alpha=0.1))

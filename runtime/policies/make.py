@@ -62,7 +62,7 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
         if lacking and not _lacking(part.needs(), manifest.dialects["ort"]):
             raise RequestError(
                 f"{part.name} needs {lacking}, which graphs of the {dialect!r} dialect do not have; "
-                "use --device cpu, or leave that part out (tau=off)"
+                "use --device cpu, or leave that part out (tau=off, key=0)"
             )
         if lacking:
             raise RequestError(
