@@ -248,7 +248,14 @@ def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Me
     )
     data = SimpleNamespace(source="nowhere")
     trial: Any = SimpleNamespace(
-        methods=tuple(rights), found=found, model=model, data=data, skipped=[], interrupted=False, predicted_s=1.0
+        methods=tuple(rights),
+        found=found,
+        model=model,
+        data=data,
+        skipped=[],
+        interrupted=False,
+        predicted_s=1.0,
+        threads=1,
     )
     return make_comparison(trial)
 

@@ -95,7 +95,7 @@ def bench(
     if methods:
         found = _data(data, images, samples)
         model = load(methods_bundle(bundle), device=device, threads=threads)
-        interrupted = _compare(model, found, ks or _all(model.manifest), new_tokens, target, plot)
+        interrupted = _compare(model, found, ks or _all(model.manifest), new_tokens, threads, target, plot)
     else:
         asked = QUESTION if question is None else question
         work = Workload(image or golden_image(), asked, prompt_tokens, new_tokens, repeats, warmup, threads)
@@ -123,7 +123,7 @@ def _measure(model: Model, work: Workload, ks: tuple[K, ...], target: Path | Non
 
 
 def _compare(
-    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, target: Path | None, plot: Path | None
+    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threads: int, target: Path | None, plot: Path | None
 ) -> bool:
     """Every method on the same questions, with a forecast before and a bar during; whether it was interrupted."""
     from vtx.exporter.bench.compare import in_tables, make_comparison
@@ -133,7 +133,7 @@ def _compare(
     methods = find_methods(model.manifest, ks)
     if not any(method.kind == "pruning" for method in methods):
         note("this bundle leaves out no rows but by withdrawal; export it with --reduce to compare others")
-    trial = Trial(model, data, methods, new_tokens)
+    trial = Trial(model, data, methods, new_tokens, threads)
     note(
         f"{model.manifest.model.name} on {model.backend.device}: {len(methods)} methods on {len(data.items)} questions "
         f"of {data.source}; predicted: about {trial.probe():.0f} s"

@@ -40,6 +40,7 @@ def make_comparison(trial: Trial) -> dict[str, Any]:
             "vision_tokens": trial.model.manifest.model.vision_tokens,
             "precision": trial.model.manifest.precision,
             "device": trial.model.backend.device,
+            "threads": trial.threads,
         },
         "data": {"source": trial.data.source, "items": len(trial.found), "skipped": trial.skipped},
         "score": "right" if known else "same",
@@ -144,8 +145,8 @@ def in_tables(report: Mapping[str, Any]) -> str:
     parts = [
         in_words(report["machine"]),
         f"{model['name']}, {model['layers']} layers, {model['vision_tokens']} vision tokens an image, "
-        f"{model['precision']} weights, on {model['device']}; {data['items']} questions of {data['source']}{skipped}."
-        f"{cut_short} Milliseconds are medians with quartiles, the rest means.",
+        f"{model['precision']} weights, on {model['device']} with {model['threads']} threads; {data['items']} "
+        f"questions of {data['source']}{skipped}.{cut_short} Milliseconds are medians with quartiles, the rest means.",
         markdown([METHOD_HEADS, *map(_method_row, report["methods"])]),
     ]
     if report["compared"]:
@@ -162,7 +163,8 @@ METHOD_HEADS = (
     "first token", "per token", "KV cache",
 )  # fmt: skip
 COMPARED_HEADS = (
-    "method", "at its cost", "FLOPs / its", "method better by, points", "the method is", "as accurate", "FLOPs / its",
+    "method", "withdrawal at its cost", "FLOPs, of the method's", "method better by, points", "the method is",
+    "withdrawal as accurate", "FLOPs, of the method's",
 )  # fmt: skip
 
 
@@ -185,10 +187,10 @@ def _compared_row(one: Mapping[str, Any]) -> list[str]:
     difference = one["difference"]
     points = [f"{100 * difference[name]:+.1f}" for name in ("mean", "low", "high")]
     return [
-        one["method"], one["withdrawal"], f"{one['flops_ratio']:.2f}", f"{points[0]} ({points[1]} to {points[2]})",
+        one["method"], one["withdrawal"], f"{one['flops_ratio']:.0%}", f"{points[0]} ({points[1]} to {points[2]})",
         one["verdict"], *_as_accurate(one["as_accurate"]),
     ]  # fmt: skip
 
 
 def _as_accurate(found: Mapping[str, Any] | None) -> list[str]:
-    return ["none of them", "-"] if found is None else [found["withdrawal"], f"{found['flops_ratio']:.2f}"]
+    return ["none of them", "-"] if found is None else [found["withdrawal"], f"{found['flops_ratio']:.0%}"]

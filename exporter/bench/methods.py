@@ -93,7 +93,8 @@ def _options(part: Reduction) -> dict[str, str]:
 class Trial:
     """The questions of `data`, put to each of `methods` in turn; what was found is kept question by question."""
 
-    def __init__(self, model: Model, data: Data, methods: Sequence[Method], new_tokens: int) -> None:
+    def __init__(self, model: Model, data: Data, methods: Sequence[Method], new_tokens: int, threads: int) -> None:
+        self.threads = threads
         backend, self._calls = timed(model.backend)
         self.model, self.data, self.methods = Model(model.bundle, backend, model.load_ms), data, tuple(methods)
         self._options, self._worker = Options(max_new_tokens=new_tokens), Worker(model.bundle, model.backend.device)
