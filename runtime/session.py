@@ -11,47 +11,21 @@ caches. Slots are not positions: a row keeps its position when rows before it le
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backend import Backend, StageCache
-from vtx.runtime.encoded import Ids, Mask, Patches, Rows, Scores
+from vtx.runtime.encoded import Ids, Mask, Rows, Scores
 from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.front import Aside, Front, Line, Prompt, Seat
 from vtx.runtime.manifest import Manifest
 from vtx.runtime.policies.base import Boundary
 from vtx.runtime.policies.policy import Departure, Policy
+from vtx.runtime.prefilled import Cut, Prefilled
 
 __all__ = ["Cut", "Prefilled", "Prompt", "Session"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """Vision rows left before `layer`; `kept` [rows that entered] went on, `by` names who left out the others."""
-
-    layer: int
-    by: tuple[str, ...]
-    kept: Mask
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """What a prefill did. Per-layer lists start with layer 1; `slots` count right after the prompt.
-
-    `k` is the first layer without vision rows, None where some stayed. `images` are the vision rows that entered,
-    `cuts` where some left.
-    """
-
-    logits: NDArray[np.float32]
-    k: int | None
-    reused_image: bool
-    vision_tokens: int
-    slots: tuple[int, ...]
-    vision_kept: tuple[int, ...]
-    images: tuple[Patches, ...] = ()
-    cuts: tuple[Cut, ...] = ()
 
 
 class Session:
