@@ -74,10 +74,12 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> Pl
 
 
 def _by_merit(bundle: Bundle) -> list[tuple[str, str]]:
-    """Devices, the best first, each with why it is taken where all before it are not possible."""
+    """Devices, the best first by what was measured (docs/openvino.md), each with why it would be taken."""
     gpu = [("tensorrt", "there are engines for this GPU")] if targets(bundle) else []
     gpu += [("cuda", "there is a GPU")] if find_gpu() is not None and _no_cuda(bundle) is None else []
-    return [*gpu, ("cpu", "the faster at decoding"), ("openvino", "what is left")]
+    weights = bundle.manifest.precision
+    faster, other = ("openvino", "cpu") if weights == "int8" else ("cpu", "openvino")
+    return [*gpu, (faster, f"the faster at decoding with {weights} weights"), (other, "what is possible here")]
 
 
 def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
@@ -115,6 +117,12 @@ def _no_cuda(bundle: Bundle) -> str | None:
 
 
 _FURTHER = {"tensorrt": _no_engines, "cuda": _no_cuda}
+
+
+def copies(bundle: Bundle, place: Place) -> int:
+    """How often the weights lie in memory: OpenVINO keeps what it widens beside the packed form it computes with."""
+    twice = (place.device, place.compute) == ("openvino", "f32") and bundle.manifest.precision in ("fp16", "bf16")
+    return 2 if twice else 1
 
 
 def open_backend(bundle: Bundle, place: Place, threads: int | None) -> Backend:

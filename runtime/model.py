@@ -21,7 +21,7 @@ from typing import cast
 from vtx.runtime.answer import Answer, AnswerStream, Clock, Options, Stats
 from vtx.runtime.backend import Backend
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.devices import AUTO, GPU_DEVICES, choose, open_backend
+from vtx.runtime.devices import AUTO, GPU_DEVICES, choose, copies, open_backend
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.gallery import Gallery, Picture
 from vtx.runtime.generate import generate
@@ -280,14 +280,14 @@ def load(
     opened = Bundle.open(bundle)
     place = choose(opened, device, compute)
     if not force and place.device not in GPU_DEVICES:
-        _check_memory(opened)
+        _check_memory(opened, copies(opened, place))
     backend = open_backend(opened, place, threads)
     return Model(opened, backend, 1000 * (time.perf_counter() - start), place.why)
 
 
-def _check_memory(bundle: Bundle) -> None:
+def _check_memory(bundle: Bundle, copies: int) -> None:
     """Raise DeviceError when the weights, as a CPU needs them, exceed the free memory."""
-    needed, free = weights_in_memory(bundle), available_memory()
+    needed, free = copies * weights_in_memory(bundle), available_memory()
     if free is not None and needed > free:
         raise DeviceError(
             f"{bundle.manifest.model.name} needs about {size(needed)} of memory on a CPU, which expands fp16 and bf16 "

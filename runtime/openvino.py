@@ -23,6 +23,8 @@ from vtx.runtime.stateful import SEQUENCE, fuse_attention, keep_state
 DIALECT = "plain"
 WORDS = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # OpenVINO's and onnxruntime's
 KV_WORDS = {"float32": "f32", "float16": "f16"}  # numpy's and OpenVINO's
+# Values of a row that share a scale where rows are quantised for products of integers, as onnxruntime does it too.
+QUANTISED_ROWS = {"int8": 128, "int4": 64}
 
 
 def load_openvino() -> Any:
@@ -116,7 +118,7 @@ class OpenvinoBackend:
         return {
             "INFERENCE_PRECISION_HINT": self.compute,
             "KV_CACHE_PRECISION": kv,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": QUANTISED_ROWS.get(self._manifest.precision, 0),
             "INFERENCE_NUM_THREADS": self.threads,
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,  # or the graphs of two processes fight over the same cores

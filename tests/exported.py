@@ -45,7 +45,7 @@ class Models:
         self._made += 1
         folder = self._folder / f"bundle-{self._made}"
         bundle = export(self._checkpoints(tiny), folder, ks, precision, reductions=reductions)
-        return load(bundle.folder, threads=THREADS)
+        return load(bundle.folder, device="cpu", threads=THREADS)
 
 
 class Greedy(NamedTuple):

@@ -373,6 +373,38 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     monkeypatch.setattr("vtx.runtime.devices.find_spec", lambda name: None if name in modules else find(name))
 
 
+@pytest.mark.parametrize(("precision", "device"), [("fp32", "cpu"), ("int8", "openvino"), ("int4", "cpu")])
+def test_auto_takes_what_was_measured_to_be_faster(bundle_models: Models, precision: str, device: str) -> None:
+    chosen = choose(bundle_models(Tiny(), precision=precision).bundle)
+    assert chosen.device == device
+    assert f"{precision} weights" in chosen.why
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_quantised_weights_answer_as_on_onnxruntime_and_stay_narrow(
+    models: Get, bundle_models: Models, precision: str
+) -> None:
+    """Both quantise the rows, too, each in its own way; neither may be far from the other."""
+    tiny = Tiny(hidden=128, ffn=192)
+    exact, one, other = bundle_models(tiny), models(tiny, precision), bundle_models(tiny, precision=precision)
+    asked = [prompt(m, prompt_messages(QUESTIONS[2]), [random_image(0)]) for m in (exact, one, other)]
+    for k in (None, 3):
+        ids = greedy(exact, asked[0], k, STEPS).ids
+        found = [greedy(m, a, k, STEPS, forced=ids).logits for m, a in zip((one, other), asked[1:], strict=True)]
+        np.testing.assert_allclose(found[0], found[1], atol=2.0, rtol=0)  # three times the largest difference seen
+    for stage in one.backend._stages:  # type: ignore[attr-defined]
+        matrices = [n for n in stage.get_runtime_model().get_ops() if n.get_output_size() and is_matrix(n)]
+        assert matrices
+        assert {n.get_output_element_type(0).bitwidth for n in matrices} == {8 if precision == "int8" else 4}
+
+
+def is_matrix(node: Any) -> bool:
+    """Whether this is a constant of as many values as one of the decoder's projections has."""
+    shape = node.get_output_partial_shape(0)
+    constant = node.get_rt_info()["layerType"].astype(str) == "Const"
+    return constant and shape.is_static and int(np.prod(node.get_output_shape(0))) >= 64 * 128
+
+
 def test_auto_takes_what_is_installed_and_says_why(bundle_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = bundle_models(Tiny()).bundle
     assert choose(bundle, AUTO).device == "cpu"
