@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,15 @@ def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int
         return tuple(int(part) for part in value.split(","))
     except ValueError as e:
         raise click.BadParameter(f"{value!r} is not a number, a list like 8,16, auto, or none") from e
+
+
+def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", value.strip(), re.IGNORECASE)
+    if not found:
+        raise click.BadParameter(f"{value!r} is not a size such as 900MB or 2GB")
+    return int(float(found[1]) * {"MB": 10**6, "GB": 10**9}[found[2].upper()])
 
 
 def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -87,12 +97,15 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
     help="Scale the first --reduce's thresholds so that so many vision tokens stay, mean over layers and over the "
     "questions of --calibration [for the demo: scenes].",
 )  # fmt: skip
+@click.option(
+    "--max-memory", callback=_bytes, metavar="SIZE", help="Refuse an export that is expected to need more, as 2GB."
+)
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
 def export(
     model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
     gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
-    retain: float | None, force: bool,
+    retain: float | None, max_memory: int | None, force: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
@@ -115,6 +128,7 @@ def export(
     plan = library.plan_export(options)
     for warning in plan.warnings:
         note(f"warning: {warning}")
+    library.check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
     export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), force=force)
 
@@ -140,9 +154,10 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     started, forecast = time.monotonic(), plan.prediction
     linked = f", {size(forecast.linked)} of it linked or copied unchanged" if forecast.linked else ""
     note(f"predicted: {size(forecast.disk)} of disk{linked}; {size(forecast.export_memory)} of memory to export,")
-    note(
-        f"           {size(forecast.run_memory)} to run on a CPU, which computes in fp32 and expands the weights to it"
-    )
+    p = plan.precisions
+    expanded = sorted({part for part in (p.decoder, p.vision, p.head) if part in ("fp16", "bf16")})
+    wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
+    note(f"           {size(forecast.run_memory)} to run with onnxruntime on a CPU{wider}")
     for word in plan.reductions.words:
         note(f"reduces:   {word}")
     with bar() as report:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vtx.exporter.build import CONFIG, Report, fill
 from vtx.exporter.place import alone_in, building, check_target, make_folder, put_in_place, set_back_after_killed, sync
-from vtx.exporter.predict import check_disk
+from vtx.exporter.predict import check_disk, check_memory
 from vtx.exporter.prepare import DEMO, ExportOptions, Plan, demo_checkpoint, load_template, plan_export
 from vtx.exporter.resume import Journal, begin, can_go_on, key_of
 from vtx.exporter.retain import settle
@@ -68,6 +68,7 @@ __all__ = [
     "DEMO",
     "ExportOptions",
     "Plan",
+    "check_memory",
     "demo_checkpoint",
     "load_template",
     "plan_export",

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from vtx.exporter.hf.config import ModelConfig
+from vtx.exporter.hf.config import ModelConfig, TextConfig
 from vtx.exporter.precision import EMBEDDING
 from vtx.exporter.weights import WeightPlan
 from vtx.runtime.errors import ExportError
+from vtx.runtime.golden import SEEN_ROWS
 from vtx.runtime.manifest import KV_BYTES
 from vtx.runtime.memory import resident_bytes
 from vtx.runtime.units import size
 
 # What Python, PyTorch, transformers and onnx_ir take before any weight is touched, and what the runtime takes.
-EXPORT_BASE = 450 << 20
+EXPORT_BASE = 385 << 20
 RUN_BASE = 110 << 20
+QUESTION_ROWS = 64  # of the golden prompt beside the image
 SMALL_FILES = 8 << 20  # tokenizer, graphs, golden vectors, rope tables
 
 
@@ -40,22 +42,41 @@ def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: s
     slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
     prompt = min(max_context, config.vision_tokens + 256)
     kv = slot * text.layers * prompt
-    embedding = text.vocab * text.hidden
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
         for name, tensor in plan.stored.items()
         if text.tied or name != EMBEDDING  # which stays in its file and is read a row at a time
     )
-    largest_layer = 4 * max(embedding, text.hidden * text.ffn * 3 + 4 * text.hidden * text.heads * text.head_dim)
     disk = sum(file.size for file in plan.files) + SMALL_FILES
     return Prediction(
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=EXPORT_BASE + largest_layer + 4 * 6 * prompt * text.ffn,
+        export_memory=EXPORT_BASE + max(_writing(plan), _checking(text)),
         run_memory=RUN_BASE + resident + kv,
         kv_full=slot * text.layers,
         work=sum(file.work for file in plan.files),
     )
+
+
+def _writing(plan: WeightPlan) -> int:
+    """While weights are written: the largest tensor, mapped, and what becomes of it."""
+    rewritten = [entry for file in plan.files if not file.whole for entry in file.entries]
+    return max((entry.source.nbytes + entry.end - entry.place.offset for entry in rewritten), default=0)
+
+
+def _checking(text: TextConfig) -> int:
+    """While golden vectors are computed: the largest matrix of a layer, stored and as float32, and the rows in it."""
+    matrix, rows = text.hidden * max(text.ffn, text.heads * text.head_dim), SEEN_ROWS + QUESTION_ROWS
+    return (4 + 2 + 4) * matrix + 4 * 4 * rows * text.ffn
+
+
+def check_memory(prediction: Prediction, limit: int | None) -> None:
+    """Raise ExportError when an export is expected to need more memory than `limit` bytes."""
+    if limit is not None and prediction.export_memory > limit:
+        raise ExportError(
+            f"the export needs about {size(prediction.export_memory)} of memory, --max-memory allows {size(limit)}; "
+            "raise it, or export on another machine"
+        )
 
 
 def check_disk(folder: Path, needed: int, *, what: str, cure: str) -> None:

@@ -128,6 +128,7 @@ def test_help_loads_none_of_the_large_libraries() -> None:
         ("export", ["--k", "8,"]),
         ("export", ["--k", "x"]),
         ("export", ["--precision", "int3"]),
+        ("export", ["--max-memory", "much"]),
         ("export", ["surplus"]),
         ("inspect", []),
         ("doctor", ["a", "b"]),

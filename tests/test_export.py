@@ -23,7 +23,7 @@ from vtx.exporter import build as build_module
 from vtx.exporter import export as export_module
 from vtx.exporter import place as place_module
 from vtx.exporter import writing
-from vtx.exporter.export import ExportOptions, Plan, plan_export, run_export
+from vtx.exporter.export import ExportOptions, Plan, check_memory, plan_export, run_export
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, CheckpointError, ExportError, RequestError
 from vtx.runtime.golden import check_golden
@@ -99,6 +99,14 @@ def test_the_record_says_how_the_bundle_was_made(tiny_checkpoint: Make, tmp_path
     assert record["options"]["k"] == [5, 3]
     assert record["options"]["max_context"] == 100
     assert {"python", "torch", "transformers", "onnx-ir"} <= set(record["versions"])
+
+
+def test_an_export_that_needs_more_memory_than_allowed_is_refused_with_both_figures(tiny_checkpoint: Make) -> None:
+    forecast = plan(tiny_checkpoint()).prediction
+    check_memory(forecast, forecast.export_memory)
+    check_memory(forecast, None)
+    with pytest.raises(ExportError, match=r"needs about \d+ MB of memory, --max-memory allows 100 MB"):
+        check_memory(forecast, 100_000_000)
 
 
 def test_planning_writes_nothing(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
