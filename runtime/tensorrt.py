@@ -24,10 +24,10 @@ from vtx.runtime.fingerprint import EngineSet
 from vtx.runtime.gpu import Gpu, find_gpu
 from vtx.runtime.rope import read_rope
 from vtx.runtime.tensorrt_cache import TensorrtStageCache
+from vtx.runtime.tensorrt_growing import GrowingStageCache
 from vtx.runtime.units import size
 
-DIALECT = "trt"
-COMPUTE = {"float16": "f16", "float32": "f32"}  # engines compute in the type of K and V
+COMPUTE = {"float16": "f16", "float32": "f32"}  # `trt` engines compute in the type of K and V
 
 
 def load_flavour(flavour: str) -> Any:
@@ -70,13 +70,9 @@ class TensorrtBackend:
     def __init__(self, bundle: Bundle, gpu: Gpu | None = None) -> None:
         self.device = "tensorrt"
         self._bundle, self._manifest = bundle, bundle.manifest
-        self.compute = COMPUTE[self._manifest.kv_dtype]
         self.engines, trt = find_engines(bundle, gpu or find_gpu())
-        if self.engines.dialect != DIALECT:
-            raise DeviceError(
-                f"engines/{self.engines.target} is of the {self.engines.dialect!r} dialect, whose caches grow, "
-                f"and this version runs those of {DIALECT!r}, for TensorRT from 10.15 on; use --device cpu"
-            )
+        self.grows = not names.SLOTS[self.engines.dialect]
+        self.compute = "f32" if self.grows else COMPUTE[self._manifest.kv_dtype]
         self.lock = threading.RLock()
         self.cuda = Cuda(load_cuda())
         self._trt, self._runtime = trt, trt.Runtime(_logger(trt))
@@ -116,9 +112,12 @@ class TensorrtBackend:
         graph = next(gate.graph for gate in self._graphs.gates if gate.k == k)
         return self._run(graph, {names.HIDDEN: rows}, names.ODDS, (2,))
 
-    def stage(self, index: int, capacity: int) -> TensorrtStageCache:
+    def stage(self, index: int, capacity: int) -> TensorrtStageCache | GrowingStageCache:
+        spec = self._graphs.stages[index]
         with self.lock:
-            return TensorrtStageCache(self, self._graphs.stages[index], self._graphs.score, capacity)
+            if self.grows:
+                return GrowingStageCache(self, spec, capacity)
+            return TensorrtStageCache(self, spec, self._graphs.score, capacity)
 
     # --- what caches need ---
 
@@ -215,10 +214,11 @@ class TensorrtBackend:
         """Raise DeviceError where the engines and one cache a stage exceed what the device has free."""
         m = self._manifest
         engines = sum(record.bytes for record in self.engines.engines.values())
-        caches = m.model.layers * m.max_context * m.kv_slot_bytes()
+        slot = m.model.layers * m.kv_slot_bytes() * (2 if self.grows else 1)
+        caches = m.max_context * slot
         free, total = self.cuda.memory()
         if engines + caches > free:
-            fitting = max(0, free - engines) // (m.model.layers * m.kv_slot_bytes())
+            fitting = max(0, free - engines) // slot
             cure = (
                 f"--max-context {fitting} would fit"
                 if fitting > m.model.vision_tokens

@@ -125,7 +125,7 @@ class TensorrtStageCache:
         """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
         unit, cuda = self._slot_bytes, self._backend.cuda
         cache_pitch, kept_pitch = self._slots * unit, kept.count * unit
-        for start, first, count in _runs(slots):
+        for start, first, count in runs(slots):
             cache, packed = self._kv.address + first * unit, kept.buffer.address + start * unit
             places = [(packed, kept_pitch), (cache, cache_pitch)]
             (to, to_pitch), (source, pitch) = places if out else reversed(places)
@@ -195,7 +195,7 @@ class TensorrtStageCache:
         return out
 
 
-def _runs(slots: Ids) -> list[tuple[int, int, int]]:
+def runs(slots: Ids) -> list[tuple[int, int, int]]:
     """Runs of neighbouring slots: (place among `slots`, first slot, how many)."""
     if not len(slots):
         return []

@@ -33,14 +33,20 @@ CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2"
 VERSION = "1.7.1"
+RTX_17 = Release(RTX, (1, 7))
 STEPS = 6
 
 
-def build_all(folder: Path, target: str = "sm89", release: Release = Release(RTX, (1, 7))) -> None:  # noqa: B008
+def build_all(
+    folder: Path,
+    target: str = "sm89",
+    release: Release = RTX_17,
+    dialect: str = "trt",
+) -> None:
     """Engines that name their graphs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "build", gpu_standin.write_engine)
-        plan = plan_engines(Bundle.open(folder), TARGETS[target], release, VERSION, "trt")
+        plan = plan_engines(Bundle.open(folder), TARGETS[target], release, VERSION, dialect)
         list(build_engines(plan, IGNORE))
 
 
@@ -122,6 +128,53 @@ def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(
     want, got = (greedy(m, prompt(m, messages, images), 3, STEPS) for m in (reference, ours))
     assert got.ids == want.ids
     np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+
+
+@pytest.fixture
+def grown(exported: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle with engines for JetPack 6, whose caches grow, on that machine."""
+    folder = copy(exported, tmp_path / "grown")
+    build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6)))
+    return folder
+
+
+@pytest.mark.parametrize("k", [None, 2, 3])
+def test_caches_that_grow_answer_the_same(k: int | None, grown: Path) -> None:
+    ours, reference = open_model(grown), load(grown, device="cpu", threads=THREADS)
+    for number, question in enumerate(QUESTIONS):
+        images, messages = [random_image(number)], prompt_messages(question)
+        want, got = (greedy(m, prompt(m, messages, images), k, STEPS) for m in (reference, ours))
+        assert got.ids == want.ids
+        np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+
+
+def test_a_conversation_over_caches_that_grow_goes_on(grown: Path) -> None:
+    ours, reference = open_model(grown), load(grown, device="cpu", threads=THREADS)
+    with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
+        for k in ("none", 2, 3, "none", 2):
+            for question in QUESTIONS:
+                assert mine.ask(question, k).token_ids == theirs.ask(question, k).token_ids
+
+
+@pytest.mark.parametrize("slots", [[], [0], [1, 3, 4], list(range(5))])
+def test_slots_of_a_growing_cache_come_back_where_they_are_put(slots: list[int], grown: Path) -> None:
+    ours, reference = open_model(grown), load(grown, device="cpu", threads=THREADS)
+    rows = np.random.default_rng(0).standard_normal((6, ours.manifest.model.hidden)).astype(np.float32)
+    after = []
+    for model in (ours, reference):
+        cache = model.backend.stage(1, 12)
+        cache.append(rows, np.arange(6))
+        cache.keep(5)
+        kept = cache.read(np.array(slots, np.int64))
+        whole = cache.read(np.arange(5))
+        cache.write(np.arange(len(slots)), kept, length=len(slots))
+        shorter = cache.append(rows[:2], np.array([7, 8])).copy()
+        cache.keep(len(slots))
+        cache.write(np.arange(5), whole, length=5)
+        after.append((shorter, cache.append(rows[:1], np.array([9])).copy()))
+    for ours_rows, theirs in zip(*after, strict=True):
+        np.testing.assert_allclose(ours_rows, theirs, atol=1e-4)
 
 
 def test_one_conversation_goes_on_with_what_it_has(exported: Path, device: Gpu) -> None:
