@@ -113,9 +113,9 @@ def test_ratios_are_taken_round_by_round_to_vtx_of_the_same_kind() -> None:
         Contender("transformers", "bf16"): [fast, slow],
     }
     cells = {row[0]: row[-2:] for row in table.rows(rounds, {})[1:]}
-    assert cells["llamacpp q8_0"] == ["3 of 3", "2.00 / 2.00 / 2.00"]
-    assert cells["transformers fp32"] == ["2 of 3", "1.50 / 1.50 / 1.50"]
-    assert cells["transformers bf16"] == ["3 of 3", "1.00 / 1.00 / 1.00 (to fp32)"]
+    assert cells["llamacpp q8_0"] == ["3 of 3", "2.00 / 2.00 / 2.00 (int8)"]
+    assert cells["transformers fp32"] == ["2 of 3", "1.50 / 1.50 / 1.50 (fp32)"]
+    assert cells["transformers bf16"] == ["3 of 3", "1.00 / 1.00 / 1.00 (fp32)"]
     assert cells["vtx fp32"] == ["3 of 3", "-"]
 
 

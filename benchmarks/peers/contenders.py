@@ -28,7 +28,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One rival at one precision."""
+    """One rival at one precision; "int8@openvino" is a checkpoint stored in int8, run on OpenVINO."""
 
     rival: str
     precision: str
@@ -39,7 +39,11 @@ class Contender:
 
     @property
     def kind(self) -> str:
-        return KINDS.get(self.precision, self.precision)
+        return KINDS.get(self.stored, self.stored)
+
+    @property
+    def stored(self) -> str:
+        return self.precision.partition("@")[0]
 
     @property
     def module(self) -> Any:
@@ -60,7 +64,7 @@ class Places:
         return self.venvs / f"peers-{contender.rival}" / "bin" / "python"
 
     def model(self, contender: Contender) -> Path:
-        return self.work / f"{contender.rival}-{contender.precision}"
+        return self.work / f"{contender.rival}-{contender.stored}"
 
 
 def contenders(words: Sequence[str]) -> list[Contender]:
@@ -86,7 +90,7 @@ def prepare(contender: Contender, checkpoint: Path, places: Places) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    call(worker(contender, places, "prepare", contender.precision, str(checkpoint.resolve()), str(folder.resolve())))
+    call(worker(contender, places, "prepare", contender.stored, str(checkpoint.resolve()), str(folder.resolve())))
     (folder / READY).write_text(f"{checkpoint.resolve()}\n")
 
 

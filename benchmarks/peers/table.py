@@ -67,11 +67,16 @@ def leading(ids: Sequence[int], wanted: Sequence[int]) -> int:
 
 def ratios(contender: Contender, rounds: Rounds) -> str:
     """Medians over the rounds of this time by ours of the same kind, or by ours in fp32 where there is none."""
-    ours = next((Contender(US, kind) for kind in (contender.kind, "fp32") if Contender(US, kind) in rounds), None)
-    if ours is None or contender.rival == US:
+    ours = base(contender.kind, rounds) or base("fp32", rounds)
+    if ours in (None, contender):
         return "-"
     found = []
     for name in ("first", "decode", "second"):
         pairs = zip(rounds[contender], rounds[ours], strict=False)
         found.append(statistics.median(getattr(theirs, name) / getattr(mine, name) for theirs, mine in pairs))
-    return " / ".join(f"{value:.2f}" for value in found) + ("" if ours.kind == contender.kind else " (to fp32)")
+    return " / ".join(f"{value:.2f}" for value in found) + f" ({ours.precision})"
+
+
+def base(kind: str, rounds: Rounds) -> Contender | None:
+    """Our first contender of a kind, onnxruntime's where there is one."""
+    return next((c for c in rounds if c.rival == US and c.kind == kind), None)

@@ -1,4 +1,4 @@
-"""vtx itself, through `vtx.load`."""
+"""vtx itself, through `vtx.load`: on onnxruntime, and on OpenVINO where a precision says so."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.peers.contract import Answer, Question
 
-PRECISIONS = ("fp32",)
+PRECISIONS = ("fp32", "fp32@openvino", "bf16@openvino", "int8", "int8@openvino", "int4", "int4@openvino")
 REQUIREMENTS: tuple[tuple[str, ...], ...] = ()
-PACKAGES = ("onnxruntime",)
+PACKAGES = ("onnxruntime", "openvino")
 NOTE = ""
 BUNDLE = "bundle"
 
@@ -25,7 +25,9 @@ def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
 def load(folder: Path, precision: str, threads: int) -> Loaded:
     import vtx
 
-    return Loaded(vtx.load(folder / BUNDLE, threads=threads))
+    stored, _, engine = precision.partition("@")
+    compute = "bf16" if engine and stored != "fp32" else "f32"
+    return Loaded(vtx.load(folder / BUNDLE, device=engine or "cpu", compute=compute, threads=threads))
 
 
 class Loaded:
