@@ -20,6 +20,7 @@ from tests.reference import Reference
 from tests.test_gates import gate, plan, write
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.export import ExportOptions, plan_export, run_export
+from vtx.runtime import machine
 from vtx.runtime.answer import Options
 from vtx.runtime.devices import AUTO, choose
 from vtx.runtime.errors import BundleError, DeviceError
@@ -438,3 +439,13 @@ def test_a_damaged_graph_is_one_line(bundle_models: Models, tmp_path: Path) -> N
     bundles.reseal(folder, stage)
     with pytest.raises(BundleError, match=r"is not the graph that vtx.json says"):
         load(folder, device="openvino", threads=THREADS)
+
+
+@pytest.mark.parametrize(("installed", "sound"), [({"openvino"}, True), (set(), False)], ids=["openvino", "neither"])
+def test_a_machine_without_onnxruntime_is_sound_where_openvino_is(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], *, sound: bool
+) -> None:
+    monkeypatch.setattr(machine, "version", lambda package: "1" if package in installed else None)
+    (found,) = machine._onnxruntime()
+    assert found.ok == sound
+    assert "vtx-edge[cpu]" in found.value
