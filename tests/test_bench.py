@@ -16,12 +16,13 @@ from click.testing import CliRunner, Result
 import vtx
 from tests.bundles import export
 from tests.exported import THREADS
-from tests.tiny import random_image
+from tests.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bench import machine
 from vtx.exporter.bench.ceilings import Ceilings, Product, matmul
 from vtx.exporter.bench.series import markdown, shown, spread
 from vtx.exporter.bench.stopwatch import split, timed
+from vtx.exporter.bench.work import weights_read
 from vtx.exporter.planning.sizes import bundle_size
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.flops import attention_macs, encode_flops
@@ -118,7 +119,8 @@ def test_work_is_that_of_the_rows_that_must_run(report: dict[str, Any], bundle: 
     )
     tail = len(ids) - 1 - int(np.flatnonzero(ids == manifest.text.image_token_id)[-1])
     decoder = size.decoder
-    weights = 4 * (decoder.layers * decoder.layer_macs + decoder.head_macs)  # float32, each read once a token
+    # float32, each read once a token
+    weights = 4 * (decoder.layers * decoder.layer_macs + decoder.head_macs + decoder.small_parameters)
     for depth in report["depths"]:
         macs = decoder.head_macs
         for slots in depth["kv_slots"]:  # the front by itself, then the question's rows on all
@@ -168,6 +170,31 @@ def test_a_device_without_a_known_ceiling_gets_no_shares(
     assert "no ceilings: they are measured for CPUs" in done.stderr
     assert "No ceilings were measured" in done.stdout
     assert json.loads(target.read_text())["depths"][0]["shares"] is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "floats", "integers"), [("fp32", 4, None), ("fp16", 2, None), ("int8", 2, 1), ("int4", 2, 0.5)]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_token_reads_the_weights_as_they_are_stored_or_widened(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    precision: str,
+    floats: int,
+    integers: float | None,
+    tied: bool,
+) -> None:
+    made = export(tiny_checkpoint(Tiny(tied=tied)), tmp_path / "bundle", precision=precision)
+    size = bundle_size(made).decoder
+    matrices, head = size.layers * size.layer_macs, size.head_macs
+    stored, widened = weights_read(made, widened=False), weights_read(made, widened=True)
+    if integers is None:
+        everything = matrices + head + size.small_parameters
+        assert (stored, widened) == (floats * everything, 4 * everything)
+    else:
+        assert stored > integers * matrices + 2 * size.small_parameters + head
+        assert stored < matrices * (integers + 0.25) + 2 * (head + size.small_parameters) + 8 * size.layer_outputs
+        assert 2 * size.small_parameters <= widened - stored <= 2 * (head + size.small_parameters)
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -340,7 +367,7 @@ def test_an_interruption_before_the_first_figure_leaves_nothing(
 def test_a_plot_is_written(bundle: Path, tmp_path: Path) -> None:
     done = vtx_bench(bundle, "--repeats", "1", "--plot", str(tmp_path / "out.png"))
     assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out.png").weights_read().startswith(b"\x89PNG")
 
 
 def test_a_missing_plot_library_is_named_before_anything_is_measured(

@@ -8,13 +8,17 @@ from typing import Any
 
 from vtx.exporter.bench.series import Series
 from vtx.exporter.bench.stopwatch import Call
-from vtx.exporter.planning.plan import FULL_BYTES, layer_bytes
+from vtx.exporter.hf.checkpoint import canonical_name
 from vtx.exporter.planning.sizes import ModelSize, bundle_size
 from vtx.runtime.bundle import Bundle
+from vtx.runtime.errors import BundleError
 from vtx.runtime.flops import append_flops, encode_flops
 from vtx.runtime.manifest import KV_BYTES, Manifest, StageSpec
+from vtx.runtime.memory import SCALES
+from vtx.runtime.safetensors import TensorInfo, read_header
 
-WIDENED = ("fp16", "bf16")  # weights that onnxruntime's CPU provider holds in float32
+WIDENED, NARROW = ("fp16", "bf16"), ("F16", "BF16")  # weights that onnxruntime's CPU provider holds in float32
+HEAD, EMBEDDING = "head.weight", "text.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,8 @@ class Worker:
         self._size: ModelSize = bundle_size(bundle)
         self.decoder = self._size.decoder
         self._stages = stages(manifest)
-        widened = device == "cpu" and manifest.precision in WIDENED
-        self.weights = "fp32" if widened else manifest.precision
-        head = self.decoder.head_macs * (4 if widened else FULL_BYTES[manifest.precision])
-        self._weights = head + layer_bytes(self.decoder, manifest.precision, expanded=widened)
+        self.weights = "fp32" if device == "cpu" and manifest.precision in WIDENED else manifest.precision
+        self._weights = weights_read(bundle, widened=device == "cpu")
         self._slot_bytes = self.decoder.slot_elements * KV_BYTES[manifest.kv_dtype]
         self.width = self.decoder.ffn
 
@@ -62,6 +64,24 @@ class Worker:
         tokens = sum(call.name == "head" for call in decode)
         slots = sum(self._stages[c.stage].layers * (c.filled + c.rows) for c in decode if c.stage is not None)
         return self._slot_bytes * slots / tokens
+
+
+def weights_read(bundle: Bundle, *, widened: bool) -> int:
+    """Bytes of the decoder's and the head's weights, scales too, each of which a token reads once.
+
+    `widened`: narrow floats lie in memory as float32, but for scales.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for file in bundle.manifest.files:
+        if file.startswith("weights/"):
+            stored = read_header(bundle.path(file), error=BundleError).tensors
+            tensors |= {canonical_name(name): info for name, info in stored.items()}
+    head = HEAD if HEAD in tensors else EMBEDDING  # tied
+    return sum(
+        info.nbytes * (2 if widened and info.dtype in NARROW and not name.endswith(SCALES) else 1)
+        for name, info in tensors.items()
+        if name.startswith(("text.layers.", "text.norm.", head))
+    )
 
 
 def stages(manifest: Manifest) -> tuple[StageSpec, ...]:
