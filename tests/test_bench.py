@@ -367,7 +367,7 @@ def test_an_interruption_before_the_first_figure_leaves_nothing(
 def test_a_plot_is_written(bundle: Path, tmp_path: Path) -> None:
     done = vtx_bench(bundle, "--repeats", "1", "--plot", str(tmp_path / "out.png"))
     assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "out.png").weights_read().startswith(b"\x89PNG")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_missing_plot_library_is_named_before_anything_is_measured(
