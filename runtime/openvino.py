@@ -226,8 +226,7 @@ class OpenvinoStageCache:
             tensors = self._tensors(np.ascontiguousarray(rows), positions[None].copy(), out)
         self._bind(tensors)
         self._held = self.length + count
-        self._request.start_async()
-        self._request.wait()
+        self._request.infer(share_outputs=True)
         if query:
             self._query = self._request.get_tensor(names.QUERY).data.copy()
         self.length += count

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -374,9 +375,16 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     monkeypatch.setattr("vtx.runtime.devices.find_spec", lambda name: None if name in modules else find(name))
 
 
-@pytest.mark.parametrize(("precision", "device"), [("fp32", "cpu"), ("int8", "openvino"), ("int4", "cpu")])
-def test_auto_takes_what_was_measured_to_be_faster(bundle_models: Models, precision: str, device: str) -> None:
-    chosen = choose(bundle_models(Tiny(), precision=precision).bundle)
+@pytest.mark.parametrize(
+    ("precision", "hidden", "device"),
+    [("fp32", 2048, "cpu"), ("int8", 2048, "openvino"), ("int8", 64, "cpu"), ("int4", 4096, "cpu")],
+)
+def test_auto_takes_what_was_measured_to_be_faster(
+    bundle_models: Models, precision: str, hidden: int, device: str
+) -> None:
+    bundle = bundle_models(Tiny(), precision=precision).bundle
+    manifest = replace(bundle.manifest, model=replace(bundle.manifest.model, hidden=hidden))
+    chosen = choose(replace(bundle, manifest=manifest))
     assert chosen.device == device
     assert f"{precision} weights" in chosen.why
 
