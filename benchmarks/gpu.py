@@ -1,0 +1,141 @@
+"""A bundle beside transformers on the same GPU, in turn in one run: vision, prefill per K, decode, memory.
+
+Both sides get the same picture and question. transformers runs the checkpoint in float16, or with `--device cpu`, which
+is for trying the script out, in float32. Where there is no GPU, one line says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import parser, report
+from PIL import Image
+
+from vtx.exporter.bench.series import shown, spread
+from vtx.runtime.gpu import find_gpu
+from vtx.runtime.model import Model, load
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.session import Prompt, Session
+
+QUESTION = "Describe everything in this picture."
+Times = dict[str, float]
+
+
+def prompt_of(model: Model, picture: Any) -> Prompt:
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
+    ids = model.text.prompt([message], model.manifest.model.vision_tokens)
+    rows = model.backend.vision(picture.pixels[None])
+    return Prompt(ids, ids == model.manifest.text.image_token_id, ((picture.key, lambda: rows),))
+
+
+def ours(model: Model, picture: Any, tokens: int) -> Times:
+    """Milliseconds of the tower, of a prefill at every K, and of one token, from fresh caches."""
+    found = {"vision": timed(lambda: model.backend.vision(picture.pixels[None]))}
+    asked = prompt_of(model, picture)
+    for k in (None, *model.manifest.variants):
+        session = Session(model.backend, model.manifest)
+        policy = make_policy(k, model.manifest, model.backend.gate)
+        prefill = timed(lambda s=session, p=policy: s.prefill(asked, p))
+        found[f"vision and prefill, K = {k or 'none'}"] = found["vision"] + prefill
+        found[f"one token, K = {k or 'none'}"] = timed(lambda s=session: [s.decode(1) for _ in range(tokens)]) / tokens
+    return found
+
+
+class Theirs:
+    """The checkpoint in transformers, on `device`."""
+
+    def __init__(self, checkpoint: Path, device: str) -> None:
+        import torch
+        from transformers import LlavaForConditionalGeneration
+
+        self.torch, self.device = torch, device
+        kind = torch.float16 if device == "cuda" else torch.float32
+        self.model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=kind).to(device).eval()
+
+    def run(self, ids: Any, pixels: Any, tokens: int) -> Times:
+        torch, model = self.torch, self.model
+        pixels = torch.from_numpy(pixels).to(self.device, model.dtype)
+        ids = torch.from_numpy(ids)[None].to(self.device)
+        state: dict[str, Any] = {}
+
+        def prefill() -> None:
+            state["out"] = model(input_ids=ids, pixel_values=pixels, use_cache=True, logits_to_keep=1)
+            self._wait()
+
+        def decode() -> None:
+            for _ in range(tokens):
+                past, token = state["out"].past_key_values, torch.ones((1, 1), dtype=torch.long, device=self.device)
+                state["out"] = model(input_ids=token, past_key_values=past, use_cache=True)
+                self._wait()
+
+        with torch.inference_mode():
+            vision = timed(lambda: (model.get_image_features(pixel_values=pixels), self._wait()))
+            whole = timed(prefill)
+            return {
+                "vision": vision,
+                "prefill, K = none": whole - vision,
+                "one token, K = none": timed(decode) / tokens,
+            }
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+
+    @property
+    def memory(self) -> int:
+        return int(self.torch.cuda.max_memory_allocated()) if self.device == "cuda" else 0
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    args = parser(__doc__ or "")
+    args.add_argument("checkpoint", type=Path)
+    args.add_argument("bundle", type=Path, help="of that checkpoint, with engines for this GPU")
+    args.add_argument("--device", default="tensorrt", choices=["tensorrt", "cuda", "cpu"])
+    args.add_argument("--rounds", type=int, default=10)
+    args.add_argument("--tokens", type=int, default=32)
+    given = args.parse_args()
+    gpu = find_gpu()
+    if gpu is None and given.device != "cpu":
+        print("no NVIDIA GPU answers here: nothing measured (--device cpu tries the script out)")
+        return
+    model = load(given.bundle, device=given.device)
+    held = model.backend.cuda.memory() if given.device == "tensorrt" else None
+    theirs = Theirs(given.checkpoint, "cpu" if given.device == "cpu" else "cuda")
+    rng = np.random.default_rng(0)
+    picture = model.picture(Image.fromarray(rng.integers(0, 256, (336, 336, 3), dtype=np.uint8)))
+    ids = prompt_of(model, picture).ids
+    sides: dict[str, list[Times]] = {"vtx": [], "transformers": []}
+    for number in range(given.rounds + 1):
+        pair = (("vtx", lambda: ours(model, picture, given.tokens)),
+                ("transformers", lambda: theirs.run(ids, picture.pixels[None], given.tokens)))  # fmt: skip
+        for name, run in pair if number % 2 else pair[::-1]:
+            found = run()
+            if number:  # the first round warms up
+                sides[name].append(found)
+    figures = {
+        name: {what: spread([times[what] for times in rounds]) for what in rounds[0]} for name, rounds in sides.items()
+    }
+    rows = [["ms", "vtx", "transformers"]]
+    for what, series in figures["vtx"].items():
+        other = figures["transformers"].get(what)
+        rows.append([what, shown(series), shown(other) if other else ""])
+    if held:
+        rows.append(
+            ["memory, GB", f"{(held[1] - held[0]) / 1e9:.2f}, engines and buffers", f"{theirs.memory / 1e9:.2f}, peak"]
+        )
+    print(f"GPU: {gpu.name}, compute capability {gpu.sm}" if gpu else "no GPU")
+    report({"device": given.device, "tokens": given.tokens, **figures}, rows, given.json)
+
+
+if __name__ == "__main__":
+    main()
