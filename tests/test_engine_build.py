@@ -171,18 +171,11 @@ def test_graphs_that_the_release_does_not_read_are_refused_with_the_first_findin
         plan_engines(bundle, ADA, Release(RTX, (1, 7)), "1.7", "ort")
 
 
-def test_a_precision_that_the_card_has_not_is_refused(bundle: Bundle) -> None:
-    narrow = replace(bundle.manifest, precision="int4") if "int4" in _precisions() else None
-    if narrow is None:
-        pytest.skip("this vtx exports no int4")
+@pytest.mark.parametrize("part", ["precision", "vision_precision", "head_precision"])
+def test_a_precision_that_the_card_has_not_is_refused(part: str, bundle: Bundle) -> None:
+    narrow = replace(bundle.manifest, **{part: "int4"})
     with pytest.raises(RequestError, match=r"sm75 .*does not compute with int4 weights; export with --precision fp16"):
         plan_engines(Bundle(bundle.folder, narrow), TARGETS["sm75"], Release(RTX, (1, 7)), "1.7", "plain")
-
-
-def _precisions() -> tuple[str, ...]:
-    from vtx.runtime.manifest import PRECISIONS
-
-    return PRECISIONS
 
 
 def test_too_little_memory_is_said_before_the_build(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,10 +109,11 @@ def plan_engines(
         BundleError: no such dialect, or graphs that the release does not read.
 
     """
-    precision = bundle.manifest.precision
-    if precision in target.lacks:
+    m = bundle.manifest
+    lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
+    if lacking:
         raise RequestError(
-            f"{target.name} ({target.what}) does not compute with {precision} weights; export with --precision fp16"
+            f"{target.name} ({target.what}) does not compute with {lacking[0]} weights; export with --precision fp16"
         )
     graphs = [load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect)]
     found = [finding for graph in graphs for finding in lint(graph, release)]
