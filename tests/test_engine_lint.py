@@ -159,15 +159,26 @@ def test_axes_of_unsqueeze_may_move_only_from_10_7_on() -> None:
     assert "constant" not in rules(model, Release(TENSORRT, (10, 7)))
 
 
-def test_int4_weights_raise_the_ceiling_of_10_3_to_the_opset_that_has_them() -> None:
+@pytest.mark.parametrize("cast", [False, True])
+def test_int4_weights_are_read_from_10_0_on_their_scales_cast_or_not(cast: bool) -> None:
     codes = helper.make_tensor("codes", T.INT4, [32, 4], [1] * 128)
     g = Graph()
     g.weights.append(codes)
-    weight = g.op("DequantizeLinear", "codes", g.constant(np.ones((1, 4), np.float16)), axis=0, block_size=32)
-    g.op("MatMul", "x", weight, to="y")
-    model = g.model([value("x", T.FLOAT16, ["rows", 32])], [value("y", T.FLOAT16, ["rows", 4])], 21)
+    scales = g.constant(np.ones((1, 4), np.float16))
+    if cast:
+        g.nodes.append(helper.make_node("Cast", [scales], ["cast"], to=T.FLOAT))
+        scales = "cast"
+    g.op("MatMul", "x", g.op("DequantizeLinear", "codes", scales, axis=0, block_size=32), to="y")
+    kind = T.FLOAT if cast else T.FLOAT16
+    model = g.model([value("x", kind, ["rows", 32])], [value("y", kind, ["rows", 4])], 21)
     assert rules(model, JETPACK_6) == set()
-    assert rules(one_node("Relu", [4], opset=21), JETPACK_6) == {"opset"}
+
+
+def test_opset_21_is_beyond_10_3_where_it_changed_an_operator() -> None:
+    norm = [[1, 4, 2], [4], [4]]
+    assert rules(one_node("GroupNormalization", *norm, opset=21, num_groups=2), JETPACK_6) == {"opset"}
+    assert rules(one_node("Relu", [4], opset=21), JETPACK_6) == set()
+    assert rules(one_node("Relu", [4], opset=22), JETPACK_6) == {"opset"}
 
 
 def test_the_rules_say_what_the_parser_of_tensorrt_rtx_says() -> None:

@@ -52,6 +52,15 @@ class SeenGraph:
                 source.update({value: found[0] for value in node.output if value})
         return source
 
+    @cached_property
+    def settled(self) -> frozenset[str]:
+        """Constants, and what is computed from nothing else, such as a cast of one."""
+        found = set(self.constants)
+        for node in self.nodes:
+            if node.input and all(value in found for value in node.input if value):
+                found.update(node.output)
+        return frozenset(found)
+
     def users(self, value: str) -> Iterator[onnx.NodeProto]:
         return (node for node in self.nodes if value in node.input)
 

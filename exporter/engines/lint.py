@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vtx.exporter.engines.graph import SeenGraph, attribute, load_graph
-from vtx.exporter.engines.releases import FLOOR, INT4_OPSET, Release
+from vtx.exporter.engines.releases import CHANGED_IN_21, FLOOR, INT4_OPSET, Release
 from vtx.runtime import names
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError
@@ -83,10 +83,9 @@ def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
 
 
 def _opset(graph: SeenGraph, release: Release) -> Problems:
-    quantized = any(
-        graph.types.get(node.input[0]) == "INT4" for node in graph.nodes if node.op_type == "DequantizeLinear"
-    )
-    ceiling = max(release.opset, INT4_OPSET) if quantized else release.opset
+    ceiling = release.opset
+    if not any(node.op_type == CHANGED_IN_21 for node in graph.nodes):
+        ceiling = max(ceiling, INT4_OPSET)
     if not FLOOR <= graph.opset <= ceiling:
         yield None, f"opset {graph.opset}, {release.name} reads {FLOOR} to {ceiling}"
 
@@ -180,7 +179,7 @@ def _quantized(graph: SeenGraph, _: Release) -> Problems:
             yield node, f"DequantizeLinear of {graph.types.get(node.input[0])}; weights are INT8 or INT4, symmetric"
         if len(node.input) > 2 and node.input[2]:
             yield node, "a zero point is given; weights must be symmetric"
-        if any(value not in graph.constants for value in node.input[:2]):
+        if node.input[0] not in graph.constants or node.input[1] not in graph.settled:
             yield node, "the weights and their scales must be constants"
 
 

@@ -19,7 +19,9 @@ _WORDS = re.compile(r"\w+")
 # operators.md: "9 to 20" in 10.0, "9 to 22" in 10.6, "9 to 24" in 10.15 and 11.2. Releases between say nothing new.
 _CEILINGS: tuple[tuple[Version, int], ...] = (((10, 0), 20), ((10, 6), 22), ((10, 15), 24))
 FLOOR = 9
-INT4_OPSET = 21  # ONNX has int4 and blocks from here on; TensorRT takes both from 10.0 on
+# Documented to 20, 10.0 lists INT4 all the same, which ONNX has only from 21 on. Of the other operators, 21 gave all
+# but one further element types and nothing else; that one 10.9 learnt.
+INT4_OPSET, CHANGED_IN_21 = 21, "GroupNormalization"
 
 # Marked Y in operators.md of 10.6, less what came after 10.0.
 _BASE = frozenset(
