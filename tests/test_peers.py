@@ -62,6 +62,17 @@ def test_a_rival_that_cannot_be_prepared_stands_in_the_table_with_its_reason(tmp
     assert "config.json" in row[1]
 
 
+def test_a_conversion_is_used_again_for_its_own_checkpoint_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(contenders, "call", lambda command, *_: asked.append(command[-2]) or "")
+    us, places = Contender("vtx", "fp32"), Places(tmp_path, tmp_path / "work", "torch")
+    for name in ("one", "one", "other"):
+        contenders.prepare(us, tmp_path / name, places)
+    assert asked == [str(tmp_path / "one"), str(tmp_path / "other")]
+
+
 def test_questions_have_the_length_asked_for_and_share_the_image(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     made = workload.make(tiny_checkpoint(TINY), tmp_path, TOKENS)
     for question in (made.warm, made.first, made.second):

@@ -85,13 +85,14 @@ def contenders(words: Sequence[str]) -> list[Contender]:
 def prepare(contender: Contender, checkpoint: Path, places: Places) -> None:
     """See that environment and converted checkpoint are there; what is ready stays. Raises PeerError."""
     install(contender, places)
-    folder = places.model(contender)
-    if (folder / READY).exists():
+    folder, source = places.model(contender), f"{checkpoint.resolve()}\n"
+    marker = folder / READY
+    if marker.exists() and marker.read_text() == source:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     call(worker(contender, places, "prepare", contender.stored, str(checkpoint.resolve()), str(folder.resolve())))
-    (folder / READY).write_text(f"{checkpoint.resolve()}\n")
+    marker.write_text(source)
 
 
 def install(contender: Contender, places: Places) -> None:
