@@ -79,11 +79,13 @@ def one_round(
 
     order = [*rounds]
     for contender in order[number % len(order) :] + order[: number % len(order)]:
-        said(f"round {number + 1}: {contender.name}")
         own = replace(work, folder=str(places.model(contender).resolve()), precision=contender.precision)
         try:
-            rounds[contender].append(run(contender, own, places))
+            found = run(contender, own, places)
+            rounds[contender].append(found)
+            said(f"round {number + 1}: {contender.name}: {found.in_words()}")
         except PeerError as error:
+            said(f"round {number + 1}: {contender.name}: {error}")
             failed[contender] = f"cannot be run: {error}"
             del rounds[contender]
 

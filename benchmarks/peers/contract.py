@@ -80,6 +80,12 @@ class Result:
     ids: tuple[int, ...]
     versions: dict[str, str] = field(default_factory=dict)
 
+    def in_words(self) -> str:
+        return (
+            f"first token {self.first / 1000:.2f} s, {self.decode:.1f} ms a token, "
+            f"second question {self.second / 1000:.2f} s"
+        )
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:
         return cls(**{**values, "ids": tuple(values["ids"])})
