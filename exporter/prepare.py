@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
-from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.gates import Gates, read_gates
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.hf.checkpoint import Checkpoint, open_checkpoint
@@ -116,25 +115,14 @@ class Plan:
     @property
     def dialects(self) -> dict[str, Graphs]:
         """The files of the graphs to be, by dialect."""
-        sizes = {
-            name: make_dialect(name, self.precisions.decoder, self.max_context).capacity
-            for name in self.options.dialects
-        }
-        return {name: self._graphs(f"{name}.onnx", fixed=fixed is not None) for name, fixed in sizes.items()}
+        return {name: self._graphs(f"{name}.onnx") for name in self.options.dialects}
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know before the export begins."""
-        needs = self.reductions.needs
-        without = (
-            f"the vision graph of the {name} dialect merges no windows and says nothing of the class token, since its "
-            "sizes are fixed; there, only fastv and mustdrop with tau=off,key=0 work"
-            for name, graphs in self.dialects.items()
-            if needs.merging > graphs.vision_merges or needs.attention > graphs.vision_attention
-        )
-        return (*(self.gates.warnings if self.gates else ()), *without)
+        return self.gates.warnings if self.gates else ()
 
-    def _graphs(self, suffix: str, *, fixed: bool) -> Graphs:
+    def _graphs(self, suffix: str) -> Graphs:
         needs, cuts = self.reductions.needs, self.reductions.cuts(self.ks)
         spans = [(a, b - 1) for a, b in pairwise([1, *cuts, self.config.text.layers + 1])]
         stages = tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.{suffix}", b in needs.queries) for a, b in spans)
@@ -142,7 +130,7 @@ class Plan:
         score = f"score.{suffix}" if needs.queries else None
         return Graphs(
             f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,
-            vision_merges=needs.merging and not fixed, vision_attention=needs.attention and not fixed,
+            vision_merges=needs.merging, vision_attention=needs.attention,
         )  # fmt: skip
 
 

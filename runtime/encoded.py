@@ -42,19 +42,27 @@ class Patches:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """Rows [rows, hidden] float32 that the tower and projector made of one image, and their patches."""
+    """Rows [rows, hidden] float32 that the tower and projector made of one image, and their patches.
+
+    `idle` counts rows that the vision graph computed beside these: of merged windows, where its sizes are fixed.
+    """
 
     rows: Rows
     patches: Patches
+    idle: int = 0
 
     @classmethod
     def of(cls, found: Mapping[str, NDArray[Any]]) -> Encoded:
-        """The outputs of a vision graph for one image, by name."""
+        """The outputs of a vision graph for one image, by name; rows that say they are gone are left out."""
         features = found[names.FEATURES]
         rows: Rows = features.reshape(-1, features.shape[-1])
         plain = cls.plain(rows).patches
         places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
-        return cls(rows, Patches(places, merged.astype(bool), found.get(names.CLS_ATTENTION)))
+        there = np.flatnonzero(merged >= 0)
+        patches = Patches(places, merged > 0, found.get(names.CLS_ATTENTION))
+        if len(there) == len(rows):
+            return cls(rows, patches)
+        return cls(rows[there], patches.take(there), len(rows) - len(there))
 
     @classmethod
     def plain(cls, rows: Rows) -> Encoded:

@@ -21,10 +21,12 @@ What reductions need stands only in the bundles that were exported for them:
              total_slots [1] int32                         -> attention_sum and attention_max [slots] f32: what a slot
                                                               gets, mean over heads, summed and at most over rows
     vision   tau [1] f32, the mean cosine from which a window merges (above 1: none);
-             one image at a time                           -> image_features [1, rows, hidden],
+             one image at a time; all rows stay where a
+             dialect's sizes do not depend on values       -> image_features [1, rows, hidden],
                                                               places [rows] int64 (a row's first patch in raster
                                                               order, the class token -1),
-                                                              merged [rows] int64 (1: a window of nine),
+                                                              merged [rows] int64 (1: a window of nine, 0: a
+                                                              patch, -1: gone into a window),
                                                               cls_attention [rows] f32 (what the class token gives
                                                               to the row, mean over heads)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vtx.runtime import fingerprint, names
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.cuda import Buffer, Cuda, load_cuda
-from vtx.runtime.encoded import Encoded, Ids, Rows
+from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows
 from vtx.runtime.engine import Context, Engine
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.fingerprint import EngineSet
@@ -27,6 +27,7 @@ from vtx.runtime.tensorrt_cache import TensorrtStageCache
 from vtx.runtime.tensorrt_growing import GrowingStageCache
 from vtx.runtime.units import size
 
+WHOLE: dict[str, Any] = {names.PLACES: np.int64, names.MERGED: np.int64}  # outputs that are no float32
 COMPUTE = {"float16": "f16", "float32": "f32"}  # `trt` engines compute in the type of K and V
 
 
@@ -92,15 +93,18 @@ class TensorrtBackend:
         return self._run(self._graphs.embed, {names.IDS: ids}, names.HIDDEN, (len(ids), hidden))
 
     def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
-        assert tau is None, "graphs whose windows merge have no engines"
-        model = self._manifest.model
-        shapes: dict[str, tuple[int, ...]] = {names.FEATURES: (1, model.vision_tokens, model.hidden)}
-        if self._graphs.vision_attention:
-            shapes[names.CLS_ATTENTION] = (model.vision_tokens,)
-        images = [
-            self._run_all(self._graphs.vision, {names.PIXELS: pixels[i : i + 1]}, shapes) for i in range(len(pixels))
-        ]
-        return Encoded.of({name: np.concatenate([image[name] for image in images]) for name in shapes})
+        graphs = self._graphs
+        inputs: dict[str, NDArray[Any]] = {names.PIXELS: pixels}
+        if graphs.vision_merges:
+            inputs[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)
+        return Encoded.of(self._run_all(graphs.vision, inputs, self._vision_shapes()))
+
+    def _vision_shapes(self) -> dict[str, tuple[int, ...]]:
+        model, graphs = self._manifest.model, self._graphs
+        of_rows = [names.PLACES, names.MERGED] if graphs.vision_merges else []
+        of_rows += [names.CLS_ATTENTION] if graphs.vision_attention else []
+        shapes = dict.fromkeys(of_rows, (model.vision_tokens,))
+        return {names.FEATURES: (1, model.vision_tokens, model.hidden), **shapes}
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         vocab, most = self._manifest.model.vocab, self.longest(self._graphs.head)
@@ -148,18 +152,19 @@ class TensorrtBackend:
 
     def _run(self, graph: str, inputs: Mapping[str, NDArray[Any]], output: str, shape: tuple[int, ...]) -> Rows:
         """Run a graph of one profile on host arrays; its one output, float32 on the host."""
-        return self._run_all(graph, inputs, {output: shape})[output]
+        rows: Rows = self._run_all(graph, inputs, {output: shape})[output]
+        return rows
 
     def _run_all(
         self, graph: str, inputs: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Rows]:
-        """Run a graph of one profile on host arrays; all its outputs, float32 on the host."""
+    ) -> dict[str, NDArray[Any]]:
+        """Run a graph of one profile on host arrays; all its outputs, on the host."""
         rows = next(iter(inputs.values()))
         with self.lock:
             context = self.context(graph, 0)
             if graph != self._graphs.vision:
                 self.check_rows(graph, len(rows))
-            results: dict[str, Rows] = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+            results = {name: np.empty(shape, WHOLE.get(name, np.float32)) for name, shape in shapes.items()}
             places = {name: self.place(name) for name, array in inputs.items()}
             held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
             for name, array in held.items():
@@ -195,6 +200,8 @@ class TensorrtBackend:
             names.LOGITS: 4 * m.model.vocab * rows[graphs.head],
             names.ODDS: 8,
         }
+        if graphs.vision_merges:
+            sizes |= {names.TAU: 4, names.PLACES: 8 * m.model.vision_tokens, names.MERGED: 8 * m.model.vision_tokens}
         if graphs.vision_attention:
             sizes[names.CLS_ATTENTION] = 4 * m.model.vision_tokens
         if graphs.score:

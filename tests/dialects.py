@@ -12,7 +12,7 @@ from tests.exported import THREADS
 from vtx.runtime import contract, names
 from vtx.runtime.backend import StageCache
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.encoded import Encoded, Ids, Patches, Rows, Scores
+from vtx.runtime.encoded import Encoded, Ids, Rows, Scores
 from vtx.runtime.manifest import StageSpec
 from vtx.runtime.ort import NEVER, load_onnxruntime, share_threads
 from vtx.runtime.rope import read_rope
@@ -52,11 +52,7 @@ class DialectBackend:
     def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
         merges = self.manifest.dialects[self.dialect].vision_merges
         feeds = {names.TAU: np.array([NEVER if tau is None else tau], np.float32)} if merges else {}
-        found = _run(self._vision, {names.PIXELS: pixels, **feeds})
-        rows = found[names.FEATURES].reshape(-1, self.manifest.model.hidden)
-        plain = Encoded.plain(rows).patches
-        places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
-        return Encoded(rows, Patches(places, merged.astype(bool), found.get(names.CLS_ATTENTION)))
+        return Encoded.of(_run(self._vision, {names.PIXELS: pixels, **feeds}))
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         return _first(self._head, {names.HIDDEN: rows})

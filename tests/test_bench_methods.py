@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from tests.bundles import IGNORE, export
+from tests.dialects import DialectBackend
 from tests.exported import THREADS
 from tests.test_bench import FORBIDDEN
 from tests.test_gates import certain, write
@@ -22,12 +24,14 @@ from vtx import cli
 from vtx.exporter.bench import commands
 from vtx.exporter.bench.compare import BETTER, EQUAL, WORSE, in_tables, make_comparison
 from vtx.exporter.bench.methods import Found, Method, find_methods, short
+from vtx.exporter.bench.stopwatch import timed
 from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.exporter.planning.sizes import bundle_size
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.flops import encode_flops, prefill_flops, scheduled_rows
 from vtx.runtime.inspect import kv_bytes
 from vtx.runtime.model import Model, load
+from vtx.runtime.names import DIALECTS
 from vtx.runtime.policies import parse
 
 TINY = Tiny(image=84)  # 6 x 6 patches, so four windows
@@ -44,7 +48,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options = ExportOptions(str(tiny_checkpoint(TINY)), KS, "fp32", dialects=("ort",), reductions=WORDS)
+    options = ExportOptions(str(tiny_checkpoint(TINY)), KS, "fp32", dialects=DIALECTS, reductions=WORDS)
     folder = tmp_path_factory.mktemp("methods") / "bundle"
     return run_export(plan_export(options), folder, force=False, report=IGNORE).folder
 
@@ -106,6 +110,13 @@ def test_rows_left_are_those_that_each_method_says(methods: dict[str, Any]) -> N
     assert methods["fastv:k=2,ratio=0.5"]["vision_rows"] == pytest.approx((V + V / 2 * 7) / layers)
     assert methods["cls:keep=0.25"]["full_layers"] == methods["none"]["full_layers"] == layers
     assert methods["cls:keep=0.25 + K = 5"]["full_layers"] == 4
+
+
+@pytest.mark.parametrize("dialect", ["plain", "trt"])
+def test_rows_of_merged_windows_that_a_graph_computes_all_the_same_are_counted(bundle: Path, dialect: str) -> None:
+    backend, calls = timed(DialectBackend(Bundle.open(bundle), dialect))
+    assert len(backend.vision(np.zeros((1, 3, 84, 84), np.float32), -1.0).rows) == V - MERGED
+    assert calls[0].rows == V
 
 
 def test_arithmetic_is_that_of_the_rows_of_each_layer(bundle: Path, methods: dict[str, Any], texts: list[int]) -> None:

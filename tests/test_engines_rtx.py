@@ -62,6 +62,18 @@ def test_every_precision_becomes_engines(precision: str, bundles: Callable[[str]
     assert all(outcome.built is None for outcome in build_engines(plan(bundle, cards[0]), IGNORE))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_bundle_for_reductions_becomes_engines(precision: str, tmp_path: Path) -> None:
+    """The vision graph whose windows merge, and the score graph."""
+    bundle = export(demo_checkpoint(), tmp_path / "bundle", (), precision, reductions=("mustdrop:192",))
+    graphs = bundle.manifest.dialects["trt"]
+    assert graphs.vision_merges
+    assert graphs.vision_attention
+    outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    assert {graphs.vision, graphs.score} <= set(fingerprint.read_engines(bundle, "sm89").engines)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_network_that_is_built_keeps_types_and_caches(precision: str, bundles: Callable[[str], Bundle]) -> None:
     bundle = bundles(precision)

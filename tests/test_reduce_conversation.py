@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,12 +235,14 @@ def test_a_bundle_without_the_graphs_says_how_to_export_them(models: Models, wor
     assert "\n" not in said
 
 
-def test_what_only_another_dialect_can_give_is_refused_with_the_device_that_can(model: Model) -> None:
-    """Engines of fixed shapes do not merge windows."""
-    check_provided(parse(f"{DUAL},tau=off+fastv:k=3"), model.manifest, "trt")
+def test_the_graphs_that_will_run_are_asked_for_what_they_have(model: Model) -> None:
+    graphs = dict(model.manifest.dialects)
+    graphs["trt"] = replace(graphs["trt"], vision_merges=False)
+    manifest = replace(model.manifest, dialects=graphs)
     for word in (DUAL, "lsm"):
-        with pytest.raises(RequestError, match="'trt' dialect do not have; use --device cpu"):
-            check_provided(parse(word), model.manifest, "trt")
+        check_provided(parse(word), manifest, "ort")
+        with pytest.raises(RequestError, match="lacks a vision graph that merges windows"):
+            check_provided(parse(word), manifest, "trt")
 
 
 def test_a_cut_past_the_last_layer_is_refused(model: Model) -> None:

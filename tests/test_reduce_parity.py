@@ -19,7 +19,6 @@ from tests.reference import Inputs, Reference
 from tests.statement import Method, Outcome, Statement
 from tests.test_merge import cosines
 from tests.tiny import Message, Tiny, prompt_messages, random_image
-from vtx.runtime.errors import RequestError
 from vtx.runtime.model import Model, load
 from vtx.runtime.names import DIALECTS
 from vtx.runtime.policies.gate import Gate
@@ -298,11 +297,8 @@ def test_prunes_in_every_dialect(other: Case) -> None:
     equal(*ask(other, Method(fastv=(2, 0.5), k=9)))
 
 
-def test_merging_and_key_rows_in_every_dialect_or_a_refusal_that_says_what_works(other: Case) -> None:
-    method = Method(tau=some_merged(other), key=0.08, layers=LAYERS)
-    if other.model.manifest.dialects[other.model.backend.dialect].vision_merges:
-        equal(*ask(other, method, share=0.5))
-        return
-    for refused in (method, replace(method, tau=None), Method(cls_keep=0.5)):
-        with pytest.raises(RequestError, match=r"of the 'trt' dialect do not have; .*tau=off, key=0"):
-            ask(other, replace(refused, gamma=0.1, alpha=0.1))
+def test_merging_and_key_rows_in_every_dialect(other: Case) -> None:
+    tau = some_merged(other)
+    equal(*ask(other, Method(tau=tau, key=0.08, layers=LAYERS), share=0.5))
+    equal(*ask(other, Method(tau=tau, cls_keep=0.5, fastv=(2, 0.5), k=9)))
+    equal(*ask(other, Method(tau=tau, order="merged-first"), (4, 7)))

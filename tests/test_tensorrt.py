@@ -25,7 +25,7 @@ from vtx.runtime import fingerprint, gpu, tensorrt
 from vtx.runtime.answer import Options
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.encoded import Ids
-from vtx.runtime.errors import BundleError, ContextError, DeviceError, RequestError
+from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.model import Model, load
 from vtx.runtime.tensorrt import TensorrtBackend
 
@@ -61,7 +61,7 @@ def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Temp
 @pytest.fixture(scope="module")
 def reducing(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
-    words = (f"{DUAL},key=0.1", "fastv:k=2", "cls", "lsm")
+    words = (f"{DUAL},key=0.1", "fastv:k=2", "cls", "lsm", "mustdrop:192,layers=1/2")
     export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=words)
     build_all(folder)
     return folder
@@ -98,7 +98,15 @@ def test_answers_are_those_of_onnxruntime(k: int | None, exported: Path, device:
 
 @pytest.mark.parametrize(
     "word",
-    ["fastv:k=2", f"{DUAL},key=0", f"{DUAL},key=0,positions=renumber"],
+    [
+        "fastv:k=2",
+        f"{DUAL},key=0",
+        f"{DUAL},key=0,positions=renumber",
+        f"{DUAL},key=0.2",
+        "cls:keep=0.5",
+        "lsm:tau=-1",
+        "mustdrop:192,layers=1/2",
+    ],
 )
 def test_reductions_keep_and_answer_as_on_onnxruntime(word: str, reducing: Path, device: Gpu) -> None:
     ours, reference = open_model(reducing), load(reducing, device="cpu", threads=THREADS)
@@ -109,12 +117,6 @@ def test_reductions_keep_and_answer_as_on_onnxruntime(word: str, reducing: Path,
                 assert got.token_ids == want.token_ids
                 assert got.stats.reduced == want.stats.reduced
                 assert got.stats.kv_slots == want.stats.kv_slots
-
-
-@pytest.mark.parametrize("word", ["lsm", "cls:keep=0.5", f"{DUAL},key=0.2"])
-def test_what_needs_more_of_the_tower_than_engines_give_is_refused(word: str, reducing: Path, device: Gpu) -> None:
-    with open_model(reducing).open([random_image(5)]) as mine, pytest.raises(RequestError, match="--device cpu"):
-        mine.ask(QUESTIONS[0], reduce=word)
 
 
 def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(

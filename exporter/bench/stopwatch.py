@@ -15,7 +15,7 @@ from vtx.runtime.backend import Backend
 class Call:
     """One call of a backend, or of the cache of stage number `stage` (from 0).
 
-    For `append`, `rows` ran while `filled` KV slots were filled before them; `vision` gave `rows`.
+    For `append`, `rows` ran while `filled` KV slots were filled before them; `vision` computed `rows`.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Stopwatch:
         start = time.perf_counter()
         result = call(*args, **named)
         ms = 1000 * (time.perf_counter() - start)
-        rows = len(result.rows) if name == "vision" else rows
+        rows = len(result.rows) + result.idle if name == "vision" else rows
         self._calls.append(Call(name, ms, self._stage, rows, filled))
         return Stopwatch(result, self._calls, args[0]) if name == "stage" else result
 

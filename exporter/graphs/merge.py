@@ -1,9 +1,11 @@
 """What reductions add to the vision graph: windows of like patches merge, and what the class token looks at.
 
-The row count of an image then depends on the image, so these graphs take one image at a time.
+How many rows an image has then depends on the image, so these graphs take one image at a time.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +17,7 @@ from vtx.exporter.hf.config import VisionConfig
 SIDE = 3  # of a window, in patches
 WINDOW = SIDE**2
 PAIRS = WINDOW * (WINDOW - 1)  # both ways
+UNSEEN = np.array(-1e30, np.float32)  # of a masked product: nothing is left of it after the softmax
 TINY = 1e-8  # below it a row has no direction; torch's cosine_similarity uses the same
 
 
@@ -23,44 +26,72 @@ def unmerged_places(v: VisionConfig) -> NDArray[np.int64]:
     return np.arange(v.rows, dtype=np.int64) - (v.family == "clip")
 
 
-def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The tower's rows [1, n, hidden] after windows merged, their places [n] int64, and which are merged [n] int64.
+
+    `seen` [1, 1, 1, n] bool: the rows that are there, None for all. One that is gone has -1 for merged.
+    """
+
+    rows: ir.Value
+    places: ir.Value
+    merged: ir.Value
+    seen: ir.Value | None
+
+
+def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Merged:
     """LSM (MustDrop Eq. 5): of x [1, rows, hidden], every 3x3 window that is alike becomes the mean of its nine rows.
 
     Windows do not overlap; they start at the first patch, and rows and columns left over at the far borders stay. A
     window is alike when the mean cosine of its 36 pairs is at least `tau`. A merged window stands at its first patch.
-    Returns the rows left [1, n, hidden], their places [n] int64, and which are merged [n] int64.
+    Its other rows leave, or where the dialect cannot make a size of values, stay and are to be seen by nobody.
     """
     windows = _windows(v)
-    count, all_rows = len(windows), np.arange(v.rows)
     rows = b.reshape(x, v.rows, v.hidden)
     inside = b.op("Gather", rows, b.constant(windows))
     alike = b.op("GreaterOrEqual", _mean_cosine(b, b.to_float32(inside)), tau)
 
-    window_of = np.full(v.rows, count, np.int64)  # `count`: no window
-    window_of[windows] = np.arange(count)[:, None]
-    stands = np.ones(v.rows, bool)
-    stands[windows[:, 1:]] = False
-    never = b.constant(np.zeros(1, bool))
-    in_merged = b.op("Gather", b.op("Concat", alike, never, axis=0), b.constant(window_of))
-    left = b.op("Squeeze", b.op("NonZero", b.op("Or", b.constant(stands), b.op("Not", in_merged))), b.constant([0]))
+    window_of, member, stands = np.zeros(v.rows, np.int64), np.zeros(v.rows, bool), np.ones(v.rows, bool)
+    window_of[windows] = np.arange(len(windows))[:, None]
+    member[windows], stands[windows[:, 1:]] = True, False
+    of_window = b.constant(window_of)
+    in_merged = b.op("And", b.op("Gather", alike, of_window), b.constant(member))
+    means = b.op("Div", b.op("ReduceSum", inside, b.constant([1]), keepdims=0), b.scalar(WINDOW))
+    now = b.op("Where", b.op("Unsqueeze", in_merged, b.constant([1])), b.op("Gather", means, of_window), rows)
 
-    total = b.op("ReduceSum", inside, b.constant([1]), keepdims=0)
-    means = b.op("Div", total, b.scalar(WINDOW))
-    source = b.op("Where", in_merged, b.constant(window_of), b.constant(count + all_rows))
-    chosen = b.op("Gather", b.op("Concat", means, rows, axis=0), b.op("Gather", source, left))
-    places = b.op("Gather", b.constant(unmerged_places(v)), left)
-    merged = b.op("Cast", b.op("Gather", in_merged, left), to=ir.DataType.INT64.value)
-    return b.op("Unsqueeze", chosen, b.constant([0])), places, merged
+    there = b.op("Or", b.constant(stands), b.op("Not", in_merged))
+    merged = b.op("Cast", in_merged, to=ir.DataType.INT64.value)
+    left = _leave if b.dialect.sizes_from_values else _hide
+    return left(b, v, now, b.constant(unmerged_places(v)), merged, there)
 
 
-def class_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value) -> ir.Value:
-    """Head-mean attention [images, rows] float32 of row 0, from a block's q and k [images, rows, hidden] (Eq. 6)."""
+def _leave(b: Builder, v: VisionConfig, rows: ir.Value, places: ir.Value, merged: ir.Value, there: ir.Value) -> Merged:
+    left = b.op("Squeeze", b.op("NonZero", there), b.constant([0]))
+    rows, places, merged = (b.op("Gather", x, left) for x in (rows, places, merged))
+    return Merged(b.op("Unsqueeze", rows, b.constant([0])), places, merged, None)
+
+
+def _hide(b: Builder, v: VisionConfig, rows: ir.Value, places: ir.Value, merged: ir.Value, there: ir.Value) -> Merged:
+    merged = b.op("Where", there, merged, b.constant(np.array(-1)))
+    return Merged(
+        b.op("Unsqueeze", rows, b.constant([0])), b.op("Identity", places), merged, b.reshape(there, 1, 1, 1, v.rows)
+    )
+
+
+def class_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value, seen: ir.Value | None) -> ir.Value:
+    """Head-mean attention [images, rows] float32 of row 0, from a block's q and k [images, rows, hidden] (Eq. 6).
+
+    `seen` as in `Merged`.
+    """
     size = v.hidden // v.heads
     first = b.to_float32(b.op("Slice", q, b.constant([0]), b.constant([1]), b.constant([1])))
     scaled = b.op("Mul", first, b.constant(np.array(size**-0.5, np.float32)))
     query = b.reshape(scaled, -1, v.heads, 1, size)
     key = b.op("Transpose", b.reshape(b.to_float32(k), 0, -1, v.heads, size), perm=[0, 2, 3, 1])
-    weights = b.op("Softmax", b.op("MatMul", query, key), axis=-1)
+    products = b.op("MatMul", query, key)
+    if seen is not None:
+        products = b.op("Where", seen, products, b.constant(UNSEEN))
+    weights = b.op("Softmax", products, axis=-1)
     mean = b.op("Div", weights, b.constant(np.array(v.heads, np.float32)))
     return b.op("ReduceSum", mean, b.constant([1, 2]), keepdims=0)
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.graphs.merge import class_attention, merge_windows
+from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
 from vtx.exporter.hf.config import ModelConfig, VisionConfig
 from vtx.runtime import names
 
@@ -56,21 +56,21 @@ def _layer_tensors(v: VisionConfig, p: str) -> Iterator[tuple[str, tuple[int, ..
 class _Tower:
     """The tower under construction: its hidden states [images, rows, hidden], the embeddings first.
 
-    `query` and `key` are those of the last block; `places` and `merged` [rows] are there where windows merge.
+    `query` and `key` are those of the last block; `merged` is there where windows merge.
     """
 
     states: list[ir.Value]
     query: ir.Value | None = None
     key: ir.Value | None = None
-    places: ir.Value | None = None
-    merged: ir.Value | None = None
+    merged: Merged | None = None
 
 
 def build_vision(b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False) -> None:
     """[images, 3, side, side] float32 to [images, vision_tokens, hidden] float32.
 
-    `merges`: windows of like patches merge after the first block, so it is one image at a time and the number of rows
-    is known at run time only. `attention`: says what the class token gives to each row.
+    `merges`: windows of like patches merge after the first block, so it is one image at a time, and the number of rows
+    is known at run time only, or of all of them it is said which are there. `attention`: says what the class token
+    gives to each row.
     """
     v = c.vision
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
@@ -81,29 +81,36 @@ def build_vision(b: Builder, c: ModelConfig, *, merges: bool = False, attention:
     rows = b.reshape(features, -1, v.hidden * len(chosen))
     rows = activate(b, b.linear(rows, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
     rows = b.linear(rows, "projector.linear_2", bias=c.projector_bias)
-    shape = (1, -1) if merges else (-1, c.vision_tokens)
-    out = b.to_float32(b.reshape(rows, *shape, c.text.hidden))
-    b.output(out, names.FEATURES, FLOAT, [*((1, "rows") if merges else ("images", c.vision_tokens)), c.text.hidden])
-    if merges:
-        for value, name in ((tower.places, names.PLACES), (tower.merged, names.MERGED)):
-            assert value is not None
-            b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, ["rows"])
+    leaving = merges and b.dialect.sizes_from_values
+    out = b.to_float32(b.reshape(rows, *((1, -1) if leaving else (-1, c.vision_tokens)), c.text.hidden))
+    count = "rows" if leaving else c.vision_tokens
+    b.output(out, names.FEATURES, FLOAT, [1 if merges else "images", count, c.text.hidden])
+    if tower.merged:
+        for value, name in ((tower.merged.places, names.PLACES), (tower.merged.merged, names.MERGED)):
+            b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, [count])
     if attention:
         assert tower.query is not None
         assert tower.key is not None
-        given = _select(b, c, class_attention(b, v, tower.query, tower.key))
-        b.output(b.reshape(given, -1), names.CLS_ATTENTION, FLOAT, ["rows" if merges else "all_rows"])
+        given = _select(b, c, class_attention(b, v, tower.query, tower.key, _seen(tower)))
+        b.output(b.reshape(given, -1), names.CLS_ATTENTION, FLOAT, [count if merges else "all_rows"])
 
 
 def _tower(b: Builder, c: ModelConfig, x: ir.Value, tau: ir.Value | None) -> _Tower:
     tower, shape = _Tower([x]), (-1, c.vision.rows, c.vision.hidden)
     for layer in range(max(c.feature_layers)):
-        x, tower.query, tower.key = _layer(b, c.vision, x, f"vision.encoder.layers.{layer}", shape)
+        x, tower.query, tower.key = _layer(b, c.vision, x, f"vision.encoder.layers.{layer}", shape, _seen(tower))
         if layer == 0 and tau is not None:
-            x, tower.places, tower.merged = merge_windows(b, c.vision, x, tau)
-            shape = (1, -1, c.vision.hidden)
+            tower.merged = merge_windows(b, c.vision, x, tau)
+            x = tower.merged.rows
+            if b.dialect.sizes_from_values:
+                shape = (1, -1, c.vision.hidden)
         tower.states.append(x)
     return tower
+
+
+def _seen(tower: _Tower) -> ir.Value | None:
+    """The rows that the next block's rows may look at, [1, 1, 1, rows] bool, or None for all."""
+    return tower.merged.seen if tower.merged else None
 
 
 def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
@@ -123,7 +130,7 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
 
 
 def _layer(
-    b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int]
+    b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int], seen: ir.Value | None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """One block on [images, rows, hidden], and its q and k.
 
@@ -131,7 +138,7 @@ def _layer(
     """
     rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
     q, k, w = (b.reshape(b.linear(rows, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in "qkv")
-    y = b.dialect.tower_attention(b, q, k, w, v.heads, v.hidden // v.heads)
+    y = b.dialect.tower_attention(b, q, k, w, v.heads, v.hidden // v.heads, seen)
     y = b.linear(b.reshape(y, -1, v.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(y, *shape))
     rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", v.eps), -1, v.hidden)

@@ -59,11 +59,6 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
     check_depth(reductions, manifest.model.layers)
     for part in reductions:
         lacking = _lacking(part.needs(), manifest.dialects[dialect])
-        if lacking and not _lacking(part.needs(), manifest.dialects["ort"]):
-            raise RequestError(
-                f"{part.name} needs {lacking}, which graphs of the {dialect!r} dialect do not have; "
-                "use --device cpu, or leave that part out (tau=off, key=0)"
-            )
         if lacking:
             raise RequestError(
                 f"this bundle was not exported for {part.name}: it lacks {lacking}; "

@@ -56,6 +56,11 @@ class Dialect(Protocol):
         """Slots of every cache, where the graphs fix them; then no tensor may be as large as another one says."""
         ...
 
+    @property
+    def sizes_from_values(self) -> bool:
+        """Whether a tensor may have as many rows as values say; where not, rows stay and a mask hides them."""
+        ...
+
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
         """Of a layer's keys [1, kv_heads, slots, head_dim] the first `total` [1] int64, or all where a mask must do."""
         ...
@@ -92,6 +97,12 @@ class Dialect(Protocol):
 
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> StageAttention: ...
 
-    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int) -> ir.Value:
-        """Attention without a mask; all of [images, rows, hidden], the number of rows may be known at run time only."""
+    def tower_attention(
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
+    ) -> ir.Value:
+        """Attention of every row to every other; all of [images, rows, hidden].
+
+        `seen` [1, 1, 1, rows] bool: the rows that are attended to, None for all. It is given only where
+        `sizes_from_values` is false; the number of rows may be known at run time only where that is true.
+        """
         ...

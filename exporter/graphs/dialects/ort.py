@@ -26,6 +26,7 @@ class Ort:
     ir_version: int = 10
     compute: ir.DataType = FLOAT
     capacity: None = None
+    sizes_from_values: bool = True
 
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
         return b.op("Slice", keys, b.constant([0]), total, b.constant([2]))
@@ -73,7 +74,10 @@ class Ort:
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> OrtAttention:
         return OrtAttention(b, c, kv_type)
 
-    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int) -> ir.Value:
+    def tower_attention(
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
+    ) -> ir.Value:
+        assert seen is None, "rows leave its graphs"
         return b.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads)
 
 

@@ -31,6 +31,7 @@ class Plain:
     ir_version: int = 8
     compute: ir.DataType = FLOAT
     capacity: None = None
+    sizes_from_values: bool = False
 
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
         return keys  # its caches hold no slot that is not filled
@@ -70,9 +71,12 @@ class Plain:
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> PlainAttention:
         return PlainAttention(b, c, kv_type)
 
-    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int) -> ir.Value:
+    def tower_attention(
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
+    ) -> ir.Value:
         q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
-        return join_heads(b, _attend(b, q, k, v, None, head_dim**-0.5), heads * head_dim)
+        mask = None if seen is None else b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
+        return join_heads(b, _attend(b, q, k, v, mask, head_dim**-0.5), heads * head_dim)
 
     def _mean(self, b: Builder, x: ir.Value) -> ir.Value:
         """Over the last axis; opset 18 made the axes an input."""

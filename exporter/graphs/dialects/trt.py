@@ -25,6 +25,7 @@ class Trt:
     compute: ir.DataType
     capacity: int
     name: str = "trt"
+    sizes_from_values: bool = False
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 24})
     ir_version: int = 10
 
@@ -61,9 +62,17 @@ class Trt:
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> TrtAttention:
         return TrtAttention(b, c, kv_type, self.capacity)
 
-    def tower_attention(self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int) -> ir.Value:
+    def tower_attention(
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
+    ) -> ir.Value:
         q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
-        return join_heads(b, b.op("Attention", q, k, v, scale=head_dim**-0.5), heads * head_dim)
+        mask = [] if seen is None else [self._for_every_row(b, seen, q)]
+        return join_heads(b, b.op("Attention", q, k, v, *mask, scale=head_dim**-0.5), heads * head_dim)
+
+    def _for_every_row(self, b: Builder, seen: ir.Value, q: ir.Value) -> ir.Value:
+        """[1, 1, 1, rows] as [1, 1, rows, rows]: a mask has a row for each of `q` [images, heads, rows, head_dim]."""
+        ones, rows = b.constant([1, 1]), b.op("Shape", q, start=2, end=3)
+        return b.op("Expand", seen, b.op("Concat", ones, rows, b.constant([1]), axis=0))
 
 
 class TrtAttention(HeadsApart):
