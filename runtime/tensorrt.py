@@ -119,9 +119,8 @@ class TensorrtBackend:
     def stage(self, index: int, capacity: int) -> TensorrtStageCache | GrowingStageCache:
         spec = self._graphs.stages[index]
         with self.lock:
-            if self.grows:
-                return GrowingStageCache(self, spec, capacity)
-            return TensorrtStageCache(self, spec, self._graphs.score, capacity)
+            kind = GrowingStageCache if self.grows else TensorrtStageCache
+            return kind(self, spec, self._graphs.score, capacity)
 
     # --- what caches need ---
 

@@ -18,6 +18,7 @@ from vtx.runtime.cuda import Buffer, Graph
 from vtx.runtime.encoded import Ids, Rows, Scores
 from vtx.runtime.engine import Context
 from vtx.runtime.manifest import StageSpec
+from vtx.runtime.tensorrt_score import Queries
 
 if TYPE_CHECKING:
     from vtx.runtime.tensorrt import TensorrtBackend
@@ -37,18 +38,18 @@ class TensorrtStageCache:
     """`StageCache` on the device. `capacity` is what was asked for; the buffer is as long as the engine wants it."""
 
     def __init__(self, backend: TensorrtBackend, spec: StageSpec, score: str | None, capacity: int) -> None:
-        self._backend, self._spec, self._score = backend, spec, score
+        self._backend, self._spec = backend, spec
         self.length, self.capacity = 0, capacity
         manifest = backend._manifest
         model, self._slots = manifest.model, manifest.max_context
-        self._hidden, self._query_width = model.hidden, model.heads * model.head_dim
+        self._hidden = model.hidden
         self._slot_bytes = model.head_dim * np.dtype(manifest.kv_dtype).itemsize
         self._heads = spec.layers * 2 * model.kv_heads  # rows of slots in the buffer
         self._layer_bytes = model.kv_heads * self._slots * self._slot_bytes
         what = f"the KV cache of layers {spec.first} to {spec.last}"
         self._kv = Buffer(backend.cuda, self._heads * self._slots * self._slot_bytes, what)
         backend.cuda.zero(self._kv)  # what is masked must still be a number
-        self._query: tuple[Buffer, int] | None = None
+        self._queries = Queries(backend, score)
         self._row = backend.cuda.pinned((1, model.hidden), np.float32)
         self._row_out = backend.cuda.pinned((1, model.hidden), np.float32)
         self._position = backend.cuda.pinned((1, 1), np.int64)
@@ -73,40 +74,9 @@ class TensorrtStageCache:
         self.length = length
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        assert self._query is not None
-        buffer, count = self._query
-        total, most = np.zeros(self._slots, np.float32), np.zeros(self._slots, np.float32)
-        first = count - 1 if last_only else 0
-        with self._backend.lock:
-            for start in range(first, count, self._scored_at_once):
-                end = min(start + self._scored_at_once, count)
-                part = self._score_rows(buffer.address + 4 * self._query_width * start, end - start, count - end)
-                total += part[0]
-                np.maximum(most, part[1], out=most)
-        return total[: self.length], most[: self.length]
-
-    @property
-    def _scored_at_once(self) -> int:
-        assert self._score is not None
-        return self._backend.longest(self._score)
-
-    def _score_rows(self, address: int, count: int, later: int) -> Scores:
-        """The scores of `count` rows, after which `later` rows fill slots that none of these sees."""
-        assert self._score is not None
-        cuda, place = self._backend.cuda, self._backend.place
-        self._total[0] = self.length - later
-        cuda.copy_in(place(names.TOTAL_SLOTS), self._total)
         key = self._kv.address + (self._spec.layers - 1) * 2 * self._layer_bytes
-        outputs = (names.ATTENTION_SUM, names.ATTENTION_MAX)
-        places = {names.QUERY: address, names.KEY: key, **{name: place(name) for name in (*outputs, names.TOTAL_SLOTS)}}
-        context = self._backend.context(self._score, 0)
-        context.bind({names.QUERY: (count, self._query_width)}, places)
-        context.enqueue()
-        total, most = np.empty(self._slots, np.float32), np.empty(self._slots, np.float32)
-        cuda.copy_out(total, place(names.ATTENTION_SUM))
-        cuda.copy_out(most, place(names.ATTENTION_MAX))
-        cuda.wait()
-        return total, most
+        with self._backend.lock:
+            return self._queries.attention(key, self._slots, self.length, last_only=last_only)
 
     def read(self, slots: Ids) -> Kept:
         with self._backend.lock:
@@ -177,13 +147,7 @@ class TensorrtStageCache:
         backend, cuda, count = self._backend, self._backend.cuda, len(rows)
         backend.check_rows(self._spec.graph, count)
         context = self._decode if count == 1 else backend.context(self._spec.graph, PREFILL)
-        kept = None
-        if query:
-            if self._query is None or self._query[0].nbytes < 4 * count * self._query_width:
-                self._query = (Buffer(cuda, 4 * count * self._query_width, "the rows' queries"), count)
-            kept = self._query[0].address
-            self._query = (self._query[0], count)
-        self._bind(context, count, kept)
+        self._bind(context, count, self._queries.room(count) if query else None)
         out = np.empty((count, self._hidden), np.float32)
         rows, placed = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(positions, np.int64)
         cuda.copy_in(backend.place(names.HIDDEN), rows)

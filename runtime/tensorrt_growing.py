@@ -6,16 +6,16 @@ rows' number, so there are two buffers that take turns, each laid out for exactl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vtx.runtime import names
 from vtx.runtime.cuda import Buffer
-from vtx.runtime.encoded import Ids, Rows
-from vtx.runtime.errors import DeviceError
+from vtx.runtime.encoded import Ids, Rows, Scores
 from vtx.runtime.manifest import StageSpec
 from vtx.runtime.tensorrt_cache import DECODE, PREFILL, Kept, runs
+from vtx.runtime.tensorrt_score import Queries
 
 if TYPE_CHECKING:
     from vtx.runtime.tensorrt import TensorrtBackend
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class GrowingStageCache:
     """`StageCache` of two buffers [layers * 2, kv_heads, slots, head_dim]; slots are dropped when next used."""
 
-    def __init__(self, backend: TensorrtBackend, spec: StageSpec, capacity: int) -> None:
+    def __init__(self, backend: TensorrtBackend, spec: StageSpec, score: str | None, capacity: int) -> None:
         self._backend, self._spec = backend, spec
         self.length, self.capacity = 0, capacity
         manifest, model = backend._manifest, backend._manifest.model
@@ -34,16 +34,16 @@ class GrowingStageCache:
         what = f"the KV cache of layers {spec.first} to {spec.last}"
         nbytes = 2 * spec.layers * self._part
         self._now, self._next = Buffer(backend.cuda, nbytes, what), Buffer(backend.cuda, nbytes, what)
+        self._queries = Queries(backend, score)
         self._held = 0  # slots that `_now` is laid out for
 
     def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
         count = len(rows)
         if self.length + count > self.capacity:
             raise AssertionError(f"{self.length} + {count} rows in a cache of {self.capacity}")
-        assert not query, "graphs that give queries have no engines in this dialect"
         with self._backend.lock:
             self._lay_out(self.length)
-            out = self._run(rows, positions)
+            out = self._run(rows, positions, self._queries.room(count) if query else None)
             self._now, self._next = self._next, self._now
             self._held += count
         self.length += count
@@ -53,10 +53,11 @@ class GrowingStageCache:
         assert length <= self.length, (length, self.length)
         self.length = length
 
-    def attention(self, *, last_only: bool = False) -> NoReturn:
-        raise DeviceError(
-            "no engine of this bundle scores rows; reductions need TensorRT from 10.15 on, or another device"
-        )
+    def attention(self, *, last_only: bool = False) -> Scores:
+        with self._backend.lock:
+            self._lay_out(self.length)
+            key = self._now.address + (self._spec.layers - 1) * 2 * self._part
+            return self._queries.attention(key, self.length, self.length, last_only=last_only)
 
     def read(self, slots: Ids) -> Kept:
         count = len(slots)
@@ -102,12 +103,14 @@ class GrowingStageCache:
         pitches = to_slots * self._unit, slots * self._unit
         self._backend.cuda.copy_rows(to_at, pitches[0], at, pitches[1], count * self._unit, self._kv_heads)
 
-    def _run(self, rows: Rows, positions: Ids) -> Rows:
+    def _run(self, rows: Rows, positions: Ids, query: int | None) -> Rows:
         backend, cuda, place, count = self._backend, self._backend.cuda, self._backend.place, len(rows)
         backend.check_rows(self._spec.graph, count)
         context = backend.context(self._spec.graph, DECODE if count == 1 else PREFILL)
         places = {name: place(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS)}
         places |= {name: buffer.address for name, buffer in backend.rope.items()}
+        if self._spec.query:
+            places[names.QUERY] = query or place(names.QUERY)
         shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (count, self._hidden), names.POSITIONS: (1, count)}
         shapes |= {name: (backend._manifest.max_context, self._head_dim // 2) for name in backend.rope}
         past = (1, self._kv_heads, self._held, self._head_dim)

@@ -42,9 +42,9 @@ def bundle(bundles: Callable[[str], Bundle]) -> Bundle:
     return bundles("fp16")
 
 
-def plan(bundle: Bundle, card: str) -> EnginePlan:
+def plan(bundle: Bundle, card: str, dialect: str = "trt") -> EnginePlan:
     module, release = load_tensorrt(TARGETS[card])
-    return plan_engines(bundle, TARGETS[card], release, module.__version__, release.dialect)
+    return plan_engines(bundle, TARGETS[card], release, module.__version__, dialect)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -62,14 +62,16 @@ def test_every_precision_becomes_engines(precision: str, bundles: Callable[[str]
     assert all(outcome.built is None for outcome in build_engines(plan(bundle, cards[0]), IGNORE))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_a_bundle_for_reductions_becomes_engines(precision: str, tmp_path: Path) -> None:
-    """The vision graph whose windows merge, and the score graph."""
+@pytest.mark.parametrize(
+    ("dialect", "precision"), [("trt", "fp32"), ("trt", "fp16"), ("trt", "bf16"), ("plain", "fp16")]
+)
+def test_a_bundle_for_reductions_becomes_engines(dialect: str, precision: str, tmp_path: Path) -> None:
+    """The vision graph whose windows merge, and the score graph. RTX stands in for JetPack 6, which reads `plain`."""
     bundle = export(demo_checkpoint(), tmp_path / "bundle", (), precision, reductions=("mustdrop:192",))
-    graphs = bundle.manifest.dialects["trt"]
+    graphs = bundle.manifest.dialects[dialect]
     assert graphs.vision_merges
     assert graphs.vision_attention
-    outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
+    outcomes = list(build_engines(plan(bundle, "sm89", dialect), IGNORE))
     assert all(outcome.built is not None for outcome in outcomes)
     assert {graphs.vision, graphs.score} <= set(fingerprint.read_engines(bundle, "sm89").engines)
 

@@ -29,9 +29,19 @@ from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.model import Model, load
 from vtx.runtime.tensorrt import TensorrtBackend
 
+ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2"
+WORDS = [
+    "fastv:k=2",
+    f"{DUAL},key=0",
+    f"{DUAL},key=0,positions=renumber",
+    f"{DUAL},key=0.2",
+    "cls:keep=0.5",
+    "lsm:tau=-1",
+    "mustdrop:192,layers=1/2",
+]
 VERSION = "1.7.1"
 RTX_17 = Release(RTX, (1, 7))
 STEPS = 6
@@ -96,20 +106,12 @@ def test_answers_are_those_of_onnxruntime(k: int | None, exported: Path, device:
         np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "fastv:k=2",
-        f"{DUAL},key=0",
-        f"{DUAL},key=0,positions=renumber",
-        f"{DUAL},key=0.2",
-        "cls:keep=0.5",
-        "lsm:tau=-1",
-        "mustdrop:192,layers=1/2",
-    ],
-)
+@pytest.mark.parametrize("word", WORDS)
 def test_reductions_keep_and_answer_as_on_onnxruntime(word: str, reducing: Path, device: Gpu) -> None:
-    ours, reference = open_model(reducing), load(reducing, device="cpu", threads=THREADS)
+    same_answers(open_model(reducing), load(reducing, device="cpu", threads=THREADS), word)
+
+
+def same_answers(ours: Model, reference: Model, word: str) -> None:
     with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
         for k in (None, 2, 3):
             for question in QUESTIONS:
@@ -138,7 +140,7 @@ def grown(exported: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.Monke
     """A bundle with engines for JetPack 6, whose caches grow, on that machine."""
     folder = copy(exported, tmp_path / "grown")
     build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda: gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6)))
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
     return folder
 
 
@@ -150,6 +152,16 @@ def test_caches_that_grow_answer_the_same(k: int | None, grown: Path) -> None:
         want, got = (greedy(m, prompt(m, messages, images), k, STEPS) for m in (reference, ours))
         assert got.ids == want.ids
         np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_reductions_work_where_caches_grow(
+    word: str, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy(reducing, tmp_path / "grown")
+    build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
+    same_answers(open_model(folder), load(folder, device="cpu", threads=THREADS), word)
 
 
 def test_a_conversation_over_caches_that_grow_goes_on(grown: Path) -> None:

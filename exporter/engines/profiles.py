@@ -6,6 +6,7 @@ stage    for TensorRT two: decode, one row, and prefill, two rows and more; for 
 vision   one image
 head     a few rows: only the last one is sampled
 gate     a question's rows
+score    up to 256 rows over a cache, which the `trt` dialect makes of one size
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.fingerprint import Profile, Range
 from vtx.runtime.manifest import Manifest
 
-ROWS, IMAGES, PAST, MAX_CONTEXT = "rows", "images", "past", "max_context"
+ROWS, IMAGES, PAST, CAPACITY, MAX_CONTEXT = "rows", "images", "past", "capacity", "max_context"
 HEAD_ROWS = 16
 SCORE_ROWS = 256
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -44,7 +45,8 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
         rows = (1, 1, min(HEAD_ROWS, m.max_context))
     if graph == graphs.score:
         most = min(SCORE_ROWS, m.max_context)
-        rows = (1, most, most)
+        slots: Range = (1, min(m.max_context, m.model.vision_tokens + 64), m.max_context)
+        return ({ROWS: (1, most, most), CAPACITY: slots},)
     return ({IMAGES: (1, 1, 1), ROWS: rows},)
 
 
