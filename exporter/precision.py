@@ -34,11 +34,11 @@ class Precisions:
 
     @classmethod
     def choose(cls, decoder: str, vision: str | None, head: str | None, kv: str | None) -> Precisions:
-        """What was asked for; a quantised decoder goes with an fp16 tower and an int8 head unless told otherwise."""
+        """What was asked for; a quantised decoder goes with an int8 tower and head unless told otherwise."""
         quantised = decoder in PRECISIONS and decoder not in FULL
         return cls(
             decoder,
-            vision or ("fp16" if quantised else decoder),
+            vision or ("int8" if quantised else decoder),
             head or ("int8" if quantised else decoder),
             kv or ("fp32" if decoder == "fp32" else "fp16"),
         )

@@ -14,12 +14,11 @@ from vtx.exporter.weights import WeightPlan
 from vtx.runtime.errors import ExportError
 from vtx.runtime.golden import SEEN_ROWS
 from vtx.runtime.manifest import KV_BYTES
-from vtx.runtime.memory import resident_bytes
+from vtx.runtime.memory import answering_memory, resident_bytes
 from vtx.runtime.units import size
 
-# What Python, PyTorch, transformers and onnx_ir take before any weight is touched, and what the runtime takes.
+# What Python, PyTorch, transformers and onnx_ir take before any weight is touched.
 EXPORT_BASE = 385 << 20
-RUN_BASE = 110 << 20
 QUESTION_ROWS = 64  # of the golden prompt beside the image
 SMALL_FILES = 8 << 20  # tokenizer, graphs, golden vectors, rope tables
 
@@ -40,8 +39,10 @@ def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: s
     """What an export and a run on the CPU will need. `run_memory` is with a prompt of one image, K = none."""
     text = config.text
     slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
-    prompt = min(max_context, config.vision_tokens + 256)
-    kv = slot * text.layers * prompt
+    answering = answering_memory(
+        layers=text.layers, hidden=text.hidden, heads=text.heads, kv_heads=text.kv_heads, head_dim=text.head_dim,
+        vision_tokens=config.vision_tokens, max_context=max_context, kv_bytes=KV_BYTES[kv_dtype],
+    )  # fmt: skip
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
         for name, tensor in plan.stored.items()
@@ -52,7 +53,7 @@ def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: s
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),
         export_memory=EXPORT_BASE + max(_writing(plan), _checking(text)),
-        run_memory=RUN_BASE + resident + kv,
+        run_memory=resident + answering,
         kv_full=slot * text.layers,
         work=sum(file.work for file in plan.files),
     )

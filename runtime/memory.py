@@ -1,15 +1,21 @@
-"""What weights take in memory once onnxruntime's CPU provider has loaded them, which is not what they take on disk."""
+"""What a bundle takes in memory once onnxruntime's CPU provider has loaded it, and how no more is taken."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError
+from vtx.runtime.manifest import KV_BYTES
 from vtx.runtime.safetensors import TensorInfo, read_header
 
 # A scale is kept in float32 twice, beside and inside of the packed matrix, and with it the sum of its block.
@@ -18,6 +24,9 @@ KERNEL_BLOCK = 64  # int8 matrices, with a scale a row, are computed in blocks o
 SCALES = ".scales"
 TABLE = "embed_tokens.weight"
 HEAD = "head.weight"
+RUN_BASE = 110 << 20  # what Python, numpy and onnxruntime take before any weight
+QUESTION_ROWS = 256  # of text that a forecast counts with
+PREFILL_BUFFERS = 16  # of a prompt's rows by the hidden size, in float32, that a prefill takes
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 
 
@@ -43,6 +52,29 @@ def weights_in_memory(bundle: Bundle) -> int:
     return sum(_resident(info, tensors) for name, info in tensors.items() if tied or not name.endswith(TABLE))
 
 
+def answering_memory(
+    *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, vision_tokens: int, max_context: int,
+    kv_bytes: int,
+) -> int:  # fmt: skip
+    """Bytes beside the weights while one image is asked about and all layers see it.
+
+    They are K and V of `kv_bytes` a number, the scores of one layer's attention, and the rows in work.
+    """
+    rows = min(max_context, vision_tokens + QUESTION_ROWS)
+    kv = 2 * layers * kv_heads * head_dim * kv_bytes * rows
+    return RUN_BASE + kv + 4 * rows * (heads * rows + PREFILL_BUFFERS * hidden)
+
+
+def needed_memory(bundle: Bundle) -> int:
+    """Bytes that a bundle needs to be loaded and asked about an image."""
+    m = bundle.manifest
+    return weights_in_memory(bundle) + answering_memory(
+        layers=m.model.layers, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,
+        head_dim=m.model.head_dim, vision_tokens=m.model.vision_tokens, max_context=m.max_context,
+        kv_bytes=KV_BYTES[m.kv_dtype],
+    )  # fmt: skip
+
+
 def _resident(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:
     if info.name.endswith(SCALES):
         return 0  # counted with its matrix
@@ -52,6 +84,28 @@ def _resident(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> int:
     octets = math.prod(info.shape)
     count, dtype = (octets, "I8") if info.dtype == "I8" else (2 * octets, "I4")
     return resident_bytes(dtype, (count,), math.prod(scales.shape))
+
+
+def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeros that take memory where they are written, page by page of the smallest size.
+
+    A cache [..., heads, capacity, head_dim] that is filled in part has its rows in as many places as it has heads.
+    In pages of 2 MiB, which numpy asks Linux for, all of it would become resident.
+
+    Raises:
+        MemoryError: the address space or the system's limit is exhausted.
+
+    """
+    if sys.platform != "linux":
+        return np.zeros(shape, dtype)
+    count = math.prod(shape)
+    try:
+        memory = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:
+        raise MemoryError(f"no memory for an array of {shape}") from e
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 @contextmanager

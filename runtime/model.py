@@ -28,7 +28,7 @@ from vtx.runtime.generate import generate
 from vtx.runtime.image import ImageSource, load_image, preprocess
 from vtx.runtime.machine import available_memory
 from vtx.runtime.manifest import Manifest
-from vtx.runtime.memory import weights_in_memory
+from vtx.runtime.memory import needed_memory, weights_in_memory
 from vtx.runtime.policies import word
 from vtx.runtime.policies.make import decisions, make_policy
 from vtx.runtime.policies.policy import Policy
@@ -286,8 +286,8 @@ def load(
 
 
 def _check_memory(bundle: Bundle, copies: int) -> None:
-    """Raise DeviceError when the weights, as a CPU needs them, exceed the free memory."""
-    needed, free = copies * weights_in_memory(bundle), available_memory()
+    """Raise DeviceError when the weights, as a CPU needs them, and an answer exceed the free memory."""
+    needed, free = needed_memory(bundle) + (copies - 1) * weights_in_memory(bundle), available_memory()
     if free is not None and needed > free:
         raise DeviceError(
             f"{bundle.manifest.model.name} needs about {size(needed)} of memory on a CPU, which expands fp16 and bf16 "

@@ -16,7 +16,7 @@ from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows, Scores
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.machine import cores
 from vtx.runtime.manifest import StageSpec
-from vtx.runtime.memory import returning_memory
+from vtx.runtime.memory import returning_memory, zeros_in_small_pages
 from vtx.runtime.rope import read_rope
 
 _SMALLER = "use a smaller precision or a machine with more"
@@ -84,6 +84,7 @@ class OrtBackend:
         options.use_per_session_threads = False
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.enable_mem_pattern = False  # row counts change with every prompt
+        options.enable_cpu_mem_arena = False  # each session's own would keep what the longest prompt took
         return options
 
     def _session(self, name: str, promised: contract.Contract) -> Any:
@@ -162,7 +163,7 @@ class OrtStageCache:
 
     def _allocate(self, shape: tuple[int, ...], kv_type: np.dtype[Any]) -> Iterator[tuple[Any, Any]]:
         """Key and value buffer of each layer, of `shape` [layers, 2, 1, kv_heads, capacity, head_dim] together."""
-        self._kv = np.zeros(shape, kv_type)
+        self._kv = zeros_in_small_pages(shape, kv_type)
         for layer in self._kv:
             yield self._backend._value(layer[0]), self._backend._value(layer[1])
 

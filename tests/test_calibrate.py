@@ -289,6 +289,15 @@ def test_a_bundle_is_measured_as_its_checkpoint(tiny_checkpoint: Checkpoints, tm
     assert calibrate(source, data, ALL, tmp_path / "b") == from_checkpoint
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_quantised_bundle_is_refused_with_its_checkpoint_named(
+    precision: str, tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    bundle = export(tiny_checkpoint(GQA), tmp_path / "bundle", precision=precision).folder
+    with pytest.raises(BundleError, match=rf"{precision}.* measure the checkpoint .*: --model "):
+        open_source("demo", bundle)
+
+
 def test_a_bundle_without_a_configuration_is_refused(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = export(tiny_checkpoint(GQA), tmp_path / "bundle").folder
     facts = manifest(bundle)

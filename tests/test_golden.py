@@ -11,6 +11,7 @@ import pytest
 import vtx
 from tests import bundles
 from tests.tiny import Tiny
+from vtx.exporter.export import ExportOptions
 from vtx.runtime.errors import BundleError, VtxError
 from vtx.runtime.golden import Check, check_golden, golden_image
 from vtx.runtime.safetensors import read_header, read_tensor, write_safetensors
@@ -151,3 +152,11 @@ def test_a_golden_file_that_is_none_is_a_bundle_error(folder: Path, content: byt
 def test_the_golden_picture_is_always_the_same() -> None:
     assert golden_image().tobytes() == golden_image().tobytes()
     assert golden_image().size == (200, 150)
+
+
+def test_an_fp32_bundle_with_fp16_k_and_v_has_their_limit(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    options = ExportOptions(str(tiny_checkpoint()), (), "fp32", kv_precision="fp16", dialects=("ort",))
+    by_name = checks(bundles.export_with(options, tmp_path / "bundle").folder)
+    assert by_name["vision features"].limit == 1e-4
+    logits = by_name["logits at K = none"]
+    assert (logits.limit, logits.passed) == (5e-3, True)

@@ -148,9 +148,9 @@ def test_every_part_has_its_own_precision(tiny_checkpoint: Make, tmp_path: Path)
     assert found == {("fp16", "int8"): ["F16", "I8"], ("int4", "fp32"): ["I4", "F32"], ("int8", "int4"): ["I8", "I4"]}
 
 
-def test_a_quantised_decoder_goes_with_an_fp16_tower_and_an_int8_head(tiny_checkpoint: Make) -> None:
+def test_a_quantised_decoder_goes_with_an_int8_tower_and_head(tiny_checkpoint: Make) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint()), (), "int4"))
-    assert (plan.precisions.vision, plan.precisions.head, plan.precisions.kv) == ("fp16", "int8", "fp16")
+    assert (plan.precisions.vision, plan.precisions.head, plan.precisions.kv) == ("int8", "int8", "fp16")
     stored = plan.weights.stored
     assert stored["text.embed_tokens.weight"].dtype == "F16"
     assert stored["text.layers.3.mlp.up_proj.weight"].dtype == "I4"

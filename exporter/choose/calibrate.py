@@ -24,11 +24,12 @@ from vtx.exporter.choose.journal import Journal
 from vtx.exporter.choose.prompts import Asked, prepare
 from vtx.exporter.choose.source import Source, answering
 from vtx.exporter.planning.sizes import model_size
-from vtx.exporter.predict import EXPORT_BASE, RUN_BASE
+from vtx.exporter.predict import EXPORT_BASE
 from vtx.exporter.reference import Reference, Sample
 from vtx.runtime.answer import Answer, Options
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.image import load_image, preprocess
+from vtx.runtime.memory import RUN_BASE
 from vtx.runtime.model import Model
 
 LOGITS = 1 << 25  # logits computed at a time

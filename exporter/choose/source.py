@@ -13,6 +13,7 @@ from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.hf.checkpoint import MAX_CONFIG, Checkpoint, canonical_name, read_json_object
 from vtx.exporter.hf.config import ModelConfig
+from vtx.exporter.precision import FULL
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, ExportError
 from vtx.runtime.image import ImageSettings
@@ -66,6 +67,12 @@ def _of_bundle(bundle: Bundle) -> Source:
     manifest = bundle.manifest
     if CONFIG not in manifest.files:
         raise BundleError(f"{bundle.folder.name} holds no {CONFIG} to read its weights by; export it again")
+    parts = manifest.precision, manifest.vision_precision, manifest.head_precision
+    if not set(parts) <= set(FULL):
+        raise BundleError(
+            f"{bundle.folder.name} holds {'/'.join(dict.fromkeys(parts))} weights, and the plain reference reads whole "
+            f"ones; measure the checkpoint it was made from instead: --model {manifest.model.name} without --bundle"
+        )
     config = read_json_object(bundle.path(CONFIG), MAX_CONFIG, error=BundleError)
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.files:

@@ -1,0 +1,97 @@
+"""What each precision changes in the demo's answers: exact answers, and divergence of the next token from float32.
+
+The demo is exported at every precision and asked the same drawn scenes, none of them of its training, at each K.
+`KL` is the divergence of the first answer token's distribution from the float32 bundle's at the same K, in nats, mean
+over the questions. `tower` is the largest difference of the image's rows, as a share of the largest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import parser, report, scratch
+from numpy.typing import NDArray
+
+from vtx.exporter.choose.data import Item, plain, scene_items
+from vtx.runtime.generate import generate
+from vtx.runtime.model import Model, load
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.session import Prompt, Session
+
+KS = (None, 16, 8, 5)
+BUNDLES = {
+    "fp32": ("fp32", None), "fp16": ("fp16", None), "bf16": ("bf16", None), "int8": ("int8", "int8"),
+    "int4": ("int4", "int8"), "int8, tower fp16": ("int8", "fp16"), "int4, tower fp16": ("int4", "fp16"),
+}  # fmt: skip
+
+
+def export(folder: Path, precision: str, vision: str | None) -> Path:
+    from vtx.exporter.export import ExportOptions, plan_export, run_export
+
+    ks = tuple(k for k in KS if k)
+    options = ExportOptions(ks=ks, precision=precision, vision_precision=vision, dialects=("ort",))
+    run_export(plan_export(options), folder, force=False, report=lambda *_: None)
+    return folder
+
+
+def answers(model: Model, item: Item) -> tuple[NDArray[np.float32], list[tuple[NDArray[np.float64], bool]]]:
+    """The image's rows; at each K the log-probabilities of the first token and whether the greedy answer is right."""
+    manifest, picture = model.manifest, model.picture(item.images[0])
+    rows = model.backend.vision(picture.pixels[None])
+    content: list[Any] = [{"type": "image"}, {"type": "text", "text": item.question}]
+    ids = model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens)
+    prompt = Prompt(ids, ids == manifest.text.image_token_id, ((picture.key, lambda: rows),))
+    session, found = Session(model.backend, manifest), []
+    for k in KS:
+        logits = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits.copy()
+        ends = manifest.text.end_ids
+        tokens = list(generate(session, logits, lambda row: int(row.argmax()), end_ids=ends, max_new_tokens=64))
+        stream = model.text.stream()
+        text = "".join(map(stream.push, tokens)) + stream.finish()
+        right = tokens[-1] in ends and plain(text) == plain(item.answer or "")
+        shifted = logits.astype(np.float64) - logits.max()
+        found.append((shifted - np.log(np.exp(shifted).sum()), right))
+    return rows.rows, found
+
+
+def main() -> None:
+    args = parser(__doc__ or "")
+    args.add_argument("--samples", type=int, default=400)
+    args.add_argument("--threads", type=int)
+    args.add_argument("--scratch", type=Path, help="folder for the bundles, 80 MB [default: here]")
+    given = args.parse_args()
+    right: dict[str, list[list[bool]]] = defaultdict(list)
+    divergence: dict[str, list[list[float]]] = defaultdict(list)
+    tower: dict[str, float] = defaultdict(float)
+    with scratch(given.scratch) as folder:
+        models = {
+            name: load(
+                export(folder / name.replace(", ", "-").replace(" ", "-"), *asked), device="cpu", threads=given.threads
+            )
+            for name, asked in BUNDLES.items()
+        }
+        for item in scene_items(given.samples):
+            found = {name: answers(model, item) for name, model in models.items()}
+            exact, reference = found["fp32"]
+            for name, (rows, by_k) in found.items():
+                right[name].append([good for _, good in by_k])
+                kl = [float((np.exp(p) * (p - q)).sum()) for (p, _), (q, _) in zip(reference, by_k, strict=True)]
+                divergence[name].append(kl)
+                tower[name] = max(tower[name], float(np.abs(rows - exact).max() / np.abs(exact).max()))
+    heads = [f"K = {k or 'none'}" for k in KS]
+    rows = [["precision", *(f"right, {head}" for head in heads), *(f"KL, {head}" for head in heads), "tower"]]
+    figures: dict[str, Any] = {"samples": given.samples, "ks": list(KS)}
+    for name in models:
+        shares, kl = np.mean(right[name], 0), np.mean(divergence[name], 0)
+        figures[name] = {"right": shares.tolist(), "kl": kl.tolist(), "tower": tower[name]}
+        rows.append(
+            [name, *(f"{share:.1%}" for share in shares), *(f"{nats:.1e}" for nats in kl), f"{tower[name]:.1e}"]
+        )
+    report(figures, rows, given.json)
+
+
+if __name__ == "__main__":
+    main()
