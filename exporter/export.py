@@ -9,7 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vtx.exporter.build import CONFIG, Report, fill
-from vtx.exporter.place import alone_in, building, check_target, make_folder, put_in_place, set_back_after_killed, sync
+from vtx.exporter.place import (
+    alone_in,
+    building,
+    check_target,
+    left_bytes,
+    make_folder,
+    put_in_place,
+    set_back_after_killed,
+    sync,
+)
 from vtx.exporter.predict import check_disk, check_memory
 from vtx.exporter.prepare import DEMO, ExportOptions, Plan, demo_checkpoint, load_template, plan_export
 from vtx.exporter.resume import Journal, begin, can_go_on, key_of
@@ -37,7 +46,8 @@ def run_export(
         with alone_in(out.parent):
             set_back_after_killed(out)
             check_target(out, force)
-        needed = plan.prediction.disk - _linkable(plan, out.parent)
+            there = left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
+        needed = plan.prediction.disk - _linkable(plan, out.parent) - there
         check_disk(out.parent, needed, what="the bundle", cure="or choose another --out")
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e

@@ -10,7 +10,7 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -110,6 +110,21 @@ def _left_by_another(out: Path, goes_on: Callable[[Path], bool], say: Callable[[
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
     return found
+
+
+def left_bytes(out: Path, names: Collection[str]) -> int:
+    """Bytes on the disk of the files `names` that interrupted exports to `out` left.
+
+    An export goes on with them, or removes them before it writes.
+    """
+    total = 0
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
+        lock = _lock(folder)
+        if lock is None:
+            continue  # at work just now
+        total += sum(512 * (folder / name).stat().st_blocks for name in names if (folder / name).is_file())
+        os.close(lock)
+    return total
 
 
 def put_in_place(folder: Path, out: Path, force: bool) -> None:

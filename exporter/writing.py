@@ -7,7 +7,8 @@ import fcntl
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,9 @@ THREADS = min(2, os.cpu_count() or 1)
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
 WORDS = {"F16": "fp16", "BF16": "bf16"}
 FICLONE = 0x40049409  # Linux: let a file share another's blocks, copied when one of them is written
+AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
 Report = Callable[[int], None]
+Converted = tuple[bytes, bytes, int]  # a chunk, its scales, and the source bytes it came from
 
 
 def write_weights(plan: WeightPlan, folder: Path, journal: Journal, report: Report) -> dict[str, FileRecord]:
@@ -171,12 +174,25 @@ def _tensor_bytes(entry: Entry, pool: ThreadPoolExecutor, report: Report) -> Ite
     """A tensor as it is stored, chunk by chunk in order, converted in the threads of `pool`."""
     convert = _quantised if entry.scheme else _converted
     scales = []
-    for data, beside, nbytes in pool.map(partial(convert, entry), _chunks(entry)):
+    for data, beside, nbytes in _in_order(pool, partial(convert, entry), _chunks(entry)):
         yield data
         scales.append(beside)
         report(nbytes)
     if entry.scheme:
         yield b"".join(scales)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, convert: Callable[[NDArray[Any]], Converted], chunks: Iterable[NDArray[Any]]
+) -> Iterator[Converted]:
+    """As `pool.map`, but no more than `AHEAD` chunks are converted before they are taken."""
+    ahead = deque[Future[Converted]]()
+    for chunk in chunks:
+        ahead.append(pool.submit(convert, chunk))
+        if len(ahead) == AHEAD:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
 
 
 def _chunks(entry: Entry) -> list[NDArray[Any]]:
@@ -188,14 +204,14 @@ def _chunks(entry: Entry) -> list[NDArray[Any]]:
     return [stored[start : start + step] for start in range(0, len(stored), step)]
 
 
-def _quantised(entry: Entry, chunk: NDArray[Any]) -> tuple[bytes, bytes, int]:
+def _quantised(entry: Entry, chunk: NDArray[Any]) -> Converted:
     check_finite(chunk, entry.name)
     assert entry.scheme is not None
     integers, scales = quantise(_wide(chunk, entry.source), entry.scheme, entry.name)
     return integers.tobytes(), scales.tobytes(), chunk.nbytes
 
 
-def _converted(entry: Entry, chunk: NDArray[Any]) -> tuple[bytes, bytes, int]:
+def _converted(entry: Entry, chunk: NDArray[Any]) -> Converted:
     check_finite(chunk, entry.name)
     if entry.source.dtype == entry.dtype:
         return chunk.tobytes(), b"", chunk.nbytes

@@ -22,7 +22,7 @@ from tests.tiny import Tiny, random_image
 from vtx.exporter import build as build_module
 from vtx.exporter import export as export_module
 from vtx.exporter import place as place_module
-from vtx.exporter import writing
+from vtx.exporter import predict, writing
 from vtx.exporter.export import ExportOptions, Plan, check_memory, plan_export, run_export
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, CheckpointError, ExportError, RequestError
@@ -607,3 +607,20 @@ def test_an_exported_bundle_stands_alone(tiny_checkpoint: Make, tmp_path: Path) 
     made.rename(tmp_path / "c")
     with vtx.load(tmp_path / "c", threads=1).open(random_image(0)) as image:
         assert image.ask("what is it?", options=vtx.Options(max_new_tokens=2)).token_ids
+
+
+def test_what_an_interrupted_export_left_needs_no_more_room(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_ = plan_export(ExportOptions(str(tiny_checkpoint()), (3,), "int8", dialects=("ort",)))
+    interrupted(plan_, tmp_path / "b", "reference", 0.5)
+    written = sum(512 * path.stat().st_blocks for path in tmp_path.glob(".b.partial-*/weights/*"))
+    assert written > 0
+    usage = type(shutil.disk_usage(tmp_path))
+    enough = plan_.prediction.disk - written
+    monkeypatch.setattr(predict.shutil, "disk_usage", lambda _: usage(enough, 0, enough - 1))
+    with pytest.raises(ExportError, match="free some"):
+        run_export(plan_, tmp_path / "b", force=False, report=lambda *_: None)
+    monkeypatch.setattr(predict.shutil, "disk_usage", lambda _: usage(enough, 0, enough))
+    made = run_export(plan_, tmp_path / "b", force=False, report=lambda *_: None)
+    assert made.manifest.precision == "int8"

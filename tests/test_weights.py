@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import vtx
 from tests import bundles
@@ -351,3 +353,18 @@ def test_the_bundle_of_a_bf16_checkpoint_answers(tiny_checkpoint: Make, tmp_path
         with vtx.load(tmp_path / precision, threads=1).open(random_image(0)) as image:
             ids.append(image.ask("what is it?", options=vtx.Options(max_new_tokens=8)).token_ids)
     assert ids[0] == ids[1]
+
+
+def test_converted_chunks_come_in_order_and_few_are_ahead_of_the_writer() -> None:
+    done: list[int] = []
+
+    def convert(chunk: NDArray[Any]) -> tuple[bytes, bytes, int]:
+        done.append(int(chunk[0]))
+        return chunk.tobytes(), b"", int(chunk[0])
+
+    with ThreadPoolExecutor(2) as pool:
+        seen = []
+        for _, _, number in writing._in_order(pool, convert, [np.array([n]) for n in range(50)]):
+            seen.append(number)
+            assert len(done) <= len(seen) + writing.AHEAD
+    assert seen == list(range(50))
