@@ -193,7 +193,8 @@ class OpenvinoStageCache:
     """`StageCache` whose K and V are the state of an infer request over the stage's one compiled graph.
 
     The state may hold more slots than `length` says, after `keep` and after an interrupt; they are cut off before
-    rows are appended. One row, as in decoding, runs through tensors made once.
+    rows are appended. A state is slow to read and fast to set: what was read stays here, and is set again when as
+    much or less is to stay. One row, as in decoding, runs through tensors made once.
     """
 
     def __init__(self, backend: OpenvinoBackend, compiled: Any, spec: StageSpec, capacity: int) -> None:
@@ -202,6 +203,7 @@ class OpenvinoStageCache:
         self._request = compiled.create_infer_request()
         self.length = 0
         self._held = 0  # slots of the state, at most
+        self._first: tuple[int, dict[str, Any]] = (0, {})  # how many first slots stand in these copies of the states
         for name, table in zip((names.COS, names.SIN), backend._rope, strict=True):
             self._request.set_tensor(name, self._tensor(table, shared_memory=True))
         self._request.set_tensor(SEQUENCE, self._tensor(np.zeros(1, np.int32)))
@@ -254,6 +256,7 @@ class OpenvinoStageCache:
                 filled[:, :, : before.shape[2]] = before
             filled[:, :, slots] = kv[name]
             state.state = self._tensor(filled)
+        self._first = 0, {}
         self.length = self._held = length
 
     def _states(self) -> dict[str, Any]:
@@ -266,10 +269,21 @@ class OpenvinoStageCache:
             return
         if not self.length:
             self._request.reset_state()
+            self._first = 0, {}
         else:
-            for state in self._states().values():
-                state.state = self._tensor(np.ascontiguousarray(state.state.data[:, :, : self.length]))
+            self._set_first()
         self._held = self.length
+
+    def _set_first(self) -> None:
+        """Set the state to its first `length` slots."""
+        states = self._states()
+        known, copies = self._first
+        if known < self.length:
+            copies = {name: state.state for name, state in states.items()}
+        self._first = self.length, copies
+        for name, state in states.items():
+            _, heads, _, width = copies[name].shape
+            state.state = self._tensor(copies[name], [0, 0, 0, 0], [1, heads, self.length, width])
 
     def _tensors(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> tuple[tuple[str, Any], ...]:
         """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""

@@ -328,6 +328,29 @@ def test_rows_that_an_interrupt_left_behind_are_forgotten(model: Model, rows: in
     assert np.array_equal(one, other)
 
 
+def test_slots_set_back_from_a_copy_are_those_that_were_there(model: Model) -> None:
+    """The copy serves shorter lengths, and none beyond what it holds, nor after the slots have changed."""
+    rng = np.random.default_rng(3)
+    rows = rng.standard_normal((40, 64), np.float32)
+    cache = model.backend.stage(1, 64)
+
+    def equals_fresh(kept: NDArray[np.float32], added: NDArray[np.float32]) -> None:
+        cache.keep(len(kept))
+        fresh = model.backend.stage(1, 64)
+        if len(kept):
+            fresh.append(kept, np.arange(len(kept)))
+        positions = np.arange(len(kept), len(kept) + len(added))
+        assert np.array_equal(cache.append(added, positions), fresh.append(added, positions))
+
+    equals_fresh(rows[:0], rows[:20])
+    equals_fresh(rows[:15], rows[20:24])
+    equals_fresh(rows[:15], rows[24:30])  # from the copy
+    equals_fresh(rows[:10], rows[30:38])  # from less of it
+    equals_fresh(np.concatenate([rows[:10], rows[30:34]]), rows[:2])  # slots changed beyond what was kept of it
+    equals_fresh(rows[:0], rows[20:40])
+    equals_fresh(rows[20:30], rows[:3])
+
+
 def test_threads_answer_side_by_side_as_alone(model: Model) -> None:
     wanted = {words: model.open(random_image(1)).ask(words, 3, OPTIONS).token_ids for words in QUESTIONS}
     found: dict[str, Any] = {}
