@@ -313,6 +313,11 @@ def test_a_method_that_no_withdrawal_equals_is_said_to_be_such() -> None:
     assert "none of them" in in_tables(found)
 
 
+def test_where_nothing_is_answered_right_nothing_is_decided() -> None:
+    found = comparison({FULL: [False] * 9, HALF: [False] * 9, CLS: [False] * 9}, {FULL: 100, HALF: 50, CLS: 40})
+    assert found["verdict"] == ["No method answers any of the 9 questions right, so accuracy decides nothing here."]
+
+
 def test_without_known_answers_those_of_no_method_count() -> None:
     found = comparison({FULL: [None] * 5, CLS: [None] * 5}, {FULL: 100, CLS: 40})
     assert found["score"] == "same"

@@ -115,6 +115,8 @@ def _compare(methods: Sequence[Mapping[str, Any]], scores: NDArray[np.float64], 
 def _verdict(report: Mapping[str, Any], scores: NDArray[np.float64]) -> list[str]:
     """What the table decides, in sentences."""
     compared, methods, items = report["compared"], report["methods"], report["data"]["items"]
+    if not scores.any():
+        return [f"No method answers any of the {items} questions right, so accuracy decides nothing here."]
     said = []
     if compared:
         count = {verdict: sum(one["verdict"] == verdict for one in compared) for verdict in (BETTER, WORSE, EQUAL)}
