@@ -47,6 +47,10 @@ class ModelSpec:
                 raise BundleError(f"vtx.json: model.{field.name} is {value}, outside 1..2147483647; export again")
         if self.layers > MAX_LAYERS:
             raise BundleError(f"vtx.json: {self.layers} layers, the limit is {MAX_LAYERS}; export again")
+        if self.heads % self.kv_heads:
+            raise BundleError(
+                f"vtx.json: {self.heads} heads cannot share {self.kv_heads} key/value heads evenly; export again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
