@@ -302,3 +302,33 @@ def test_merging_and_key_rows_in_every_dialect(other: Case) -> None:
     equal(*ask(other, Method(tau=tau, key=0.08, layers=LAYERS), share=0.5))
     equal(*ask(other, Method(tau=tau, cls_keep=0.5, fastv=(2, 0.5), k=9)))
     equal(*ask(other, Method(tau=tau, order="merged-first"), (4, 7)))
+
+
+def leaves_at_9(layer: int, _: np.ndarray) -> np.ndarray:
+    return np.array([0.1, 0.9] if layer == 9 else [0.9, 0.1])
+
+
+WAYS = {
+    "none": (Method(), None, None),
+    "withdrawal": (Method(k=9), None, None),
+    "gate": (Method(k=9), None, Gate(leaves_at_9, KS)),
+    "mustdrop": (Method(layers=LAYERS), 0.5, None),
+}
+"""The statement's method, the share its thresholds drop, and the gate that takes the K's place."""
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_dialect_with_either_kind_of_heads(case: Case, dialect: str, way: str) -> None:
+    """`pytest -s -k either_kind` prints the table of docs/tensorrt.md: the largest difference of the logits."""
+    if dialect != "ort":
+        case = case._replace(model=Model(case.model.bundle, DialectBackend(case.model.bundle, dialect), 0))
+    method, share, gate = WAYS[way]
+    found, wanted = ask(case, method, share=share)
+    if gate is not None:
+        messages = prompt_messages(QUESTIONS[0])
+        wanted = case.statement.answer(inputs(case, messages), method, STEPS)
+        found = Talk(case.model).ask(messages, [random_image(4)], Method(), STEPS, exits=gate)
+    equal(found, wanted)
+    layers = case.model.manifest.model.layers
+    print(f"\n{dialect} {way} {layers} layers: {np.abs(found.logits - wanted.logits.numpy()).max():.1e}")
