@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,22 @@ def parser(doc: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
     return found
+
+
+def decoder_parser(doc: str) -> argparse.ArgumentParser:
+    """As `parser`, with the sizes of a random decoder and of the prompt that is put through it."""
+    args = parser(doc)
+    args.add_argument("--layers", type=int, default=2, help="layers that are built")
+    args.add_argument("--of", type=int, default=24, help="layers of the model")
+    args.add_argument("--hidden", type=int, default=2048)
+    args.add_argument("--heads", type=int, default=16)
+    args.add_argument("--ffn", type=int, default=5504)
+    args.add_argument("--vision", type=int, default=576, help="rows of the image")
+    args.add_argument("--text", type=int, default=64, help="rows of the question")
+    args.add_argument("--rounds", type=int, default=15)
+    args.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    args.add_argument("--scratch", type=Path, help="folder for the weights, about 1 GB [default: here]")
+    return args
 
 
 def report(figures: dict[str, Any], rows: Sequence[Sequence[str]], target: Path | None) -> None:

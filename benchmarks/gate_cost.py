@@ -7,14 +7,13 @@ machine does falls on both sides. A bundle with N prebuilt K asks N gates at the
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import parser, random_checkpoint, report, scratch
+from common import decoder_parser, random_checkpoint, report, scratch
 
 from vtx.exporter.bench.series import shown, spread
 from vtx.exporter.export import ExportOptions, plan_export, run_export
@@ -61,18 +60,8 @@ def timed(call: Callable[[], Any], times: int = 1) -> float:
 
 
 def main() -> None:
-    args = parser(__doc__ or "")
-    args.add_argument("--layers", type=int, default=2, help="layers that are built")
-    args.add_argument("--of", type=int, default=24, help="layers of the model")
-    args.add_argument("--hidden", type=int, default=2048)
-    args.add_argument("--heads", type=int, default=16)
-    args.add_argument("--ffn", type=int, default=5504)
+    args = decoder_parser(__doc__ or "")
     args.add_argument("--width", type=int, default=2048, help="of the gate")
-    args.add_argument("--vision", type=int, default=576, help="rows of the image")
-    args.add_argument("--text", type=int, default=64, help="rows of the question")
-    args.add_argument("--rounds", type=int, default=15)
-    args.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    args.add_argument("--scratch", type=Path, help="folder for the weights, about 1 GB [default: here]")
     given = args.parse_args()
     sizes = {name: getattr(given, name) for name in ("layers", "hidden", "heads", "ffn")}
     with scratch(given.scratch) as folder:
