@@ -23,7 +23,7 @@ from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.prepare import Plan
 from vtx.exporter.resume import JOURNAL, Journal
-from vtx.exporter.writing import write_weights
+from vtx.exporter.weights.writing import write_weights
 from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, sha256
 from vtx.runtime.manifest import FORMAT, FileRecord, Graphs, Manifest, ModelSpec
@@ -114,7 +114,7 @@ def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
 def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     from vtx.exporter.golden import record_golden
     from vtx.exporter.reference import Reference
-    from vtx.exporter.tensors import BundleWeights
+    from vtx.exporter.weights.tensors import BundleWeights
 
     layers, done = plan.config.text.layers, 0
 

@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 
 from vtx.exporter.hf.config import ModelConfig, TextConfig
-from vtx.exporter.precision import EMBEDDING
-from vtx.exporter.weights import WeightPlan
+from vtx.exporter.weights.plan import WeightPlan
+from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.errors import ExportError
 from vtx.runtime.golden import SEEN_ROWS
 from vtx.runtime.manifest import KV_BYTES

@@ -18,11 +18,11 @@ from vtx.exporter.hf.checkpoint import Checkpoint, open_checkpoint
 from vtx.exporter.hf.config import ModelConfig
 from vtx.exporter.hf.processor import read_image_settings
 from vtx.exporter.hf.text import read_text
-from vtx.exporter.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.predict import Prediction, predict
 from vtx.exporter.reductions import Reductions, plan_reductions
 from vtx.exporter.retain import Retain
-from vtx.exporter.weights import WeightPlan, plan_weights
+from vtx.exporter.weights.plan import WeightPlan, plan_weights
+from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.image import ImageSettings
 from vtx.runtime.manifest import GateSpec, Graphs, StageSpec

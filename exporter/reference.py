@@ -21,8 +21,8 @@ from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.hf.checkpoint import Checkpoint
 from vtx.exporter.hf.config import ModelConfig, TextConfig
-from vtx.exporter.precision import EMBEDDING
-from vtx.exporter.tensors import CheckpointWeights, Weights
+from vtx.exporter.weights.precision import EMBEDDING
+from vtx.exporter.weights.tensors import CheckpointWeights, Weights
 
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 Report = Callable[[int], None]

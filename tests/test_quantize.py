@@ -15,7 +15,7 @@ from tests.tiny import Tiny
 from vtx.exporter import quantize
 from vtx.exporter.export import ExportOptions, plan_export
 from vtx.exporter.graphs.dialects import ort
-from vtx.exporter.quantize import LEAST, Scheme, dequantise, pack, quantise, scheme, unpack
+from vtx.exporter.weights.quantize import LEAST, Scheme, dequantise, pack, quantise, scheme, unpack
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 from vtx.runtime.golden import check_golden
@@ -182,7 +182,7 @@ def test_keys_and_values_have_their_own_precision(tiny_checkpoint: Make, tmp_pat
 def test_stored_integers_stand_for_the_checkpoint_s_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
     from vtx.exporter.graphs.vision import vision_tensors
     from vtx.exporter.hf.checkpoint import open_checkpoint
-    from vtx.exporter.tensors import BundleWeights, CheckpointWeights
+    from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 
     folder = tiny_checkpoint(Tiny(dtype=dtype, shards=3))
     plan = plan_export(ExportOptions(str(folder), (), "int4"))

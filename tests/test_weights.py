@@ -22,8 +22,8 @@ from vtx.exporter import predict, writing
 from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.exporter.hf.checkpoint import canonical_name, open_checkpoint
 from vtx.exporter.resume import Journal
-from vtx.exporter.weights import WeightPlan
-from vtx.exporter.writing import write_weights
+from vtx.exporter.weights.plan import WeightPlan
+from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 from vtx.runtime.safetensors import TensorInfo, read_header, read_tensor
 

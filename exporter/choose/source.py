@@ -13,7 +13,7 @@ from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.hf.checkpoint import MAX_CONFIG, Checkpoint, canonical_name, read_json_object
 from vtx.exporter.hf.config import ModelConfig
-from vtx.exporter.precision import FULL
+from vtx.exporter.weights.precision import FULL
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, ExportError
 from vtx.runtime.image import ImageSettings

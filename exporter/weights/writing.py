@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.hf.checkpoint import check_finite
-from vtx.exporter.quantize import quantise
 from vtx.exporter.resume import Journal, Written
-from vtx.exporter.weights import Entry, WeightFile, WeightPlan
+from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
+from vtx.exporter.weights.quantize import quantise
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.manifest import FileRecord
 from vtx.runtime.safetensors import DTYPES, TensorInfo, open_tensor, widen_bf16

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vtx.exporter.graphs.builder import StoredTensor
 from vtx.exporter.hf.checkpoint import Checkpoint
-from vtx.exporter.quantize import Scheme, dequantise
+from vtx.exporter.weights.quantize import Scheme, dequantise
 from vtx.runtime.safetensors import TensorInfo, open_tensor
 
 CHUNK = 1 << 22  # elements that are widened at a time

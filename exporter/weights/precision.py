@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vtx.exporter.quantize import Scheme, scheme
+from vtx.exporter.weights.quantize import Scheme, scheme
 from vtx.runtime.errors import RequestError
 from vtx.runtime.manifest import PRECISIONS
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from vtx.exporter.graphs.builder import StoredTensor
 from vtx.exporter.hf.checkpoint import Checkpoint
-from vtx.exporter.precision import Precisions
-from vtx.exporter.quantize import Scheme
+from vtx.exporter.weights.precision import Precisions
+from vtx.exporter.weights.quantize import Scheme
 from vtx.runtime.safetensors import TensorInfo, layout
 
 
