@@ -22,8 +22,9 @@ from tests.tiny import Tiny, random_image
 from vtx.exporter import build as build_module
 from vtx.exporter import export as export_module
 from vtx.exporter import place as place_module
-from vtx.exporter import predict, writing
+from vtx.exporter import predict
 from vtx.exporter.export import ExportOptions, Plan, check_memory, plan_export, run_export
+from vtx.exporter.weights import writing
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError, CheckpointError, ExportError, RequestError
 from vtx.runtime.golden import check_golden

@@ -12,9 +12,9 @@ import pytest
 import vtx
 from tests import bundles
 from tests.tiny import Tiny
-from vtx.exporter import quantize
 from vtx.exporter.export import ExportOptions, plan_export
 from vtx.exporter.graphs.dialects import ort
+from vtx.exporter.weights import quantize
 from vtx.exporter.weights.quantize import LEAST, Scheme, dequantise, pack, quantise, scheme, unpack
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 import vtx
 from tests import bundles
 from tests.tiny import Tiny, random_image
-from vtx.exporter import predict, writing
+from vtx.exporter import predict
 from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.exporter.hf.checkpoint import canonical_name, open_checkpoint
 from vtx.exporter.resume import Journal
+from vtx.exporter.weights import writing
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
