@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers                       every contender, at the shape `1b`
     python -m benchmarks.peers vtx llamacpp:q8_0     some of them
+    python -m benchmarks.peers vtx:int8 vtx:int8/9   one bundle with all layers, and with withdrawal at K = 9
 
 Each rival gets an environment and a converted checkpoint of its own, which later runs use again. Each round runs every
 contender once, in a process of its own, in another order.
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import report
-from benchmarks.peers import table, workload
-from benchmarks.peers.contenders import ROOT, Contender, PeerError, Places, contenders, prepare, run
+from benchmarks.peers import summary, table, workload
+from benchmarks.peers.contenders import ROOT, US, Contender, PeerError, Places, contenders, prebuilt, prepare, run
 from benchmarks.peers.contract import Result, Work
 
 
@@ -30,18 +31,13 @@ def main() -> None:
     checkpoint = args.checkpoint or made_checkpoint(folder / "checkpoint-1b")
     places = Places(args.venvs or folder, folder, args.torch)
     asked = workload.make(checkpoint, folder, args.prompt_tokens)
-    failed = dict[Contender, str]()
-    for contender in contenders(args.contenders):
-        said(f"preparing {contender.name}")
-        try:
-            prepare(contender, checkpoint, places)
-        except PeerError as error:
-            failed[contender] = f"cannot be prepared: {error}"
-    rounds: dict[Contender, list[Result]] = {c: [] for c in contenders(args.contenders) if c not in failed}
+    chosen = contenders(args.contenders)
+    failed = prepare_all(chosen, checkpoint, places)
+    rounds: dict[Contender, list[Result]] = {c: [] for c in chosen if c not in failed}
     for number in range(0 if args.prepare else args.rounds):
         one_round(rounds, failed, number, places, Work("", "", args.threads, args.new_tokens, **vars_of(asked)))
     if not args.prepare:
-        show(rounds, failed, asked, args)
+        show(rounds, failed, places, asked, args)
     elif failed:
         sys.exit("\n".join(f"{c.name}: {reason}" for c, reason in failed.items()))
 
@@ -50,7 +46,7 @@ def arguments() -> argparse.Namespace:
     found = argparse.ArgumentParser(
         prog="benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("contenders", nargs="*", metavar="RIVAL[:PRECISION]", help="[default: all]")
+    found.add_argument("contenders", nargs="*", metavar="RIVAL[:PRECISION][/K]", help="[default: all, and vtx/9]")
     found.add_argument("--checkpoint", type=Path, help="a LLaVA in Hugging Face's layout [default: a random one, 1b]")
     found.add_argument("--work", type=Path, default=Path("build/peers"), help="converted checkpoints [%(default)s]")
     found.add_argument("--venvs", type=Path, help="environments [default: in --work]")
@@ -62,6 +58,19 @@ def arguments() -> argparse.Namespace:
     found.add_argument("--prepare", action="store_true", help="install and convert only")
     found.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
     return found.parse_args()
+
+
+def prepare_all(chosen: list[Contender], checkpoint: Path, places: Places) -> dict[Contender, str]:
+    """Prepare everybody, one bundle for all K of a precision; who cannot be, and why."""
+    failed = dict[Contender, str]()
+    for contender in chosen:
+        said(f"preparing {contender.name}")
+        same = [c for c in chosen if (c.rival, c.stored) == (contender.rival, contender.stored)]
+        try:
+            prepare(contender, checkpoint, places, {c.k for c in same if c.k is not None})
+        except PeerError as error:
+            failed[contender] = f"cannot be prepared: {error}"
+    return failed
 
 
 def made_checkpoint(folder: Path) -> Path:
@@ -91,7 +100,11 @@ def one_round(
 
 
 def show(
-    rounds: dict[Contender, list[Result]], failed: dict[Contender, str], asked: workload.Workload, args: Any
+    rounds: dict[Contender, list[Result]],
+    failed: dict[Contender, str],
+    places: Places,
+    asked: workload.Workload,
+    args: argparse.Namespace,
 ) -> None:
     versions = {name: text for results in rounds.values() for name, text in results[0].versions.items()}
     print(", ".join(f"{name} {text}" for name, text in sorted(versions.items())))
@@ -99,9 +112,16 @@ def show(
         f"{len(asked.first.ids)} prompt tokens, {args.new_tokens} new ones, {args.threads} threads, "
         f"{args.rounds} rounds; medians with quartiles, ratios of neighbours"
     )
+    ks = {c.stored: prebuilt(c, places) for c in rounds if c.rival == US}
+    print(f"prebuilt K of vtx's bundles, which have a stage more for each of them: {in_words(ks)}")
     figures = {c.name: [asdict(result) for result in results] for c, results in rounds.items()}
     figures |= {c.name: {"failed": reason} for c, reason in failed.items()}
-    report({"contenders": figures}, table.rows(rounds, failed), args.json)
+    report({"contenders": figures, "prebuilt": ks}, table.rows(rounds, failed), args.json)
+    print(summary.in_words(rounds))
+
+
+def in_words(ks: dict[str, list[str]]) -> str:
+    return "; ".join(f"{stored}: {', '.join(held) or 'none'}" for stored, held in ks.items()) or "no bundle took part"
 
 
 def vars_of(asked: workload.Workload) -> dict[str, Any]:

@@ -7,15 +7,17 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contract import TORCH, Result, Work
+from benchmarks.peers.contract import TORCH, Precision, Result, Work
 from benchmarks.peers.worker import MARK
 
-RIVALS = ("vtx", "transformers", "openvino", "llamacpp", "ortgenai")
+US = "vtx"
+RIVALS = (US, "transformers", "openvino", "llamacpp", "ortgenai")
+USUAL = (US, f"{US}/9", *RIVALS[1:])  # the checkpoint made by default has 16 layers
 KINDS = {"f16": "bf16", "q8_0": "int8", "q4_0": "int4"}  # what a rival's own word is compared with
 ROOT = Path(__file__).resolve().parents[2]
 READY = "ready"
@@ -28,7 +30,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One rival at one precision; "int8@openvino" is a checkpoint stored in int8, run on OpenVINO."""
+    """One rival at one precision; "int8@openvino/9" is stored in int8, run on OpenVINO, with withdrawal at K = 9."""
 
     rival: str
     precision: str
@@ -43,7 +45,16 @@ class Contender:
 
     @property
     def stored(self) -> str:
-        return self.precision.partition("@")[0]
+        return Precision.parse(self.precision).stored
+
+    @property
+    def k(self) -> int | None:
+        return Precision.parse(self.precision).k
+
+    @property
+    def whole(self) -> Contender:
+        """The same with the image in all layers."""
+        return Contender(self.rival, self.precision.partition("/")[0])
 
     @property
     def module(self) -> Any:
@@ -68,31 +79,48 @@ class Places:
 
 
 def contenders(words: Sequence[str]) -> list[Contender]:
-    """Those that `words` name, "rival" or "rival:precision"; all where there is no word.
+    """Those that `words` name, as in "rival", "rival:precision", and for vtx either with "/K"; USUAL without a word.
 
     Raises:
         ValueError: a word that names none.
 
     """
     every = [Contender(rival, p) for rival in RIVALS for p in Contender(rival, "").module.PRECISIONS]
-    chosen = [c for c in every if not words or c.rival in words or f"{c.rival}:{c.precision}" in words]
-    known = {c.rival for c in every} | {f"{c.rival}:{c.precision}" for c in every}
-    if unknown := set(words) - known:
-        raise ValueError(f"{', '.join(sorted(unknown))}: not among {', '.join(sorted(known))}")
-    return chosen
+    chosen = [c for word in words or USUAL for c in _named(word, every)]
+    return sorted(dict.fromkeys(chosen), key=lambda c: (every.index(c.whole), c.k or 0))
 
 
-def prepare(contender: Contender, checkpoint: Path, places: Places) -> None:
-    """See that environment and converted checkpoint are there; what is ready stays. Raises PeerError."""
+def _named(word: str, every: Sequence[Contender]) -> list[Contender]:
+    who, slash, k = word.partition("/")
+    found = [c for c in every if who in (c.rival, f"{c.rival}:{c.precision}")]
+    if not found:
+        known = {c.rival for c in every} | {f"{c.rival}:{c.precision}" for c in every}
+        raise ValueError(f"{word}: not among {', '.join(sorted(known))}")
+    if not slash:
+        return found
+    if not k.isdecimal() or {c.rival for c in found} != {US}:
+        raise ValueError(f"{word}: a K is a number, and only {US} has one, as in {US}/9 or {US}:int8/9")
+    return [Contender(c.rival, f"{c.precision}/{int(k)}") for c in found]
+
+
+def prepare(contender: Contender, checkpoint: Path, places: Places, ks: Iterable[int] = ()) -> None:
+    """See that environment and conversion are there, prebuilt for all `ks`; what is ready stays. Raises PeerError."""
     install(contender, places)
-    folder, source = places.model(contender), f"{checkpoint.resolve()}\n"
+    folder, source, needed = places.model(contender), str(checkpoint.resolve()), sorted(map(str, ks))
     marker = folder / READY
-    if marker.exists() and marker.read_text() == source:
+    lines = marker.read_text().splitlines() if marker.exists() else []
+    if lines[:1] == [source] and set(needed) <= set(lines[1:]):
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    call(worker(contender, places, "prepare", contender.stored, str(checkpoint.resolve()), str(folder.resolve())))
-    marker.write_text(source)
+    word = contender.stored + (f"/{','.join(needed)}" if needed else "")
+    call(worker(contender, places, "prepare", word, source, str(folder.resolve())))
+    marker.write_text("\n".join([source, *needed, ""]))
+
+
+def prebuilt(contender: Contender, places: Places) -> list[str]:
+    """The K that its conversion holds, whoever asked for them."""
+    return (places.model(contender) / READY).read_text().splitlines()[1:]
 
 
 def install(contender: Contender, places: Places) -> None:

@@ -12,6 +12,26 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
+class Precision:
+    """A contender's word for how it computes, as in "int8", "int8@openvino" or "int8@openvino/9".
+
+    `stored` is what its checkpoint is converted to, `engine` what it runs on ("": the rival's own), `k` the first
+    layer without the image (None: all layers see it). Only vtx has engines and K.
+    """
+
+    stored: str
+    engine: str
+    k: int | None
+
+    @classmethod
+    def parse(cls, word: str) -> Precision:
+        """Raises ValueError where K is no number."""
+        place, slash, k = word.partition("/")
+        stored, _, engine = place.partition("@")
+        return cls(stored, engine, int(k) if slash else None)
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """One prompt: the image's file, what is asked, the text that the chat template prints, and the ids of it all.
 
@@ -112,7 +132,10 @@ class Rival(Protocol):
     NOTE: str
 
     def prepare(self, checkpoint: Path, precision: str, folder: Path) -> None:
-        """Write what `load` needs into `folder`, which is there and empty."""
+        """Write what `load` needs into `folder`, which is there and empty.
+
+        `precision` is the stored one alone, for vtx followed by the K to be prebuilt, as in "int8/9" or "int8/5,9".
+        """
         ...
 
     def load(self, folder: Path, precision: str, threads: int) -> Model: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.peers.contenders import Contender
+from benchmarks.peers.contenders import US, Contender
 from benchmarks.peers.contract import Result
 
 from vtx.exporter.bench.series import shown, spread
@@ -13,7 +13,6 @@ from vtx.exporter.bench.series import shown, spread
 Rounds = Mapping[Contender, Sequence[Result]]
 HEAD = ("contender", "load, s", "image encoder, s", "first token, cold, s", "first token, s", "decode, ms a token",
         "second question, s", "peak RSS, MiB", "ids as vtx fp32", "first / decode / second to vtx")  # fmt: skip
-US = "vtx"
 
 
 def rows(rounds: Rounds, failed: Mapping[Contender, str]) -> list[list[str]]:
@@ -66,17 +65,20 @@ def leading(ids: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def ratios(contender: Contender, rounds: Rounds) -> str:
-    """Medians over the rounds of this time by ours of the same kind, or by ours in fp32 where there is none."""
-    ours = base(contender.kind, rounds) or base("fp32", rounds)
+    """Medians over the rounds of this contender's times by those of ours that it is compared with."""
+    ours = base(contender, rounds)
     if ours in (None, contender):
         return "-"
     found = []
     for name in ("first", "decode", "second"):
-        pairs = zip(rounds[contender], rounds[ours], strict=False)
+        pairs = zip(rounds[contender], rounds[ours], strict=True)
         found.append(statistics.median(getattr(theirs, name) / getattr(mine, name) for theirs, mine in pairs))
     return " / ".join(f"{value:.2f}" for value in found) + f" ({ours.precision})"
 
 
-def base(kind: str, rounds: Rounds) -> Contender | None:
-    """Our first contender of a kind, onnxruntime's where there is one."""
-    return next((c for c in rounds if c.rival == US and c.kind == kind), None)
+def base(contender: Contender, rounds: Rounds) -> Contender | None:
+    """With a K the same without it; else ours of the same kind, onnxruntime's where it took part, or that in fp32."""
+    if contender.k is not None:
+        return contender.whole if contender.whole in rounds else None
+    ours = [c for c in rounds if c.rival == US and c.k is None]
+    return next((c for kind in (contender.kind, "fp32") for c in ours if c.kind == kind), None)

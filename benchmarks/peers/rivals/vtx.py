@@ -1,4 +1,4 @@
-"""vtx itself, through `vtx.load`: on onnxruntime, and on OpenVINO where a precision says so."""
+"""vtx itself, through `vtx.load`: on onnxruntime or OpenVINO, with all layers or with withdrawal at a K."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contract import Answer, Question
+from benchmarks.peers.contract import Answer, Precision, Question
 
 PRECISIONS = ("fp32", "fp32@openvino", "bf16@openvino", "int8", "int8@openvino", "int4", "int4@openvino")
 REQUIREMENTS: tuple[tuple[str, ...], ...] = ()
@@ -18,21 +18,23 @@ BUNDLE = "bundle"
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
     from vtx.exporter.export import ExportOptions, plan_export, run_export
 
-    plan = plan_export(ExportOptions(str(checkpoint), (), precision))
+    stored, _, ks = precision.partition("/")
+    plan = plan_export(ExportOptions(str(checkpoint), tuple(map(int, ks.split(","))) if ks else (), stored))
     run_export(plan, folder / BUNDLE, force=False, report=lambda *_: None)
 
 
 def load(folder: Path, precision: str, threads: int) -> Loaded:
     import vtx
 
-    stored, _, engine = precision.partition("@")
-    compute = "bf16" if engine and stored != "fp32" else "f32"
-    return Loaded(vtx.load(folder / BUNDLE, device=engine or "cpu", compute=compute, threads=threads))
+    asked = Precision.parse(precision)
+    compute = "bf16" if asked.engine and asked.stored != "fp32" else "f32"
+    model = vtx.load(folder / BUNDLE, device=asked.engine or "cpu", compute=compute, threads=threads)
+    return Loaded(model, asked.k)
 
 
 class Loaded:
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, k: int | None) -> None:
+        self._model, self._k = model, k
         self._image = ""
         self._conversation: Any = None
 
@@ -44,7 +46,7 @@ class Loaded:
             self._conversation, self._image = self._model.open(question.image), question.image
         opened = time.perf_counter() - start
         options = vtx.Options(max_new_tokens=new_tokens, ignore_eos=True)
-        answer = self._conversation.ask(question.asked, None, options)
+        answer = self._conversation.ask(question.asked, self._k, options)
         times = answer.stats.timings_ms
         if answer.stats.prompt_tokens != len(question.ids):
             raise ValueError(f"vtx read {answer.stats.prompt_tokens} tokens, the prompt has {len(question.ids)}")
