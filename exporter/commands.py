@@ -63,11 +63,11 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
 )
 @click.option(
     "--vision-precision", type=click.Choice(PRECISIONS),
-    help="Of the tower and projector [default: as --precision; fp16 beside int8 and int4].",
+    help="Of the tower and projector [default: as --precision; int8 beside int8 and int4].",
 )  # fmt: skip
 @click.option(
     "--head-precision", type=click.Choice(PRECISIONS),
-    help="Of the output matrix [default: as --precision; int8 beside int4].",
+    help="Of the output matrix [default: as --precision; int8 beside int8 and int4].",
 )  # fmt: skip
 @click.option("--kv-precision", help="Of K and V, fp16 or fp32 [default: fp16; fp32 beside fp32].")
 @click.option(
@@ -224,23 +224,30 @@ def _ks_to_plan(_: click.Context, __: click.Parameter, value: str | None) -> tup
     "--precision", "precisions", multiple=True, help="Of the weights; may be given again.",
     type=click.Choice(PRECISIONS), show_default="all",
 )  # fmt: skip
+@click.option(
+    "--vision-precision", type=click.Choice(PRECISIONS), help="Of the tower and projector [default: as vtx-export's]."
+)
+@click.option(
+    "--head-precision", type=click.Choice(PRECISIONS), help="Of the output matrix [default: as vtx-export's]."
+)
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Of the answer, for the peak memory.")
 @click.option("--profile", metavar="NAME", help="A device: does it fit, and an estimate of the time.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
 def plan(
     model: str, sequence: int | None, text: int, ks: tuple[int | None, ...], precisions: tuple[str, ...],
-    max_new_tokens: int, profile: str | None, as_json: bool, plot: Path | None,
+    vision_precision: str | None, head_precision: str | None, max_new_tokens: int, profile: str | None,
+    as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Say what a model will cost: arithmetic, weights, KV cache, memory, per K and precision."""
-    from vtx.exporter.planning.plan import PRECISIONS, Workload, find_profile, make_plan
+    from vtx.exporter.planning.plan import Workload, find_profile, make_plan
     from vtx.exporter.planning.sizes import find_size
 
     device = None if profile is None else find_profile(profile)
     size = find_size(model)
     image = 0 if size.vision is None else size.vision.image_tokens
     work = Workload(text, image if sequence is None else sequence - text, max_new_tokens)
-    found = make_plan(size, work, ks, precisions or PRECISIONS, device)
+    found = make_plan(size, work, ks, precisions or PRECISIONS, device, vision_precision, head_precision)
     if plot is not None:
         from vtx.exporter.planning.plot import plot_plan
 

@@ -6,16 +6,25 @@ Sizes come from a table of known models, from a checkpoint's `config.json` or fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vtx.exporter.planning.sizes import ModelSize
+from vtx.exporter.planning.weights import (
+    all_weights,
+    head_weights,
+    layer_weights,
+    precisions_of,
+    resident,
+    stored_bytes,
+    vision_weights,
+)
+from vtx.exporter.weights.precision import Precisions
 from vtx.profiles import Figure, Profile, ProfileError, load_profile
 from vtx.runtime.errors import RequestError
 from vtx.runtime.flops import (
     MAX_ROWS,
-    DecoderSize,
     calflops,
     decode_flops,
     encode_flops,
@@ -24,12 +33,9 @@ from vtx.runtime.flops import (
     total_flops,
     withdrawn_rows,
 )
+from vtx.runtime.manifest import KV_BYTES, PRECISIONS
+from vtx.runtime.memory import RUN_BASE
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
-FULL_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "int4": 2}  # of what is not quantised, and of K and V
-INT4_BLOCK = 32  # weights that share one scale; an int8 matrix has one scale a row
-SCALE_BYTES = 2
-RUNTIME_BYTES = 110 << 20  # interpreter, libraries and tokenizer, measured with onnxruntime on a CPU
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
 BANDWIDTH_EFFICIENCY = 0.7  # share of the bandwidth that weights and caches are read at
 ESTIMATE = (
@@ -84,16 +90,21 @@ def make_plan(
     ks: Sequence[int | None] = (),
     precisions: Sequence[str] = PRECISIONS,
     profile: Profile | None = None,
+    vision_precision: str | None = None,
+    head_precision: str | None = None,
 ) -> dict[str, Any]:
     """The plan as plain data, ready for JSON. `ks` empty: no withdrawal and a spread of K.
 
+    `precisions` are those of the decoder; tower and head have vtx-export's defaults beside each unless given.
+
     Raises:
-        RequestError: a K is outside 2..layers.
+        RequestError: a K is outside 2..layers, or a precision is none or not the tied head's.
 
     """
     decoder = model.decoder
     views = model.views(workload.vision)
-    rows = [_depth(model, workload, views, k, precisions, profile) for k in ks or spread_ks(decoder.layers)]
+    parts = {p: precisions_of(model, p, vision_precision, head_precision) for p in precisions}
+    rows = [_depth(model, workload, views, k, parts, profile) for k in ks or spread_ks(decoder.layers)]
     return {
         "model": model.to_dict(),
         "sequence": workload.text + workload.vision,
@@ -102,7 +113,8 @@ def make_plan(
         "vision_views": views,
         "max_new_tokens": workload.new_tokens,
         "parameters": model.parameters,
-        "weights_bytes": {p: weight_bytes(model, p) for p in precisions},
+        "parts": {name: asdict(p) for name, p in parts.items()},
+        "weights_bytes": {name: stored_bytes(all_weights(model), p) for name, p in parts.items()},
         "vision_flops": encode_flops(model.vision, views, whole=True),
         "depths": rows,
         "profile": None if profile is None else _profile(profile),
@@ -111,7 +123,12 @@ def make_plan(
 
 
 def _depth(
-    model: ModelSize, work: Workload, views: int, k: int | None, precisions: Sequence[str], profile: Profile | None
+    model: ModelSize,
+    work: Workload,
+    views: int,
+    k: int | None,
+    parts: Mapping[str, Precisions],
+    profile: Profile | None,
 ) -> dict[str, Any]:
     size = model.decoder
     rows = withdrawn_rows(size.layers, k, text=work.text, vision=work.vision)
@@ -125,18 +142,20 @@ def _depth(
         "total_flops": total,
         "total_ratio": total / whole,
         "kv_slots": list(rows),
-        "precisions": {p: _memory(model, work, views, rows, p, profile) for p in precisions},
+        "precisions": {name: _memory(model, work, views, rows, p, profile) for name, p in parts.items()},
     }
 
 
 def _memory(
-    model: ModelSize, work: Workload, views: int, rows: Sequence[int], precision: str, profile: Profile | None
+    model: ModelSize, work: Workload, views: int, rows: Sequence[int], precisions: Precisions, profile: Profile | None
 ) -> dict[str, Any]:
-    cache = kv_bytes(model.decoder, rows, FULL_BYTES[precision])
-    later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(rows), FULL_BYTES[precision]))
-    weights = weight_bytes(model, precision, expanded=_expands(profile))
-    activations = activation_bytes(model, rows, views, 4 if _expands(profile) else FULL_BYTES[precision])
-    peak = weights + sum(cache) + later + activations + RUNTIME_BYTES
+    element = KV_BYTES[precisions.kv_dtype]
+    cache = kv_bytes(model.decoder, rows, element)
+    later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(rows), element))
+    on_cpu = _widens(profile)
+    weights = resident(model, precisions) if on_cpu else stored_bytes(all_weights(model), precisions)
+    activations = activation_bytes(model, rows, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
+    peak = weights + sum(cache) + later + activations + RUN_BASE
     found: dict[str, Any] = {
         "kv_bytes": sum(cache),
         "kv_bytes_per_layer": list(cache),
@@ -147,33 +166,13 @@ def _memory(
     if profile is not None:
         found["fits"] = peak <= profile.usable_bytes
         found["spare_bytes"] = profile.usable_bytes - peak
-        phases = latency(model, views, rows, precision, profile)
+        phases = latency(model, views, rows, precisions, profile)
         found["latency_ms"] = {phase: ms for phase, (ms, _) in phases.items()}
         found["bound"] = {phase: bound for phase, (_, bound) in phases.items()}
     return found
 
 
 # --- memory ---------------------------------------------------------------------------------------
-
-
-def weight_bytes(model: ModelSize, precision: str, *, expanded: bool = False) -> int:
-    """Bytes of all weights. int8 and int4 are the matrices of the decoder's layers, all else is fp16 then.
-
-    `expanded`: as onnxruntime's CPU provider holds them, fp16 and bf16 widened to fp32.
-    """
-    size, full = model.decoder, 4 if expanded else FULL_BYTES[precision]
-    layers = size.layers * size.layer_macs
-    return layer_bytes(size, precision, expanded=expanded) + (model.parameters - layers) * full
-
-
-def layer_bytes(size: DecoderSize, precision: str, *, expanded: bool = False) -> int:
-    """Bytes of the matrices of all decoder layers, scales included."""
-    count = size.layers * size.layer_macs
-    if precision == "int8":
-        return count + SCALE_BYTES * size.layers * size.layer_outputs
-    if precision == "int4":
-        return count // 2 + SCALE_BYTES * count // INT4_BLOCK
-    return count * (4 if expanded else FULL_BYTES[precision])
 
 
 def activation_bytes(model: ModelSize, rows: Sequence[int], views: int, element_bytes: int) -> int:
@@ -191,7 +190,7 @@ def activation_bytes(model: ModelSize, rows: Sequence[int], views: int, element_
     return element_bytes * max(prefill, encode) + 4 * size.vocab
 
 
-def _expands(profile: Profile | None) -> bool:
+def _widens(profile: Profile | None) -> bool:
     return profile is not None and profile.kind == "cpu"
 
 
@@ -199,22 +198,20 @@ def _expands(profile: Profile | None) -> bool:
 
 
 def latency(
-    model: ModelSize, views: int, rows: Sequence[int], precision: str, profile: Profile
+    model: ModelSize, views: int, rows: Sequence[int], precisions: Precisions, profile: Profile
 ) -> dict[str, tuple[float, str]]:
     """Roofline estimate per phase, (ms, what bounds it), of `vision`, `prefill` and `decode_per_token`.
 
     Quantised weights are widened in the kernel, so the arithmetic is fp16's. Decode is one token right after
     the prompt.
     """
-    size, full = model.decoder, FULL_BYTES[precision]
-    peak = profile.fp32 if precision == "fp32" or profile.fp16 is None else profile.fp16
-    expanded = _expands(profile)
-    head = size.head_macs * (4 if expanded else full)
-    weights = layer_bytes(size, precision, expanded=expanded) + head
-    cache = sum(kv_bytes(size, rows, full))
-    encoder = 0 if model.vision is None or not views else model.vision.parameters * (4 if expanded else full)
+    size, wide = model.decoder, _widens(profile)
+    peak = profile.fp32 if precisions.decoder == "fp32" or profile.fp16 is None else profile.fp16
+    weights = stored_bytes([*layer_weights(size), *head_weights(size)], precisions, wide=wide)
+    cache = sum(kv_bytes(size, rows, KV_BYTES[precisions.kv_dtype]))
+    tower = vision_weights(model.vision) if model.vision is not None and views else ()
     work = {
-        "vision": (encode_flops(model.vision, views), encoder),
+        "vision": (encode_flops(model.vision, views), stored_bytes(tower, precisions, wide=wide)),
         "prefill": (prefill_flops(size, rows), weights + cache),
         "decode_per_token": (decode_flops(size, rows), weights + cache),
     }

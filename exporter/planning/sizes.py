@@ -159,7 +159,8 @@ def _shapes(bundle: Bundle) -> Callable[[str, int], tuple[int, ...]]:
     for file in bundle.manifest.files:
         if file.startswith("weights/"):
             found = read_header(bundle.path(file), error=BundleError).tensors
-            tensors |= {name: info.shape for name, info in found.items()}
+            # Two weights of 4 bits to a byte.
+            tensors |= {n: (*i.shape[:-1], 2 * i.shape[-1]) if i.dtype == "U8" else i.shape for n, i in found.items()}
 
     def shape(end: str, dimensions: int) -> tuple[int, ...]:
         fits = [s for name, s in tensors.items() if f".{name}".endswith(f".{end}") or name.endswith(f"_{end}")]
