@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.bundles import export
-from tests.tiny import Message, Tiny
+from tests.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.model import Model, load
 from vtx.runtime.policies.full import Full
 from vtx.runtime.policies.policy import Policy
@@ -21,6 +21,7 @@ from vtx.runtime.session import Prefilled, Prompt, Session
 
 THREADS = 1  # the pool belongs to the process: every test asks for the same
 KS = (2, 3, 5, 8)
+QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 Checkpoints = Callable[..., Path]
 
 
@@ -64,8 +65,25 @@ def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Ima
     return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)
 
 
+def mixed_prompts(model: Model) -> list[Prompt]:
+    """Three questions on one image, one on another, one on two, and one without."""
+    first, second = random_image(1), random_image(2)
+    on_one = [prompt(model, prompt_messages(question), [first]) for question in QUESTIONS]
+    on_other = prompt(model, prompt_messages(QUESTIONS[1]), [second])
+    on_both = prompt(model, prompt_messages(QUESTIONS[0], 2), [first, second])
+    return [*on_one, on_other, on_both, prompt(model, prompt_messages(QUESTIONS[2], 0), [])]
+
+
 def policy(k: int | None) -> Policy:
     return Policy((Full() if k is None else Withdraw(k),))
+
+
+def answer(session: Session, asked: Prompt, how: Policy, n: int, *, go_on: bool = False) -> NDArray[np.float32]:
+    """Logits [n, vocab] of a greedy answer in a session that may have answered before."""
+    rows = [session.prefill(asked, how, go_on=go_on).logits]
+    while len(rows) < n:
+        rows.append(session.decode(int(rows[-1].argmax())))
+    return np.stack(rows)
 
 
 def greedy(model: Model, asked: Prompt, k: int | None, n: int, forced: Sequence[int] = ()) -> Greedy:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.exported import KS, Checkpoints, Models
+from tests.exported import KS, QUESTIONS, Models
 from tests.reference import Reference
 from tests.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.answer import Answer, Options
@@ -26,7 +26,6 @@ from vtx.runtime.model import Conversation, Model
 TOLERANCE = 1e-4
 STEPS = 12
 OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
-QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 DEPTHS = (None, *KS)
 IMAGE, OTHER = random_image(1), random_image(2, (40, 90))
 References = Callable[..., Reference]
@@ -53,11 +52,6 @@ class Recorder:
         """The logits since the last call, [tokens, vocab]."""
         taken, self.logits, self.break_at = np.stack(self.logits), [], None
         return taken
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
-    return Models(tmp_path_factory.mktemp("conversation"), tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")

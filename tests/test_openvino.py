@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests import bundles
-from tests.exported import KS, THREADS, Checkpoints, Models, greedy, policy, prompt
+from tests.exported import KS, QUESTIONS, THREADS, Checkpoints, Models, answer, greedy, policy, prompt
 from tests.reference import Reference
 from tests.test_gates import gate, plan, write
 from tests.tiny import Tiny, prompt_messages, random_image
@@ -36,7 +36,6 @@ TOLERANCE = 1e-4
 SAME = 1e-5  # between two runs of the same rows in other company
 FP16_TOLERANCE = 0.13  # as in test_parity: on logits that reach 12
 BF16_TOLERANCE = 0.5  # three times the largest difference seen, 0.16
-QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 DEPTHS = (None, *KS)
 VARIANTS = {
     "llama-clip-gqa": Tiny(),
@@ -78,26 +77,9 @@ def model(models: Get) -> Model:
 
 
 @pytest.fixture(scope="module")
-def prompts(model: Model) -> list[Prompt]:
-    """Three questions on one image, one on another, one on two, and one without."""
-    first, second = random_image(1), random_image(2)
-    on_one = [prompt(model, prompt_messages(question), [first]) for question in QUESTIONS]
-    on_other = prompt(model, prompt_messages(QUESTIONS[1]), [second])
-    on_both = prompt(model, prompt_messages(QUESTIONS[0], 2), [first, second])
-    return [*on_one, on_other, on_both, prompt(model, prompt_messages(QUESTIONS[2], 0), [])]
-
-
-@pytest.fixture(scope="module")
 def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], Logits]:
     """Logits [STEPS, vocab] of a fresh session for each prompt and K."""
     return {(i, k): greedy(model, asked, k, STEPS).logits for i, asked in enumerate(prompts) for k in DEPTHS}
-
-
-def answer(session: Session, asked: Prompt, k: int | None, n: int, *, go_on: bool = False) -> Logits:
-    rows = [session.prefill(asked, policy(k), go_on=go_on).logits]
-    while len(rows) < n:
-        rows.append(session.decode(int(rows[-1].argmax())))
-    return np.stack(rows)
 
 
 # --- parity ---------------------------------------------------------------------------------------
@@ -271,7 +253,7 @@ def test_three_questions_at_every_order_of_k_equal_fresh_ones(
     for depths in itertools.product(DEPTHS, repeat=3):
         session = Session(model.backend, model.manifest)
         for number, k in enumerate(depths):
-            found = answer(session, prompts[number], k, 3)
+            found = answer(session, prompts[number], policy(k), 3)
             np.testing.assert_allclose(found, fresh[number, k][:3], atol=SAME, rtol=0, err_msg=str(depths))
 
 
@@ -288,7 +270,7 @@ def test_other_images_and_text_between_questions_change_nothing(
             np.testing.assert_allclose(found, fresh[number, k][0], atol=SAME, rtol=0)
         else:
             np.testing.assert_allclose(
-                answer(session, prompts[number], k, steps), fresh[number, k][:steps], atol=SAME, rtol=0
+                answer(session, prompts[number], policy(k), steps), fresh[number, k][:steps], atol=SAME, rtol=0
             )
 
 

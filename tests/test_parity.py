@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.exported import KS, THREADS, Checkpoints, Models, greedy, prompt
+from tests.exported import KS, THREADS, Models, greedy, prompt
 from tests.reference import Reference
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
@@ -52,11 +52,6 @@ PROMPTS = {
     "two-images": (2, "which picture is red and how many circle shapes are there on the left of the image?"),
     "text-only": (0, "describe the shape"),
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
-    return Models(tmp_path_factory.mktemp("parity"), tiny_checkpoint)
 
 
 @pytest.fixture(params=PROMPTS.values(), ids=list(PROMPTS))

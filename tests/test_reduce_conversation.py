@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from PIL import Image
 
-from tests.exported import THREADS, Checkpoints, Models
+from tests.exported import QUESTIONS, THREADS, Models
 from tests.tiny import Tiny, random_image
 from vtx import cli
 from vtx.runtime.answer import Options, Stats
@@ -27,7 +27,6 @@ from vtx.runtime.policies.make import check_provided
 from vtx.runtime.reduced import Reduced
 
 OPTIONS = Options(max_new_tokens=6, ignore_eos=True)
-QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 TINY = Tiny(image=126, context=512)  # 9 x 9 patches, so 9 windows
 PATCHES = 81
 # A little below 1/81, what a row gets on average.
@@ -48,11 +47,6 @@ class Watched:
         self.taus.append(tau)
         found: Encoded = self._backend.vision(pixels, tau)
         return found
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
-    return Models(tmp_path_factory.mktemp("reduce"), tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.exported import Checkpoints, Models, prompt
+from tests.exported import QUESTIONS, Models, answer, prompt
 from tests.fuse import Fuse, FusedBackend, fused
 from tests.reduced import word
 from tests.reference import Reference
@@ -47,13 +47,7 @@ WAYS: dict[str, tuple[int | None, str]] = {
     "mustdrop drops nothing": (None, f"mustdrop:{NOTHING}"),
     "mustdrop drops everything": (None, f"mustdrop:{EVERYTHING}"),
 }
-QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 Logits = NDArray[np.float32]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
-    return Models(tmp_path_factory.mktemp("reduce"), tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -61,33 +55,16 @@ def model(models: Models) -> Model:
     return models(ks=(3, 5), reductions=(DUAL, "fastv:k=3"))
 
 
-@pytest.fixture(scope="module")
-def prompts(model: Model) -> list[Prompt]:
-    """Three questions on one image, one on another, one on two, and one without."""
-    first, second = random_image(1), random_image(2)
-    on_one = [prompt(model, prompt_messages(question), [first]) for question in QUESTIONS]
-    on_other = prompt(model, prompt_messages(QUESTIONS[1]), [second])
-    on_both = prompt(model, prompt_messages(QUESTIONS[0], 2), [first, second])
-    return [*on_one, on_other, on_both, prompt(model, prompt_messages(QUESTIONS[2], 0), [])]
-
-
 def policy(model: Model, way: str) -> Policy:
     k, word = WAYS[way]
     return make_policy(k, model.manifest, model.backend.gate, reduce=word)
-
-
-def answer(session: Session, asked: Prompt, how: Policy, n: int = STEPS) -> Logits:
-    rows = [session.prefill(asked, how).logits]
-    while len(rows) < n:
-        rows.append(session.decode(int(rows[-1].argmax())))
-    return np.stack(rows)
 
 
 @pytest.fixture(scope="module")
 def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, str], Logits]:
     """Logits [STEPS, vocab] of a fresh session for each prompt and way."""
     return {
-        (i, way): answer(Session(model.backend, model.manifest), asked, policy(model, way))
+        (i, way): answer(Session(model.backend, model.manifest), asked, policy(model, way), STEPS)
         for i, asked in enumerate(prompts)
         for way in WAYS
     }
@@ -165,7 +142,7 @@ def test_any_two_ways_after_each_other_equal_fresh_ones(
     for ways in itertools.product(WAYS, repeat=2):
         session = Session(model.backend, model.manifest)
         for number, way in enumerate(ways):
-            assert np.array_equal(answer(session, prompts[number], policy(model, way)), fresh[number, way]), ways
+            assert np.array_equal(answer(session, prompts[number], policy(model, way), STEPS), fresh[number, way]), ways
 
 
 @settings(max_examples=60, deadline=None)
@@ -292,7 +269,7 @@ def test_attention_that_is_nan_is_an_error_and_drops_nothing(
         patch.setattr(OrtStageCache, "attention", broken)
         with pytest.raises(BundleError, match=r"attention of layer \d is not a number"):
             session.prefill(prompts[0], policy(model, way))
-    assert np.array_equal(answer(session, prompts[0], policy(model, way)), fresh[0, way])
+    assert np.array_equal(answer(session, prompts[0], policy(model, way), STEPS), fresh[0, way])
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.exported import KS, Checkpoints, Models, greedy, policy, prompt
+from tests.exported import KS, QUESTIONS, Models, answer, greedy, policy, prompt
 from tests.fuse import Fuse, FusedBackend, fused
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.backend import Backend
@@ -26,14 +26,8 @@ from vtx.runtime.session import Prompt, Session
 
 TOLERANCE = 1e-5
 STEPS = 6
-QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 DEPTHS = (None, *KS)
 Logits = NDArray[np.float32]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
-    return Models(tmp_path_factory.mktemp("session"), tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +36,9 @@ def model(models: Models) -> Model:
 
 
 @pytest.fixture(scope="module")
-def prompts(model: Model) -> list[Prompt]:
-    """Three questions on one image, one on another, one on two, and one without."""
-    first, second = random_image(1), random_image(2)
-    on_one = [prompt(model, prompt_messages(question), [first]) for question in QUESTIONS]
-    on_other = prompt(model, prompt_messages(QUESTIONS[1]), [second])
-    on_both = prompt(model, prompt_messages(QUESTIONS[0], 2), [first, second])
-    return [*on_one, on_other, on_both, prompt(model, prompt_messages(QUESTIONS[2], 0), [])]
-
-
-@pytest.fixture(scope="module")
 def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], Logits]:
     """Logits [STEPS, vocab] of a fresh session for each prompt and K."""
     return {(i, k): greedy(model, p, k, STEPS).logits for i, p in enumerate(prompts) for k in DEPTHS}
-
-
-def answer(session: Session, asked: Prompt, k: int | None, n: int = STEPS) -> Logits:
-    rows = [session.prefill(asked, policy(k)).logits]
-    while len(rows) < n:
-        rows.append(session.decode(int(rows[-1].argmax())))
-    return np.stack(rows)
 
 
 # --- one prompt -----------------------------------------------------------------------------------
@@ -92,7 +69,7 @@ def test_two_chunks_equal_one(model: Model, prompts: list[Prompt], k: int | None
 def test_decoding_equals_prefilling_the_longer_prompt(model: Model, prompts: list[Prompt], k: int | None) -> None:
     for asked in prompts:
         session = Session(model.backend, model.manifest)
-        found = answer(session, asked, k)
+        found = answer(session, asked, policy(k), STEPS)
         ids = np.concatenate([asked.ids, found[:-1].argmax(1)])
         longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(STEPS - 1, bool)))
         whole = Session(model.backend, model.manifest).prefill(longer, policy(k)).logits
@@ -178,7 +155,7 @@ def test_any_questions_in_any_order_equal_fresh_ones(
             done = session.prefill(prompts[number], policy(k), go_on=True)
             np.testing.assert_allclose(done.logits, fresh[number, k][0], atol=TOLERANCE, rtol=0)
         else:
-            assert np.array_equal(answer(session, prompts[number], k, n), fresh[number, k][:n])
+            assert np.array_equal(answer(session, prompts[number], policy(k), n), fresh[number, k][:n])
 
 
 def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
@@ -208,10 +185,10 @@ def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
         backend = FusedBackend(model.backend)
         session = Session(backend, model.manifest)
         if earlier is not None:
-            answer(session, fused(backend, prompts[earlier[0]]), earlier[1], 2)
+            answer(session, fused(backend, prompts[earlier[0]]), policy(earlier[1]), 2)
         backend.fuse = Fuse(at, moment)
         try:
-            answer(session, fused(backend, prompts[0]), 5, 3)
+            answer(session, fused(backend, prompts[0]), policy(5), 3)
         except KeyboardInterrupt:
             pass
         else:
@@ -221,7 +198,7 @@ def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
             # the first one goes on, as a chat's next turn does: it may reuse what the interrupted one had finished
             done = session.prefill(fused(backend, prompts[0]), policy(k), go_on=number == 0)
             np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=TOLERANCE, rtol=0)
-            assert np.array_equal(answer(session, prompts[1], k, 3), fresh[1, k][:3]), (at, k)
+            assert np.array_equal(answer(session, prompts[1], policy(k), 3), fresh[1, k][:3]), (at, k)
     assert at > 10, "the question made fewer calls than it has stages"
 
 

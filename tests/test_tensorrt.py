@@ -14,7 +14,7 @@ import pytest
 
 from tests import gpu_standin
 from tests.bundles import IGNORE, copy, export
-from tests.exported import THREADS, greedy, prompt
+from tests.exported import QUESTIONS, THREADS, greedy, prompt
 from tests.gpu_standin import Gpu
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.engines import build as engines
@@ -31,7 +31,6 @@ from vtx.runtime.tensorrt import TensorrtBackend
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
-QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2"
 WORDS = [
     "fastv:k=2",
