@@ -36,6 +36,17 @@ def load_openvino() -> Any:
     return openvino
 
 
+def arithmetic(compute: str, precision: str, threads: int) -> dict[str, Any]:
+    """The engine's settings for products of rows with weights stored in `precision`, in `compute` arithmetic."""
+    return {
+        "INFERENCE_PRECISION_HINT": compute,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": QUANTISED_ROWS.get(precision, 0),
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": 1,
+        "ENABLE_CPU_PINNING": False,  # or the graphs of two processes fight over the same cores
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Port:
     """An input or output as `contract.check` looks at it."""
@@ -115,14 +126,7 @@ class OpenvinoBackend:
         if self.compute == "bf16" and "BF16" not in able:
             raise DeviceError(f"this processor computes {', '.join(able)}, not bf16; leave out --compute bf16")
         kv = "bf16" if self.compute == "bf16" else KV_WORDS[self._manifest.kv_dtype]
-        return {
-            "INFERENCE_PRECISION_HINT": self.compute,
-            "KV_CACHE_PRECISION": kv,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": QUANTISED_ROWS.get(self._manifest.precision, 0),
-            "INFERENCE_NUM_THREADS": self.threads,
-            "NUM_STREAMS": 1,
-            "ENABLE_CPU_PINNING": False,  # or the graphs of two processes fight over the same cores
-        }
+        return {"KV_CACHE_PRECISION": kv, **arithmetic(self.compute, self._manifest.precision, self.threads)}
 
     def _read(self, name: str, promised: contract.Contract) -> Any:
         try:

@@ -17,6 +17,7 @@ from vtx.runtime.errors import ExportError
 
 BLOCK = 64
 MIN_BLOCK = 16
+INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the rows quantised block by block
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 LARGEST = float(np.finfo(np.float16).max)
 # Of the scale that reaches the block's largest weight. A Gaussian block of 64 is best served near 0.87.

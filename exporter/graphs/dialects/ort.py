@@ -10,10 +10,9 @@ import onnx_ir as ir
 
 from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
 from vtx.exporter.hf.config import TextConfig
-from vtx.exporter.weights.quantize import power_of_two_in
+from vtx.exporter.weights.quantize import INT8_ACTIVATIONS, power_of_two_in
 from vtx.runtime import names
 
-INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the rows quantised block by block
 LARGEST_BLOCK = 64  # of a row that is quantised, and of a matrix with one scale a row
 
 
