@@ -19,7 +19,8 @@ from tests.exported import THREADS
 from tests.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bench import machine
-from vtx.exporter.bench.ceilings import Ceilings, Product, matmul
+from vtx.exporter.bench.ceilings import Ceilings
+from vtx.exporter.bench.products import GRAPHS, Kind, Product
 from vtx.exporter.bench.series import markdown, shown, spread
 from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import weights_read
@@ -28,7 +29,6 @@ from vtx.runtime.bundle import Bundle
 from vtx.runtime.flops import attention_macs, encode_flops
 from vtx.runtime.inspect import kv_bytes
 from vtx.runtime.model import Model, load
-from vtx.runtime.ort import load_onnxruntime, share_threads
 
 NEW, REPEATS = 4, 3
 FORBIDDEN = ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub")
@@ -160,10 +160,49 @@ def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path
     assert found["depths"][0]["ms"]["second_at_another_k"] is None
 
 
+@pytest.mark.parametrize(
+    ("device", "compute", "precision", "read_as", "products"),
+    [
+        ("cpu", "f32", "fp16", "fp32", {"gemm": "by onnxruntime, f32 arithmetic"}),
+        ("cpu", "f32", "int4", "int4",
+         {"gemm": "by onnxruntime, int4 weights, products of integers, f32", "vision_gemm": "int8 weights"}),
+        ("openvino", "f32", "fp16", "fp32", {"gemm": "by OpenVINO, f32 arithmetic"}),
+        ("openvino", "bf16", "fp32", "bf16", {"gemm": "by OpenVINO, bf16 arithmetic"}),
+        ("openvino", "bf16", "int8", "int8", {"gemm": "by OpenVINO, int8 weights, products of integers, bf16"}),
+    ],
+)  # fmt: skip
+def test_ceilings_are_measured_in_the_arithmetic_that_computes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str, compute: str, precision: str, read_as: str,
+    products: dict[str, str],
+) -> None:  # fmt: skip
+    if device == "openvino":
+        openvino = pytest.importorskip("openvino")
+        if compute == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            pytest.skip("this processor does not compute in bf16")
+    made, target = export(tiny_checkpoint(), tmp_path / "bundle", precision=precision).folder, tmp_path / "out.json"
+    words = ("--device", device, "--compute", compute, "--k", "none,3", "--repeats", "1", "--json", str(target))
+    done = vtx_bench(made, *words)
+    assert done.exit_code == 0, done.stderr
+    assert f"on {device} (asked for) in {compute}; predicted" in done.stderr
+    assert f"{precision} weights, on {device} in {compute} arithmetic" in done.stdout
+    found = json.loads(target.read_text())
+    assert (found["model"]["device"], found["model"]["compute"]) == (device, compute)
+    assert found["model"]["weights_read_as"] == read_as
+    assert f"A token is counted as reading {read_as} weights" in done.stdout
+    assert set(found["ceilings"]) == {*products, "read"}
+    for name, words_of in products.items():
+        assert words_of in found["ceilings"][name]["what"]
+        assert words_of in done.stdout
+    for depth in found["depths"]:
+        ceiling = found["ceilings"].get("vision_gemm", found["ceilings"]["gemm"])["flops_per_s"]["max"]
+        rate = depth["vision_flops"] / depth["ms"]["vision"]["median"] * 1000
+        assert depth["shares"]["vision"] == pytest.approx(rate / ceiling)
+
+
 def test_a_device_without_a_known_ceiling_gets_no_shares(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.exporter.bench.commands.CPUS", ())
+    monkeypatch.setattr("vtx.exporter.bench.products.ENGINES", {})
     target = tmp_path / "out.json"
     done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--json", str(target))
     assert done.exit_code == 0, done.stderr
@@ -172,29 +211,22 @@ def test_a_device_without_a_known_ceiling_gets_no_shares(
     assert json.loads(target.read_text())["depths"][0]["shares"] is None
 
 
-@pytest.mark.parametrize(
-    ("precision", "floats", "integers"), [("fp32", 4, None), ("fp16", 2, None), ("int8", 2, 1), ("int4", 2, 0.5)]
-)
+@pytest.mark.parametrize(("precision", "integers"), [("fp32", None), ("fp16", None), ("int8", 1), ("int4", 0.5)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_token_reads_the_weights_as_they_are_stored_or_widened(
-    tiny_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    precision: str,
-    floats: int,
-    integers: float | None,
-    tied: bool,
+def test_a_token_reads_integers_as_they_are_stored_and_floats_as_they_are_computed_with(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, integers: float | None, tied: bool
 ) -> None:
     made = export(tiny_checkpoint(Tiny(tied=tied)), tmp_path / "bundle", precision=precision)
     size = bundle_size(made).decoder
     matrices, head = size.layers * size.layer_macs, size.head_macs
-    stored, widened = weights_read(made, widened=False), weights_read(made, widened=True)
+    narrow, wide = weights_read(made, 2), weights_read(made, 4)
     if integers is None:
         everything = matrices + head + size.small_parameters
-        assert (stored, widened) == (floats * everything, 4 * everything)
+        assert (narrow, wide) == (2 * everything, 4 * everything)
     else:
-        assert stored > integers * matrices + 2 * size.small_parameters + head
-        assert stored < matrices * (integers + 0.25) + 2 * (head + size.small_parameters) + 8 * size.layer_outputs
-        assert 2 * size.small_parameters <= widened - stored <= 2 * (head + size.small_parameters)
+        assert narrow > integers * matrices + 2 * size.small_parameters + head
+        assert narrow < matrices * (integers + 0.25) + 2 * (head + size.small_parameters) + 8 * size.layer_outputs
+        assert 2 * size.small_parameters <= wide - narrow <= 2 * (head + size.small_parameters)
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -218,27 +250,53 @@ def test_a_stopwatch_changes_no_answer_and_sees_every_call(bundle: Path, image: 
     assert watched.backend.device == plain.backend.device
 
 
-def test_the_written_graph_is_sound_and_multiplies() -> None:
-    import onnx
+KINDS = [
+    Kind("cpu", "f32", "float"), Kind("cpu", "f32", "int8"), Kind("cpu", "f32", "int4"),
+    Kind("openvino", "f32", "float"), Kind("openvino", "f32", "int8"), Kind("openvino", "f32", "int4"),
+    Kind("openvino", "bf16", "float"), Kind("openvino", "bf16", "int8"), Kind("openvino", "bf16", "int4"),
+]  # fmt: skip
 
-    weights = np.random.default_rng(0).standard_normal((300, 5), np.float32)
-    rows = np.random.default_rng(1).standard_normal((4, 300), np.float32)
-    model = matmul(4, weights)
-    onnx.checker.check_model(onnx.load_model_from_string(model))
-    ort = load_onnxruntime()
-    share_threads(ort, THREADS)
-    options = ort.SessionOptions()
-    options.use_per_session_threads = False
-    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    np.testing.assert_allclose(session.run(None, {"x": rows})[0], rows @ weights, rtol=1e-5, atol=1e-5)
+
+@pytest.mark.parametrize("kind", KINDS, ids=Kind.in_words)
+def test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it(kind: Kind) -> None:
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    if kind.device == "openvino":
+        openvino = pytest.importorskip("openvino")
+        if kind.compute == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            pytest.skip("this processor does not compute in bf16")
+    graph = onnx.load_model_from_string(GRAPHS[kind.device, kind.stored](kind, 4, 256, 8))
+    rows = np.random.default_rng(1).standard_normal((4, 256), np.float32)
+    if graph.graph.node[0].op_type == "MatMulNBits":
+        weights = {t.name: onnx.numpy_helper.to_array(t) for t in graph.graph.initializer}
+        octets = weights["w"].reshape(8, -1)
+        if kind.stored == "int4":
+            octets = np.stack((octets & 15, octets >> 4), -1).reshape(8, -1)
+        middle = 8 if kind.stored == "int4" else 128
+        wanted = rows @ (np.repeat(weights["scales"], 64, 1) * (octets.astype(np.float32) - middle)).T
+    else:
+        onnx.checker.check_model(graph)
+        wanted = ReferenceEvaluator(graph).run(None, {"x": rows})[0]
+    product = Product(kind, 4, 256, 8, THREADS)
+    assert product.flops == 2 * 4 * 256 * 8
+    found = np.asarray(product())
+    exact = (kind.compute, kind.stored) == ("f32", "float")
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=(1e-6 if exact else 0.03) * np.abs(wanted).max())
+    assert np.abs(found - wanted).max() > 0 or exact, "it did not compute more narrowly"
+
+
+def test_kinds_tell_apart_what_computes_otherwise_and_only_that() -> None:
+    assert Kind.of("cpu", "f32", "fp16") == Kind.of("cpu", "f32", "fp32")
+    assert Kind.of("openvino", "bf16", "fp32") != Kind.of("openvino", "f32", "fp32")
+    assert Kind.of("cpu", "f32", "int8") != Kind.of("cpu", "f32", "int4")
 
 
 def test_ceilings_are_rates_of_products_and_of_memory() -> None:
-    assert Product(3, 4, 5, THREADS).flops == 2 * 3 * 4 * 5
-    ceilings = Ceilings(1, 8, 8, THREADS)
+    ceilings = Ceilings({"gemm": Kind("cpu", "f32", "float")}, 1, 8, 8, THREADS)
     ceilings.measure()
     found = ceilings.report()
-    assert "[256, 1024] x [1024, 1024]" in found["gemm"]["what"]
+    assert "[256, 1024] x [1024, 1024] by onnxruntime, f32 arithmetic" in found["gemm"]["what"]
     assert found["gemm"]["flops_per_s"]["median"] > 1e8
     assert found["read"]["bytes_per_s"]["median"] > 1e8
 
@@ -295,6 +353,8 @@ def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
         (["--warmup", "-1"], 1, "--warmup is -1"),
         (["--threads", "-1"], 1, "threads is -1"),
         (["--device", "abacus"], 1, "abacus"),
+        (["--device", "cpu", "--compute", "bf16"], 1, "cpu computes in f32, not bf16; that has: openvino"),
+        (["--compute", "f8"], 1, "no device computes in 'f8'; there are: f32, bf16, f16"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_measured(

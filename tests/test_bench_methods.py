@@ -255,7 +255,7 @@ def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Me
     found = [{m: Found(r[n], bool(r[n]), flops[m], 100, 5.0, 8, ms) for m, r in rights.items()} for n in range(count)]
     spec = SimpleNamespace(name="made-up", layers=8, vision_tokens=V)
     model: Any = SimpleNamespace(
-        manifest=SimpleNamespace(model=spec, precision="fp32"), backend=SimpleNamespace(device="cpu")
+        manifest=SimpleNamespace(model=spec, precision="fp32"), backend=SimpleNamespace(device="cpu", compute="f32")
     )
     data = SimpleNamespace(source="nowhere")
     trial: Any = SimpleNamespace(

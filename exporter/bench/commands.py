@@ -13,7 +13,6 @@ from vtx.exporter.libraries import exporter
 from vtx.runtime.console import bar, command, end_on_sigterm, note
 from vtx.runtime.errors import BundleError, DeviceError
 
-CPUS = ("cpu", "openvino")  # devices whose ceilings can be measured here
 DEMO_KS = (8, 3, 4, 5, 6, 12, 16)  # the first is the one behind reductions
 DEMO_REDUCTIONS = (
     "none", "lsm", "cls:keep=0.25", "cls:keep=0.5", "fastv", "fastv:k=2,ratio=0.75", "mustdrop:192", "mustdrop:128",
@@ -62,13 +61,14 @@ def _ks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[K, ..
 @click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
 @click.option("--samples", type=int, default=200, show_default=True, help="Questions to ask, drawn from DATA.")
 @click.option("--device", default="auto", show_default=True, help="Where to compute, as vtx-run takes it.")
+@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
 @click.option("--threads", type=int, help="[default: all cores]")
 @click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here, too.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
 def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
     new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
-    device: str, threads: int | None, target: Path | None, plot: Path | None,
+    device: str, compute: str | None, threads: int | None, target: Path | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
 
@@ -94,12 +94,12 @@ def bench(
     threads = threads or cores()
     if methods:
         found = _data(data, images, samples)
-        model = load(methods_bundle(bundle), device=device, threads=threads)
+        model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads)
         interrupted = _compare(model, found, ks or _all(model.manifest), new_tokens, threads, target, plot)
     else:
         asked = QUESTION if question is None else question
         work = Workload(image or golden_image(), asked, prompt_tokens, new_tokens, repeats, warmup, threads)
-        model = load(find_bundle(bundle), device=device, threads=threads)
+        model = load(find_bundle(bundle), device=device, compute=compute, threads=threads)
         interrupted = _measure(model, work, ks or _all(model.manifest), target, plot)
     if interrupted:
         raise KeyboardInterrupt
@@ -112,7 +112,7 @@ def _measure(model: Model, work: Workload, ks: tuple[K, ...], target: Path | Non
     from vtx.exporter.bench.report import in_tables, make_report
 
     bench = Bench(model, work, ks)
-    note(f"{model.manifest.model.name} on {model.backend.device}; predicted: about {bench.probe():.0f} s")
+    note(f"{model.manifest.model.name} on {_place(model)}; predicted: about {bench.probe():.0f} s")
     ceilings = _ceilings(bench)
     with bar() as show:
         found = bench.run(ceilings, show)
@@ -135,7 +135,7 @@ def _compare(
         note("this bundle leaves out no rows but by withdrawal; export it with --reduce to compare others")
     trial = Trial(model, data, methods, new_tokens, threads)
     note(
-        f"{model.manifest.model.name} on {model.backend.device}: {len(methods)} methods on {len(data.items)} questions "
+        f"{model.manifest.model.name} on {_place(model)}: {len(methods)} methods on {len(data.items)} questions "
         f"of {data.source}; predicted: about {trial.probe():.0f} s"
     )
     with bar() as show:
@@ -144,6 +144,10 @@ def _compare(
     click.echo(in_tables(report))
     _write(report, target, plot, draw_comparison)
     return trial.interrupted
+
+
+def _place(model: Model) -> str:
+    return f"{model.backend.device} ({model.why}) in {model.backend.compute}"
 
 
 def _data(source: str | None, images: Path | None, samples: int) -> Data:
@@ -182,14 +186,20 @@ def _all(manifest: Manifest) -> tuple[K, ...]:
 
 def _ceilings(bench: Bench) -> Ceilings | None:
     """What the machine can do at the most, where it is a CPU that computes."""
-    from vtx.exporter.bench.ceilings import Ceilings
+    from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM, Ceilings
+    from vtx.exporter.bench.products import ENGINES, Kind
 
-    if bench.model.backend.device not in CPUS:
-        note(f"no ceilings: they are measured for CPUs, and this is {bench.model.backend.device}")
+    backend, manifest = bench.model.backend, bench.model.manifest
+    if backend.device not in ENGINES:
+        note(f"no ceilings: they are measured for CPUs, and this is {backend.device}")
         return None
-    spec, rows = bench.model.manifest.model, bench.tokens(bench.found.question)
+    decoder, tower = (
+        Kind.of(backend.device, backend.compute, stored) for stored in (manifest.precision, manifest.vision_precision)
+    )
+    kinds = {GEMM: decoder} if tower == decoder else {GEMM: decoder, VISION_GEMM: tower}
+    rows = bench.tokens(bench.found.question)
     try:
-        return Ceilings(rows, spec.hidden, bench.worker.width, bench.work.threads)
+        return Ceilings(kinds, rows, manifest.model.hidden, bench.worker.width, bench.work.threads)
     except DeviceError as e:
         note(f"no ceilings: {e}")
         return None

@@ -40,6 +40,7 @@ def make_comparison(trial: Trial) -> dict[str, Any]:
             "vision_tokens": trial.model.manifest.model.vision_tokens,
             "precision": trial.model.manifest.precision,
             "device": trial.model.backend.device,
+            "compute": trial.model.backend.compute,
             "threads": trial.threads,
         },
         "data": {"source": trial.data.source, "items": len(trial.found), "skipped": trial.skipped},
@@ -147,8 +148,9 @@ def in_tables(report: Mapping[str, Any]) -> str:
     parts = [
         in_words(report["machine"]),
         f"{model['name']}, {model['layers']} layers, {model['vision_tokens']} vision tokens an image, "
-        f"{model['precision']} weights, on {model['device']} with {model['threads']} threads; {data['items']} "
-        f"questions of {data['source']}{skipped}.{cut_short} Milliseconds are medians with quartiles, the rest means.",
+        f"{model['precision']} weights, on {model['device']} in {model['compute']} arithmetic with "
+        f"{model['threads']} threads; {data['items']} questions of {data['source']}{skipped}.{cut_short} "
+        "Milliseconds are medians with quartiles, the rest means.",
         markdown([METHOD_HEADS, *map(_method_row, report["methods"])]),
     ]
     if report["compared"]:

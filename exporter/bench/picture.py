@@ -36,7 +36,7 @@ def _fill(figure: Any, report: Mapping[str, Any]) -> None:
     model, work = report["model"], report["workload"]
     figure.suptitle(
         f"{model['name']}, {model['precision']}, {work['prompt_tokens']} tokens, {work['vision_tokens']} of the image; "
-        f"{model['device']}, {work['threads']} threads",
+        f"{model['device']} in {model['compute']}, {work['threads']} threads",
         fontsize=10,
     )
 
@@ -66,7 +66,10 @@ def _fill_comparison(figure: Any, report: Mapping[str, Any]) -> None:
     left.legend(fontsize=8)
     left.margins(y=0.15)
     model, data = report["model"], report["data"]
-    figure.suptitle(f"{model['name']}, {data['items']} questions of {data['source']}; {model['device']}", fontsize=10)
+    figure.suptitle(
+        f"{model['name']}, {data['items']} questions of {data['source']}; {model['device']} in {model['compute']}",
+        fontsize=10,
+    )
 
 
 def _costs(axes: Any, report: Mapping[str, Any], cost: Callable[[Mapping[str, Any]], float]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM
 from vtx.exporter.bench.machine import in_words
 from vtx.exporter.bench.measure import Bench, K, Measurement, Turn
 from vtx.exporter.bench.series import Series, markdown, shown, spread
@@ -31,6 +32,7 @@ def make_report(bench: Bench, found: Measurement) -> dict[str, Any]:
             "kv_dtype": manifest.kv_dtype,
             "weights_read_as": bench.worker.weights,
             "device": model.backend.device,
+            "compute": model.backend.compute,
         },
         "workload": {
             "prompt_tokens": stats.prompt_tokens,
@@ -98,10 +100,10 @@ def in_tables(report: Mapping[str, Any]) -> str:
         [
             in_words(report["machine"]),
             f"{model['name']} ({model['bundle']}), {model['layers']} layers of {model['hidden']}, "
-            f"{model['precision']} weights, on {model['device']} with {work['threads']} threads; a prompt of "
-            f"{work['prompt_tokens']} tokens, {work['vision_tokens']} of them of the image, {work['new_tokens']} new "
-            f"ones, {work['repeats']} repeats.{cut_short} Loaded once in {report['load_ms']:.0f} ms"
-            f"{_held(report['loaded_bytes'])}.",
+            f"{model['precision']} weights, on {model['device']} in {model['compute']} arithmetic with "
+            f"{work['threads']} threads; a prompt of {work['prompt_tokens']} tokens, {work['vision_tokens']} of them "
+            f"of the image, {work['new_tokens']} new ones, {work['repeats']} repeats.{cut_short} "
+            f"Loaded once in {report['load_ms']:.0f} ms{_held(report['loaded_bytes'])}.",
             "Milliseconds, medians with quartiles (extremes where there are fewer than four):",
             markdown([[*heads, *(name.replace("_", " ") for name in FIRST)], *_rows(named, depths, _times)]),
             "Prefill by stage, milliseconds:",
@@ -148,22 +150,17 @@ def _held(count: int | None) -> str:
 
 
 def _ceilings(report: Mapping[str, Any]) -> str:
-    found, model = report["ceilings"], report["model"]
+    found, weights = report["ceilings"], report["model"]["weights_read_as"]
     if not found:
         return "No ceilings were measured, so no share of them is given."
-    gemm, read = found["gemm"], found["read"]
+    rates = {GEMM: ("", "FLOP"), VISION_GEMM: ("for the tower ", "FLOP"), "read": ("", "B")}
+    said = [_ceiling(*rates[name], found[name]) for name in rates if name in found]
     return (
-        f"Ceilings, the best of the rounds, in turn with the above: {gemm['what']}: "
-        f"{gemm['flops_per_s']['max'] / 1e9:.1f} GFLOP/s; {read['what']}: {read['bytes_per_s']['max'] / 1e9:.1f} GB/s. "
-        f"{_compared(model['weights_read_as'])}"
+        f"Ceilings, the best of the rounds, in turn with the above: {'; '.join(said)}. "
+        f"A token is counted as reading {weights} weights."
     )
 
 
-def _compared(weights: str) -> str:
-    """What a share compares, by the precision in which a token reads the weights."""
-    if weights == "fp32":
-        return "Weights lie in memory in float32, and both sides compute in it."
-    return (
-        f"A token is counted as reading {weights} weights; the product is of float32 alone, so that a share of it can "
-        "be above 100%."
-    )
+def _ceiling(what: str, unit: str, found: Mapping[str, Any]) -> str:
+    series = found["flops_per_s" if unit == "FLOP" else "bytes_per_s"]
+    return f"{what}{found['what']}: {series['max'] / 1e9:.1f} G{unit}/s"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM
+from vtx.exporter.bench.products import BITS
 from vtx.exporter.bench.series import Series
 from vtx.exporter.bench.stopwatch import Call
 from vtx.exporter.hf.checkpoint import canonical_name
@@ -17,7 +20,8 @@ from vtx.runtime.manifest import KV_BYTES, Manifest, StageSpec
 from vtx.runtime.memory import SCALES
 from vtx.runtime.safetensors import TensorInfo, read_header
 
-WIDENED, NARROW = ("fp16", "bf16"), ("F16", "BF16")  # weights that onnxruntime's CPU provider holds in float32
+FLOATS = {"f32": ("fp32", 4), "bf16": ("bf16", 2), "f16": ("fp16", 2)}  # by arithmetic: the precision, bytes a number
+FLOATING = ("F32", "F16", "BF16")
 HEAD, EMBEDDING = "head.weight", "text.embed_tokens.weight"
 
 
@@ -31,16 +35,20 @@ class Work:
 
 
 class Worker:
-    """Counts the work of one bundle on one device. `weights` is the precision in which a token reads them."""
+    """Counts the work of one bundle in `compute` arithmetic, which engines bring floating-point weights to at load.
 
-    def __init__(self, bundle: Bundle, device: str) -> None:
+    `weights` is the precision in which a token reads them.
+    """
+
+    def __init__(self, bundle: Bundle, compute: str) -> None:
         manifest = bundle.manifest
         self._size: ModelSize = bundle_size(bundle)
         self.decoder = self._size.decoder
         self._stages = stages(manifest)
-        self.weights = "fp32" if device == "cpu" and manifest.precision in WIDENED else manifest.precision
-        self._weights = weights_read(bundle, widened=device == "cpu")
-        self._slot_bytes = self.decoder.slot_elements * KV_BYTES[manifest.kv_dtype]
+        floats, float_bytes = FLOATS[compute]
+        self.weights = manifest.precision if manifest.precision in BITS else floats
+        self._weights = weights_read(bundle, float_bytes)
+        self._slot_bytes = self.decoder.slot_elements * min(float_bytes, KV_BYTES[manifest.kv_dtype])
         self.width = self.decoder.ffn
 
     def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> Work:
@@ -66,10 +74,10 @@ class Worker:
         return self._slot_bytes * slots / tokens
 
 
-def weights_read(bundle: Bundle, *, widened: bool) -> int:
-    """Bytes of the decoder's and the head's weights, scales too, each of which a token reads once.
+def weights_read(bundle: Bundle, float_bytes: int) -> int:
+    """Bytes of the decoder's and the head's weights, each of which a token reads once.
 
-    `widened`: narrow floats lie in memory as float32, but for scales.
+    Floating-point weights count `float_bytes` a number, integers and their scales as they are stored.
     """
     tensors: dict[str, TensorInfo] = {}
     for file in bundle.manifest.files:
@@ -78,7 +86,7 @@ def weights_read(bundle: Bundle, *, widened: bool) -> int:
             tensors |= {canonical_name(name): info for name, info in stored.items()}
     head = HEAD if HEAD in tensors else EMBEDDING  # tied
     return sum(
-        info.nbytes * (2 if widened and info.dtype in NARROW and not name.endswith(SCALES) else 1)
+        info.nbytes if name.endswith(SCALES) or info.dtype not in FLOATING else float_bytes * math.prod(info.shape)
         for name, info in tensors.items()
         if name.startswith(("text.layers.", "text.norm.", head))
     )
@@ -91,14 +99,16 @@ def stages(manifest: Manifest) -> tuple[StageSpec, ...]:
 
 def shares(work: Work, ms: Mapping[str, Series | None], ceilings: Mapping[str, Any]) -> dict[str, float | None]:
     """Arithmetic of tower and prefill as a share of the best matrix product, reading of a token as one of memory's."""
-    flops, read = (ceilings[name][unit]["max"] for name, unit in (("gemm", "flops_per_s"), ("read", "bytes_per_s")))
+    read = ceilings["read"]["bytes_per_s"]["max"]
+    prefill = ceilings[GEMM]["flops_per_s"]["max"]
+    vision = ceilings[VISION_GEMM]["flops_per_s"]["max"] if VISION_GEMM in ceilings else prefill
 
     def share(amount: int, phase: str, ceiling: float) -> float | None:
         series = ms[phase]
         return 1000 * amount / series["median"] / ceiling if amount and series and series["median"] else None
 
     return {
-        "vision": share(work.vision_flops, "vision", flops),
-        "prefill": share(work.prefill_flops, "prefill", flops),
+        "vision": share(work.vision_flops, "vision", vision),
+        "prefill": share(work.prefill_flops, "prefill", prefill),
         "decode": share(work.decode_bytes, "decode_per_token", read),
     }

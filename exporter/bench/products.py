@@ -1,0 +1,118 @@
+"""One matrix product as a bundle computes it: on its engine, with its kind of weights, in its arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vtx.exporter.bench.wire import FLOAT, INT4, INT8, UINT8, Constant, Node, model
+from vtx.exporter.weights.quantize import BLOCK, INT8_ACTIVATIONS
+from vtx.runtime.openvino import arithmetic, load_openvino
+from vtx.runtime.ort import load_onnxruntime, share_threads
+
+BITS = {"int8": 8, "int4": 4}
+ENGINES = {"cpu": "onnxruntime", "openvino": "OpenVINO"}  # by device: those whose products are known here
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Where the product is computed, in which arithmetic, and how the weights are stored.
+
+    `stored` is int8 or int4; floating-point weights are brought to the arithmetic when they are loaded, so all of
+    them are "float".
+    """
+
+    device: str
+    compute: str
+    stored: str
+
+    @classmethod
+    def of(cls, device: str, compute: str, precision: str) -> Kind:
+        return cls(device, compute, precision if precision in BITS else "float")
+
+    def in_words(self) -> str:
+        weights = "" if self.stored == "float" else f"{self.stored} weights, products of integers, "
+        return f"{ENGINES[self.device]}, {weights}{self.compute} arithmetic"
+
+
+class Product:
+    """[rows, depth] by [depth, width], `flops` FLOPs a call; the matrix is a constant, as weights are.
+
+    `depth` is a multiple of 64 where the weights are integers.
+    """
+
+    def __init__(self, kind: Kind, rows: int, depth: int, width: int, threads: int) -> None:
+        graph = GRAPHS[kind.device, kind.stored](kind, rows, depth, width)
+        self._run = (_onnxruntime if kind.device == "cpu" else _openvino)(graph, kind, threads)
+        self._rows = {"x": np.random.default_rng(1).standard_normal((rows, depth), np.float32)}
+        self.flops = 2 * rows * depth * width
+
+    def __call__(self) -> Any:
+        """The product [rows, width] in the engine's own type of array."""
+        return self._run(self._rows)
+
+
+def _onnxruntime(graph: bytes, _: Kind, threads: int) -> Any:
+    ort = load_onnxruntime()
+    share_threads(ort, threads)
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return lambda rows: session.run(None, rows)[0]
+
+
+def _openvino(graph: bytes, kind: Kind, threads: int) -> Any:
+    core = load_openvino().Core()
+    settings = arithmetic(kind.compute, kind.stored, threads)
+    request = core.compile_model(core.read_model(graph, b""), "CPU", settings).create_infer_request()
+
+    def run(rows: Any) -> Any:
+        request.infer(rows, share_inputs=True, share_outputs=True)
+        return request.get_tensor("y").data
+
+    return run
+
+
+def _random() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def _floats(_: Kind, rows: int, depth: int, width: int) -> bytes:
+    weights = Constant(FLOAT, (depth, width), _random().standard_normal((depth, width), np.float32))
+    return model([Node("MatMul", ("x", "w"), "y")], {"w": weights}, (rows, depth), (rows, width))
+
+
+def _octets(count: int) -> np.typing.NDArray[np.uint8]:
+    return _random().integers(0, 256, count, np.uint8)
+
+
+def _scales(*shape: int) -> Constant:
+    return Constant(FLOAT, shape, np.full(shape, 0.01, np.float32))
+
+
+def _in_blocks(kind: Kind, rows: int, depth: int, width: int) -> bytes:
+    """As the dialect `ort` writes it."""
+    bits, blocks = BITS[kind.stored], depth // BLOCK
+    octets = Constant(UINT8, (width, blocks, BLOCK * bits // 8), _octets(width * depth * bits // 8))
+    attributes = {"K": depth, "N": width, "bits": bits, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
+    node = Node("MatMulNBits", ("x", "w", "scales"), "y", attributes, "com.microsoft")
+    return model([node], {"w": octets, "scales": _scales(width, blocks)}, (rows, depth), (rows, width))
+
+
+def _dequantised(kind: Kind, rows: int, depth: int, width: int) -> bytes:
+    """As the dialect `plain` writes it: a scale a row for int8, one for each block for int4."""
+    if kind.stored == "int8":
+        weights, scales, how = Constant(INT8, (width, depth), _octets(width * depth)), _scales(width), {"axis": 0}
+    else:
+        weights = Constant(INT4, (width, depth), _octets(width * depth // 2))
+        scales, how = _scales(width, depth // BLOCK), {"axis": 1, "block_size": BLOCK}
+    nodes = [Node("DequantizeLinear", ("w", "scales"), "wide", how), Node("Gemm", ("x", "wide"), "y", {"transB": 1})]
+    return model(nodes, {"w": weights, "scales": scales}, (rows, depth), (rows, width))
+
+
+GRAPHS = {
+    ("cpu", "float"): _floats, ("cpu", "int8"): _in_blocks, ("cpu", "int4"): _in_blocks,
+    ("openvino", "float"): _floats, ("openvino", "int8"): _dequantised, ("openvino", "int4"): _dequantised,
+}  # fmt: skip
