@@ -17,12 +17,14 @@ from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows, Scores
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.machine import cores
 from vtx.runtime.manifest import StageSpec
+from vtx.runtime.memory import zeros_in_small_pages
+from vtx.runtime.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST, page_caches
 from vtx.runtime.rope import read_rope
-from vtx.runtime.stateful import SEQUENCE, fuse_attention, keep_state
 
 DIALECT = "plain"
 WORDS = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # OpenVINO's and onnxruntime's
 KV_WORDS = {"float32": "f32", "float16": "f16"}  # numpy's and OpenVINO's
+KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}  # of what K and V are arrays; bfloat16's bits
 # Values of a row that share a scale where rows are quantised for products of integers, as onnxruntime does it too.
 QUANTISED_ROWS = {"int8": 128, "int4": 64}
 
@@ -109,6 +111,7 @@ class OpenvinoBackend:
         self.device, self.dialect, self.compute = "openvino", DIALECT, compute
         self.threads = threads or cores()
         self._core = self._openvino.Core()
+        self._kv = "bf16" if compute == "bf16" else KV_WORDS[self._manifest.kv_dtype]
         self._settings = self._choose_settings()
         graphs = self._manifest.dialects[DIALECT]
         self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
@@ -125,8 +128,7 @@ class OpenvinoBackend:
         able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if self.compute == "bf16" and "BF16" not in able:
             raise DeviceError(f"this processor computes {', '.join(able)}, not bf16; leave out --compute bf16")
-        kv = "bf16" if self.compute == "bf16" else KV_WORDS[self._manifest.kv_dtype]
-        return {"KV_CACHE_PRECISION": kv, **arithmetic(self.compute, self._manifest.precision, self.threads)}
+        return {"KV_CACHE_PRECISION": self._kv, **arithmetic(self.compute, self._manifest.precision, self.threads)}
 
     def _read(self, name: str, promised: contract.Contract) -> Any:
         try:
@@ -141,8 +143,7 @@ class OpenvinoBackend:
 
     def _compile_stage(self, spec: StageSpec) -> Any:
         model = self._read(spec.graph, contract.stage(self._manifest, spec, DIALECT))
-        fuse_attention(model)
-        keep_state(model, range(spec.first, spec.last + 1))
+        page_caches(model, range(spec.first, spec.last + 1), self._manifest.model.heads)
         return self._engine(spec.graph, model)
 
     def _engine(self, name: str, model: Any) -> Any:
@@ -194,24 +195,30 @@ class OpenvinoBackend:
 
 
 class OpenvinoStageCache:
-    """`StageCache` whose K and V are the state of an infer request over the stage's one compiled graph.
+    """`StageCache` whose K and V are arrays of blocks, which an infer request over the stage's graph reads and fills.
 
-    The state may hold more slots than `length` says, after `keep` and after an interrupt; they are cut off before
-    rows are appended. A state is slow to read and fast to set: what was read stays here, and is set again when as
-    much or less is to stay. One row, as in decoding, runs through tensors made once.
+    Slots are forgotten by being counted no longer. One row, as in decoding, runs through tensors made once.
     """
 
     def __init__(self, backend: OpenvinoBackend, compiled: Any, spec: StageSpec, capacity: int) -> None:
-        self._backend, self._spec, self.capacity = backend, spec, capacity
+        self._backend, self.capacity = backend, capacity
         self._tensor = backend._openvino.Tensor
         self._request = compiled.create_infer_request()
         self.length = 0
-        self._held = 0  # slots of the state, at most
-        self._first: tuple[int, dict[str, Any]] = (0, {})  # how many first slots stand in these copies of the states
+        model, blocks = backend._manifest.model, -(-capacity // BLOCK)
+        shape = (spec.layers, 2, blocks, model.kv_heads, BLOCK, model.head_dim)
+        self._kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[backend._kv]))
+        for layer, (keys, values) in zip(range(spec.first, spec.last + 1), self._kv, strict=True):
+            self._set(names.past_key(layer), self._blocks(keys))
+            self._set(names.past_value(layer), self._blocks(values))
         for name, table in zip((names.COS, names.SIN), backend._rope, strict=True):
-            self._request.set_tensor(name, self._tensor(table, shared_memory=True))
-        self._request.set_tensor(SEQUENCE, self._tensor(np.zeros(1, np.int32)))
-        hidden = backend._manifest.model.hidden
+            self._set(name, self._shared(table))
+        self._past, self._begins, self._filled = np.zeros(1, np.int32), np.zeros(2, np.int32), np.array(0, np.int32)
+        self._block_begins, self._block_numbers = np.zeros(2, np.int32), np.arange(blocks, dtype=np.int32)
+        said = (PAST, self._past), (BEGINS, self._begins), (FILLED, self._filled), (BLOCK_BEGINS, self._block_begins)
+        for name, array in said:
+            self._set(name, self._shared(array))
+        hidden = model.hidden
         self._row, self._row_position, self._row_out = (
             np.zeros((1, hidden), np.float32), np.zeros((1, 1), np.int64), np.zeros((1, hidden), np.float32),
         )  # fmt: skip
@@ -223,7 +230,6 @@ class OpenvinoStageCache:
         count = len(rows)
         if self.length + count > self.capacity:
             raise AssertionError(f"{self.length} + {count} rows in a cache of {self.capacity}")
-        self._cut_off()
         if count == 1:
             self._row[:], self._row_position[:] = rows, positions
             tensors, out = self._row_tensors, self._row_out
@@ -231,7 +237,7 @@ class OpenvinoStageCache:
             out = np.empty_like(rows)
             tensors = self._tensors(np.ascontiguousarray(rows), positions[None].copy(), out)
         self._bind(tensors)
-        self._held = self.length + count
+        self._say(count)
         self._request.infer(share_outputs=True)
         if query:
             self._query = self._request.get_tensor(names.QUERY).data.copy()
@@ -243,63 +249,54 @@ class OpenvinoStageCache:
         self.length = length
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        self._cut_off()
-        key = self._states()[names.past_key(self._spec.last)].state.data
-        return self._backend.scores(self._query[-1:] if last_only else self._query, key)
+        keys = self._kv[-1, 0, : -(-self.length // BLOCK)].swapaxes(0, 1)
+        key = keys.reshape(1, len(keys), -1, keys.shape[-1])[:, :, : self.length]
+        return self._backend.scores(self._query[-1:] if last_only else self._query, _wide(key))
 
-    def read(self, slots: Ids) -> dict[str, NDArray[np.float32]]:
-        self._cut_off()
-        return {name: np.take(state.state.data, slots, axis=2) for name, state in self._states().items()}
+    def read(self, slots: Ids) -> NDArray[Any]:
+        return self._kv[:, :, slots // BLOCK, :, slots % BLOCK]
 
-    def write(self, slots: Ids, kv: dict[str, NDArray[np.float32]], *, length: int) -> None:
-        for name, state in self._states().items():
-            _, heads, _, width = kv[name].shape
-            filled = np.empty((1, heads, length, width), np.float32)
-            if len(slots) < length:
-                before = state.state.data[:, :, :length]
-                filled[:, :, : before.shape[2]] = before
-            filled[:, :, slots] = kv[name]
-            state.state = self._tensor(filled)
-        self._first = 0, {}
-        self.length = self._held = length
+    def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
+        self._kv[:, :, slots // BLOCK, :, slots % BLOCK] = kv
+        self.length = length
 
-    def _states(self) -> dict[str, Any]:
-        """The variables by the name of the input that they stand for."""
-        return {state.name: state for state in self._request.query_state()}
+    def _say(self, count: int) -> None:
+        """Tell the attention where `count` rows go. Its buffers are made for the blocks in use: more would overflow."""
+        filled = self.length + count
+        self._past[0], self._begins[1], self._filled[...] = self.length, count, filled
+        blocks = -(-filled // BLOCK)
+        if blocks != self._block_begins[1]:
+            self._block_begins[1] = blocks
+            self._set(BLOCKS, self._shared(self._block_numbers[:blocks]))
 
-    def _cut_off(self) -> None:
-        """Bring the state down to `length` slots."""
-        if self._held == self.length:
-            return
-        if not self.length:
-            self._request.reset_state()
-            self._first = 0, {}
-        else:
-            self._set_first()
-        self._held = self.length
+    def _blocks(self, array: NDArray[Any]) -> Any:
+        """A tensor over K or V of a layer."""
+        if self._backend._kv == "bf16":
+            return self._tensor(array, array.shape, self._backend._openvino.Type.bf16)
+        return self._shared(array)
 
-    def _set_first(self) -> None:
-        """Set the state to its first `length` slots."""
-        states = self._states()
-        known, copies = self._first
-        if known < self.length:
-            copies = {name: state.state for name, state in states.items()}
-        self._first = self.length, copies
-        for name, state in states.items():
-            _, heads, _, width = copies[name].shape
-            state.state = self._tensor(copies[name], [0, 0, 0, 0], [1, heads, self.length, width])
+    def _shared(self, array: NDArray[Any]) -> Any:
+        return self._tensor(array, shared_memory=True)
+
+    def _set(self, name: str, tensor: Any) -> None:
+        self._request.set_tensor(name, tensor)
 
     def _tensors(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> tuple[tuple[str, Any], ...]:
         """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""
         arrays = ((names.HIDDEN, rows), (names.POSITIONS, positions), (names.HIDDEN_OUT, out))
-        return tuple((name, self._tensor(array, shared_memory=True)) for name, array in arrays)
+        return tuple((name, self._shared(array)) for name, array in arrays)
 
     def _bind(self, tensors: tuple[tuple[str, Any], ...]) -> None:
         if tensors is self._bound:
             return
         for name, tensor in tensors:
-            self._request.set_tensor(name, tensor)
+            self._set(name, tensor)
         self._bound = tensors
+
+
+def _wide(kv: NDArray[Any]) -> NDArray[Any]:
+    """K or V as numbers: bfloat16, which numpy lacks, is held by its bits, the upper half of a float32's."""
+    return (kv.astype(np.uint32) << 16).view(np.float32) if kv.dtype == np.uint16 else kv
 
 
 def _one_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tests import bundles
 from tests.exported import KS, QUESTIONS, THREADS, Checkpoints, Models, answer, greedy, policy, prompt
+from tests.fuse import Fuse, FusedBackend, fused
 from tests.reference import Reference
 from tests.test_gates import gate, plan, write
 from tests.tiny import Tiny, prompt_messages, random_image
@@ -214,14 +215,39 @@ def test_scores_are_those_of_onnxruntime(reduced: list[Model]) -> None:
 
 @pytest.mark.parametrize("tiny", [Tiny(), Tiny(kv_heads=4), Tiny(kv_heads=1)], ids=["gqa", "mha", "mqa"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_every_layer_attends_in_one_kernel_that_holds_its_cache(models: Get, tiny: Tiny, precision: str) -> None:
+def test_every_layer_attends_in_one_kernel_over_its_cache(models: Get, tiny: Tiny, precision: str) -> None:
     """Without the kernel each token would copy the whole cache."""
     for stage, spec in zip(models(tiny, precision).backend._stages, stage_specs(models(tiny, precision)), strict=True):  # type: ignore[attr-defined]
-        graph = stage.get_runtime_model()
-        kinds = Counter(node.get_rt_info()["layerType"].astype(str) for node in graph.get_ops())
-        assert kinds["ScaledDotProductAttention"] == spec.layers
-        assert not {"Softmax", "MatMul"} & set(kinds)
-        assert kinds["MemoryInput"] == kinds["MemoryOutput"] == 2 * spec.layers
+        kinds = Counter(node.get_rt_info()["layerType"].astype(str) for node in stage.get_runtime_model().get_ops())
+        assert kinds["PagedAttention"] == spec.layers, kinds
+        assert not {"Softmax", "MatMul", "ScaledDotProductAttention", "MemoryInput"} & set(kinds)
+
+
+@pytest.mark.parametrize(("precision", "compute"), [("fp32", "f32"), ("fp16", "f32"), ("fp16", "bf16")])
+def test_rows_fill_the_arrays_in_place_and_no_slot_beyond_is_read(models: Get, precision: str, compute: str) -> None:
+    if compute == "bf16" and not computes("bf16"):
+        pytest.skip("this processor has no bf16")
+    backend = models(precision=precision, compute=compute).backend
+    rows = np.random.default_rng(7).standard_normal((70, 64), np.float32)
+    found = []
+    for bits in (0, -1):  # zeros, and what is not a number
+        cache = backend.stage(1, 100)
+        cache._kv.view(np.int8)[:] = bits
+        chunks = [cache.append(rows[a:b], np.arange(a, b)).copy() for a, b in itertools.pairwise((0, 37, 38, 70))]
+        found.append(np.concatenate(chunks))
+        slots = cache.read(np.arange(70)).view(np.int8)
+        assert (slots != bits).mean() > 0.9
+    assert np.isfinite(found[0]).all()
+    assert np.array_equal(*found)
+
+
+def test_a_prompt_in_chunks_equals_one_at_once(model: Model) -> None:
+    rows = np.random.default_rng(8).standard_normal((90, 64), np.float32)
+    whole = model.backend.stage(1, 100).append(rows, np.arange(90))
+    for cut in (2, 31, 32, 33, 64, 88):
+        cache = model.backend.stage(1, 100)
+        parts = [cache.append(rows[a:b], np.arange(a, b)).copy() for a, b in ((0, cut), (cut, 90))]
+        assert np.array_equal(np.concatenate(parts), whole), cut
 
 
 def stage_specs(model: Model) -> Sequence[Any]:
@@ -310,8 +336,36 @@ def test_rows_that_an_interrupt_left_behind_are_forgotten(model: Model, rows: in
     assert np.array_equal(one, other)
 
 
-def test_slots_set_back_from_a_copy_are_those_that_were_there(model: Model) -> None:
-    """The copy serves shorter lengths, and none beyond what it holds, nor after the slots have changed."""
+@pytest.mark.parametrize("moment", ["before", "within", "after"])
+@pytest.mark.parametrize("earlier", [None, (1, None), (5, 2)])
+def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
+    model: Model,
+    prompts: list[Prompt],
+    fresh: dict[tuple[int, int | None], Logits],
+    moment: str,
+    earlier: tuple[int, int | None] | None,
+) -> None:
+    for at in itertools.count():
+        backend = FusedBackend(model.backend)
+        session = Session(backend, model.manifest)
+        if earlier is not None:
+            answer(session, fused(backend, prompts[earlier[0]]), policy(earlier[1]), 2)
+        backend.fuse = Fuse(at, moment)
+        try:
+            answer(session, fused(backend, prompts[0]), policy(5), 3)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        backend.fuse = Fuse()
+        for number, k in enumerate((5, 2, None)):
+            done = session.prefill(fused(backend, prompts[0]), policy(k), go_on=number == 0)
+            np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=SAME, rtol=0)
+            assert np.array_equal(answer(session, prompts[1], policy(k), 3), fresh[1, k][:3]), (at, k)
+    assert at > 10, "the question made fewer calls than it has stages"
+
+
+def test_slots_kept_are_those_that_were_there(model: Model) -> None:
     rng = np.random.default_rng(3)
     rows = rng.standard_normal((40, 64), np.float32)
     cache = model.backend.stage(1, 64)
@@ -326,9 +380,9 @@ def test_slots_set_back_from_a_copy_are_those_that_were_there(model: Model) -> N
 
     equals_fresh(rows[:0], rows[:20])
     equals_fresh(rows[:15], rows[20:24])
-    equals_fresh(rows[:15], rows[24:30])  # from the copy
-    equals_fresh(rows[:10], rows[30:38])  # from less of it
-    equals_fresh(np.concatenate([rows[:10], rows[30:34]]), rows[:2])  # slots changed beyond what was kept of it
+    equals_fresh(rows[:15], rows[24:30])
+    equals_fresh(rows[:10], rows[30:38])
+    equals_fresh(np.concatenate([rows[:10], rows[30:34]]), rows[:2])
     equals_fresh(rows[:0], rows[20:40])
     equals_fresh(rows[20:30], rows[:3])
 
