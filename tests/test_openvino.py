@@ -210,6 +210,22 @@ def test_scores_are_those_of_onnxruntime(reduced: list[Model]) -> None:
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
 
 
+def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(reduced: list[Model]) -> None:
+    if not computes("bf16"):
+        pytest.skip("this processor has no bf16")
+    narrow = load(reduced[0].bundle.folder, device="openvino", compute="bf16", threads=THREADS)
+    number = next(n for n, spec in enumerate(stage_specs(narrow)) if spec.query)
+    rows, found = np.random.default_rng(6).standard_normal((40, 64), np.float32), []
+    for model in (narrow, reduced[0]):
+        cache = model.backend.stage(number, 64)
+        cache.append(rows, np.arange(40), query=True)
+        aside = cache.read(np.arange(5, 40))
+        cache.write(np.arange(5, 40), aside, length=40)
+        found.append(np.concatenate(cache.attention()))
+    np.testing.assert_allclose(*found, atol=5e-3 * found[1].max(), rtol=0)
+    assert (found[0] != found[1]).any()
+
+
 # --- the engine's form ----------------------------------------------------------------------------
 
 
