@@ -32,7 +32,8 @@ def gated(checkpoint: Path, folder: Path, hidden: int, width: int, threads: int)
     weights = [rng.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5) for shape in shapes]
     write_safetensors(file, dict(zip(gate_tensors(K), weights, strict=True)))
     plan = plan_export(ExportOptions(str(checkpoint), (K,), "fp32", gates=file))
-    return load(run_export(plan, folder / "bundle", force=False, report=lambda *_: None).folder, threads=threads)
+    made = run_export(plan, folder / "bundle", force=False, report=lambda *_: None)
+    return load(made.folder, device="cpu", threads=threads)
 
 
 def prefill(model: Model, rows: Rows) -> Callable[[], None]:

@@ -36,7 +36,7 @@ def measure(bundle: str, threads: int) -> dict[str, Any]:
     import onnxruntime  # noqa: F401 - part of the base
 
     base = taken()
-    model = vtx.load(bundle, threads=threads)
+    model = vtx.load(bundle, device="cpu", threads=threads)
     loaded = taken()
     model.ask("how many shapes are there?", None, vtx.Options(max_new_tokens=8, ignore_eos=True))
     answered = taken()

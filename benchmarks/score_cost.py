@@ -28,7 +28,7 @@ def scored(checkpoint: Path, folder: Path, threads: int) -> Model:
     """The checkpoint as a bundle that is cut, and asked, after its first layer."""
     options = ExportOptions(str(checkpoint), (), "fp32", reductions=(f"fastv:k={LAYER}",), dialects=("ort",))
     made = run_export(plan_export(options), folder / "bundle", force=False, report=lambda *_: None)
-    return load(made.folder, threads=threads)
+    return load(made.folder, device="cpu", threads=threads)
 
 
 def prefill(stages: list[StageCache], front: Rows, tail: Rows) -> Callable[[], None]:

@@ -26,7 +26,7 @@ def kinds(bundle: Path) -> dict[str, list[str]]:
         "import vtx": [*python, "import vtx"],
         "vtx-run --help": [str(Path(sys.executable).parent / "vtx-run"), "--help"],
         "import onnxruntime": [*python, "import onnxruntime"],
-        "start to ready": [*python, f"import vtx; vtx.load({str(bundle)!r})"],
+        "start to ready": [*python, f"import vtx; vtx.load({str(bundle)!r}, device='cpu')"],
     }
 
 

@@ -352,6 +352,7 @@ def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
         (["--repeats", "0"], 1, "--repeats is 0"),
         (["--warmup", "-1"], 1, "--warmup is -1"),
         (["--threads", "-1"], 1, "threads is -1"),
+        (["--threads", "0"], 1, "threads is 0"),
         (["--device", "abacus"], 1, "abacus"),
         (["--device", "cpu", "--compute", "bf16"], 1, "cpu computes in f32, not bf16; that has: openvino"),
         (["--compute", "f8"], 1, "no device computes in 'f8'; there are: f32, bf16, f16"),

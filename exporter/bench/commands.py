@@ -91,7 +91,7 @@ def bench(
 
     if plot:
         figures()
-    threads = threads or cores()
+    threads = cores() if threads is None else threads
     if methods:
         found = _data(data, images, samples)
         model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads)
