@@ -22,7 +22,7 @@ from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.prepare import Plan
-from vtx.exporter.resume import JOURNAL, Journal
+from vtx.exporter.resume import JOURNAL, PROBE, Journal
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, sha256
@@ -41,7 +41,7 @@ def fill(folder: Path, plan: Plan, journal: Journal, report: Report) -> None:
     """Write everything of the bundle into `folder` that `journal` has not; `report` gets (phase, done, total)."""
     started = time.time()
     _write_text(folder, plan)
-    _write_graphs(folder, plan)
+    _write_graphs(folder, plan, report)
     total, done = plan.prediction.work, 0
 
     def wrote(count: int) -> None:
@@ -70,10 +70,11 @@ def _write_text(folder: Path, plan: Plan) -> None:
     write_safetensors(folder / "rope.safetensors", {names.COS: cos, names.SIN: sin}, None)
 
 
-def _write_graphs(folder: Path, plan: Plan) -> None:
+def _write_graphs(folder: Path, plan: Plan, report: Report) -> None:
     weights = {**plan.weights.stored, **_write_gates(folder, plan)}
-    for dialect, graphs in plan.dialects.items():
+    for done, (dialect, graphs) in enumerate(plan.dialects.items(), 1):
         _write_dialect(folder, plan, dialect, graphs, weights)
+        report("graphs", done, len(plan.dialects))
 
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
@@ -97,6 +98,15 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         write(graphs.score, precisions.decoder, lambda b: build_score(b, text, kv))
     for gate in graphs.gates:
         write(gate.graph, precisions.decoder, partial(build_gate, c=text, k=gate.k))
+
+
+def write_first_layer(path: Path, plan: Plan, dialect: str) -> None:
+    """Write the graph of a stage of one layer, as a sample of the work that graphs are."""
+    text, kv = plan.config.text, KV_ELEMENTS[plan.precisions.kv_dtype]
+    written = make_dialect(dialect, plan.precisions.decoder, plan.max_context, kv)
+    builder = Builder("stage", plan.weights.stored, path.parent, written)
+    build_stage(builder, text, first=1, last=1, kv_type=kv, query=False)
+    builder.write(path)
 
 
 def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
@@ -138,9 +148,8 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
 
 def _manifest(folder: Path, plan: Plan, weights: Mapping[str, FileRecord], started: float, report: Report) -> Manifest:
     text, precisions = plan.config.text, plan.precisions
-    paths = sorted(
-        p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in {*weights, JOURNAL}
-    )
+    others = {*weights, JOURNAL, PROBE}
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
     total, done, records = sum(p.stat().st_size for p in paths), 0, dict(weights)
 
     def hashed(count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,13 @@ import click
 
 from vtx.exporter.choose.commands import calibrated
 from vtx.exporter.libraries import exporter
-from vtx.runtime.console import bar, command, end_on_sigterm, note, table
+from vtx.runtime.console import command, end_on_sigterm, note, table
 from vtx.runtime.last import home, remember, remembered
 from vtx.runtime.names import DIALECTS
 
 if TYPE_CHECKING:
     from vtx.exporter.export import Plan
+    from vtx.exporter.forecast import Forecast
     from vtx.exporter.retain import Retain
     from vtx.runtime.bundle import Bundle
 
@@ -149,28 +151,46 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     import time
 
     from vtx.exporter.predict import peak_memory
-    from vtx.runtime.units import size
+    from vtx.exporter.progress import export_bars
+    from vtx.runtime.units import duration, size
 
-    started, forecast = time.monotonic(), plan.prediction
-    linked = f", {size(forecast.linked)} of it linked or copied unchanged" if forecast.linked else ""
-    note(f"predicted: {size(forecast.disk)} of disk{linked}; {size(forecast.export_memory)} of memory to export,")
+    predicted, expected, started = plan.prediction, 0.0, 0.0
+    linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
+    note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
     p = plan.precisions
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if part in ("fp16", "bf16")})
     wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
-    note(f"           {size(forecast.run_memory)} to run with onnxruntime on a CPU{wider}")
+    note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
     for word in plan.reductions.words:
         note(f"reduces:   {word}")
-    with bar() as report:
-        bundle = exporter().run_export(plan, out, force=force, report=report, say=note)
-    weighed = sum(record.bytes for record in bundle.manifest.files.values())
+    with export_bars() as bars:
+
+        def expect(forecast: Forecast) -> None:
+            nonlocal expected, started
+            expected, started = forecast.seconds, time.monotonic()
+            parts = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in forecast.phases.items())
+            note(f"           about {duration(expected)} if the machine stays as busy as it is: {parts}")
+            bars.expect(forecast.phases)
+
+        bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, expect=expect)
     seconds = time.monotonic() - started
-    note(f"measured:  {size(weighed)} of disk, {size(peak_memory())} of memory, {seconds:.1f} s")
+    weighed = sum(record.bytes for record in bundle.manifest.files.values())
+    note(
+        f"measured:  {_beside(size, weighed, predicted.disk)} of disk, "
+        f"{_beside(size, peak_memory(), predicted.export_memory)} of memory, {_beside(duration, seconds, expected)}"
+    )
     if plan.options.retain is not None:
         _show_retained(bundle)
     remember(bundle.folder)
     depth = ", ".join(map(str, plan.ks)) or "none"
     note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')
     return Path(bundle.folder)
+
+
+def _beside(shown: Callable[[float], str], measured: float, predicted: float) -> str:
+    """A measured figure with what had been predicted, and by how much that was too high or too low."""
+    off = f", {predicted / measured - 1:+.0%}" if measured else ""
+    return f"{shown(measured)} (predicted {shown(predicted)}{off})"
 
 
 def _show_retained(bundle: Bundle) -> None:

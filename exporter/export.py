@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vtx.exporter.build import CONFIG, Report, fill
 from vtx.exporter.place import (
@@ -26,11 +27,22 @@ from vtx.exporter.retain import settle
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import ExportError
 
+if TYPE_CHECKING:
+    from vtx.exporter.forecast import Forecast
+
 
 def run_export(
-    plan: Plan, out: Path, *, force: bool, report: Report, say: Callable[[str], None] = lambda _: None
+    plan: Plan,
+    out: Path,
+    *,
+    force: bool,
+    report: Report,
+    say: Callable[[str], None] = lambda _: None,
+    expect: Callable[[Forecast], None] | None = None,
 ) -> Bundle:
     """Write the bundle `out`. `report` gets (phase, done, total) as the work goes on, `say` a line for the user.
+
+    `expect` gets a forecast of the time, for which the machine is measured, once the work can begin.
 
     An export that is interrupted leaves a hidden folder beside `out`; the same export goes on from there.
 
@@ -58,6 +70,10 @@ def run_export(
             say("going on with an export that was interrupted: what it finished is kept")
         else:
             begin(folder, key)
+        if expect is not None:
+            from vtx.exporter.forecast import forecast
+
+            expect(forecast(plan, folder, journal))
         fill(folder, plan, journal, report)
         if plan.options.retain is not None:
             settle(folder, plan.options.retain, report)

@@ -10,12 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vtx.exporter.reference import Reference
 from vtx.runtime.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, key_of, seen
 from vtx.runtime.image import ImageSettings, preprocess
 from vtx.runtime.safetensors import write_safetensors
 from vtx.runtime.text import Part, Text
+
+
+def golden_ids(text: Text, vision_tokens: int) -> NDArray[np.int64]:
+    """The golden prompt's token ids [tokens]."""
+    content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    return text.prompt([{"role": "user", "content": content}], vision_tokens)
 
 
 def record_golden(
@@ -29,8 +36,7 @@ def record_golden(
     report: Callable[[int], None],
 ) -> None:
     """Run the reference at every K of `ks` and write what it gives to `path`."""
-    content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    ids = text.prompt([{"role": "user", "content": content}], vision_tokens)
+    ids = golden_ids(text, vision_tokens)
     pixels = preprocess(golden_image(), settings)
     with torch.inference_mode():
         features = reference.features(pixels[None])

@@ -12,7 +12,7 @@ from vtx.exporter.hf.config import ModelConfig, TextConfig
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.errors import ExportError
-from vtx.runtime.golden import SEEN_ROWS
+from vtx.runtime.golden import SEEN_ROWS, SHOWN_ROWS
 from vtx.runtime.manifest import KV_BYTES
 from vtx.runtime.memory import answering_memory, resident_bytes
 from vtx.runtime.units import size
@@ -20,7 +20,8 @@ from vtx.runtime.units import size
 # What Python, PyTorch, transformers and onnx_ir take before any weight is touched.
 EXPORT_BASE = 385 << 20
 QUESTION_ROWS = 64  # of the golden prompt beside the image
-SMALL_FILES = 8 << 20  # tokenizer, graphs, golden vectors, rope tables
+LAYER_GRAPH = 12_000  # bytes of a layer, the decoder's or the tower's, in a dialect's graphs: 10 to 11 thousand
+OTHER_FILES = 64_000  # bytes: the manifest, the configuration, headers, graphs without layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,19 @@ class Prediction:
     work: int
 
 
-def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: str) -> Prediction:
-    """What an export and a run on the CPU will need. `run_memory` is with a prompt of one image, K = none."""
+def small_files(config: ModelConfig, max_context: int, ks: int, dialects: int, texts: int) -> int:
+    """Bytes beside the weights: `texts` of them tokenizer and template, graphs, tables of rope, and golden vectors."""
+    text, vision = config.text, config.vision
+    layers = text.layers + max(config.feature_layers)
+    golden = 3 * vision.image**2 + SHOWN_ROWS * text.hidden + (1 + ks) * text.vocab
+    return texts + LAYER_GRAPH * layers * dialects + 4 * max_context * text.head_dim + 4 * golden + OTHER_FILES
+
+
+def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: str, small: int) -> Prediction:
+    """What an export and a run on the CPU will need. `run_memory` is with a prompt of one image, K = none.
+
+    `small`: bytes of the files beside the weights.
+    """
     text = config.text
     slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
     answering = answering_memory(
@@ -48,7 +60,7 @@ def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: s
         for name, tensor in plan.stored.items()
         if text.tied or name != EMBEDDING  # which stays in its file and is read a row at a time
     )
-    disk = sum(file.size for file in plan.files) + SMALL_FILES
+    disk = sum(file.size for file in plan.files) + small
     return Prediction(
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),

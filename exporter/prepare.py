@@ -18,7 +18,7 @@ from vtx.exporter.hf.checkpoint import Checkpoint, open_checkpoint
 from vtx.exporter.hf.config import ModelConfig
 from vtx.exporter.hf.processor import read_image_settings
 from vtx.exporter.hf.text import read_text
-from vtx.exporter.predict import Prediction, predict
+from vtx.exporter.predict import Prediction, predict, small_files
 from vtx.exporter.reductions import Reductions, plan_reductions
 from vtx.exporter.retain import Retain
 from vtx.exporter.weights.plan import WeightPlan, plan_weights
@@ -172,7 +172,10 @@ def plan_export(options: ExportOptions) -> Plan:
     weights = plan_weights(checkpoint, [*vision_tensors(config), *decoder_tensors(config.text)], precisions)
     if config.text.tied:
         precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
-    prediction = predict(config, weights, context, precisions.kv_dtype)
+    texts = len(tokenizer.encode("utf-8", "replace")) + len(template.encode("utf-8", "replace"))
+    gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
+    small = small_files(config, context, len(ks), len(options.dialects), texts + gates_bytes)
+    prediction = predict(config, weights, context, precisions.kv_dtype, small)
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
         precisions, reductions,

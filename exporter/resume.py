@@ -19,6 +19,7 @@ from vtx.runtime.bundle import MANIFEST
 from vtx.runtime.manifest import FileRecord
 
 JOURNAL = ".journal"
+PROBE = ".probe"  # what the machine is measured with beforehand
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,9 @@ class Journal:
         _append(self._path, {"golden": True})
 
     def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        """Leave in the folder only what belongs to the bundle."""
+        for path in (self._path, self._path.with_name(PROBE)):
+            path.unlink(missing_ok=True)
 
     def _take(self, line: dict[str, Any]) -> None:
         if "file" in line:

@@ -20,6 +20,7 @@ from vtx.runtime.policies.mustdrop import MustDrop
 Report = Callable[[str, int, int], None]
 SAMPLES = 20
 STEPS = 24  # words that are tried at most
+USUAL_STEPS = 10
 CLOSE = 0.5  # rows; nearer than this nothing more is tried
 DIGITS = 4  # of a threshold
 OPEN, SHUT = 0.0, 2.0  # thresholds under which no row leaves, and all but the key rows

@@ -9,3 +9,12 @@ def size(count: float) -> str:
         return f"{count:.0f} B"
     power = min(4, (len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 0.8 s, 85 s, 12 min or 3.5 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 300:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

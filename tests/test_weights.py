@@ -313,7 +313,7 @@ def test_the_predicted_disk_covers_the_bundle(tiny_checkpoint: Make, tmp_path: P
         forecast = plan_export(ExportOptions(str(tiny_checkpoint(tiny)), (3,), "fp16")).prediction
         made = bundles.export(tiny_checkpoint(tiny), tmp_path / f"{number}", (3,), "fp16")
         real = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
-        assert real <= forecast.disk <= real + (16 << 20)
+        assert real <= forecast.disk <= real + 256_000
 
 
 # ---- checkpoints that are not what they say --------------------------------------------------------------------------

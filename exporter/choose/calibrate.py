@@ -7,7 +7,6 @@ Results are written down a batch at a time, so that an interrupted measurement g
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from vtx.exporter.choose.prompts import Asked, prepare
 from vtx.exporter.choose.source import Source, answering
 from vtx.exporter.planning.sizes import model_size
 from vtx.exporter.predict import EXPORT_BASE
+from vtx.exporter.rates import LAYER_SECONDS, product_speed
 from vtx.exporter.reference import Reference, Sample
 from vtx.runtime.answer import Answer, Options
 from vtx.runtime.errors import CheckpointError, RequestError
@@ -33,7 +33,6 @@ from vtx.runtime.memory import RUN_BASE
 from vtx.runtime.model import Model
 
 LOGITS = 1 << 25  # logits computed at a time
-LAYER_SECONDS = 0.002  # of a layer over one item's rows beside its products, which is what small models cost
 Report = Callable[[str, int, int], None]
 
 
@@ -99,19 +98,8 @@ def forecast(source: Source, asked: Sequence[Asked], options: CalibrationOptions
     memory = EXPORT_BASE + 2 * largest + batch + 4 * tails * max(1, text.ffn // text.hidden) + 12 * LOGITS
     if options.max_new_tokens:
         memory += RUN_BASE + 4 * size.decoder.parameters + 8 * text.layers * text.kv_heads * text.head_dim * longest
-    seconds = 2 * macs / _speed(text.hidden, text.ffn, longest) + 2 * LAYER_SECONDS * text.layers * len(asked)
+    seconds = 2 * macs / product_speed(text.hidden, text.ffn, longest) + 2 * LAYER_SECONDS * text.layers * len(asked)
     return Forecast(2 * macs, seconds, memory)
-
-
-def _speed(hidden: int, ffn: int, rows: int) -> float:
-    """FLOPs a second of the model's largest product, whose weights are too many for the processor's caches."""
-    a, b = torch.ones(rows, hidden), torch.ones(ffn, hidden)
-    torch.nn.functional.linear(a, b)
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < 0.05:
-        torch.nn.functional.linear(a, b)
-        count += 1
-    return 2 * count * a.numel() * len(b) / (time.perf_counter() - start)
 
 
 def calibrate(

@@ -90,13 +90,13 @@ def plan_weights(
             entries = tuple(Entry(tensor, info, info.dtype, info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, source.stat().st_size))
         else:
-            header, entries = _laid_out(name, tensors, forms)
+            header, entries = laid_out(name, tensors, forms)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
-        stored |= {entry.name: _stored(name, entry) for entry in entries}
+        stored |= {entry.name: place_of(name, entry) for entry in entries}
     return WeightPlan(tuple(files), stored)
 
 
-def _laid_out(
+def laid_out(
     file: str, tensors: list[tuple[str, TensorInfo]], forms: list[tuple[str, Scheme | None]]
 ) -> tuple[bytes, tuple[Entry, ...]]:
     """The header of a rewritten file and its entries; a matrix's scales come right after its integers."""
@@ -117,7 +117,8 @@ def _laid_out(
     return header, tuple(entries)
 
 
-def _stored(file: str, entry: Entry) -> StoredTensor:
+def place_of(file: str, entry: Entry) -> StoredTensor:
+    """Where the bundle's `file` holds a tensor."""
     place, scales = entry.place, entry.scales
     beside = StoredTensor(file, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None
     return StoredTensor(file, place.offset, place.nbytes, entry.dtype, entry.source.shape, beside)

@@ -54,7 +54,7 @@ def write_weights(plan: WeightPlan, folder: Path, journal: Journal, report: Repo
                 continue
             try:
                 digest = (
-                    _take_whole(file, folder / file.name, pool, report)
+                    take_whole(file, folder / file.name, pool, report)
                     if file.whole
                     else _rewrite(file, folder / file.name, pool, journal, report)
                 )
@@ -66,7 +66,7 @@ def write_weights(plan: WeightPlan, folder: Path, journal: Journal, report: Repo
     return {file.name: journal.files[file.name] for file in plan.files}
 
 
-def _take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report: Report) -> str:
+def take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report: Report) -> str:
     """Link the file, or copy it while it is read to be checked. Returns its SHA-256."""
     digest = hashlib.sha256()
     target.unlink(missing_ok=True)
@@ -134,17 +134,23 @@ def _rewrite(file: WeightFile, target: Path, pool: ThreadPoolExecutor, journal: 
         else:
             out.write(header)
         for entry in file.entries[standing:]:
-            crc = 0
-            for data in _tensor_bytes(entry, pool, report):
-                out.write(data)
-                digest.update(data)
-                crc = zlib.crc32(data, crc)
-            out.flush()
+            crc = write_tensor(entry, out, digest, pool, report)
             journal.add_tensor(file.name, Written(entry.name, entry.end, crc))
-            _forget(out)
+            forget(out)
         os.fsync(out.fileno())
     found: str = digest.hexdigest()
     return found
+
+
+def write_tensor(entry: Entry, out: BinaryIO, digest: Any, pool: ThreadPoolExecutor, report: Report) -> int:
+    """Append a tensor in its new form to `out`, and its bytes to `digest`. Returns their CRC-32."""
+    crc = 0
+    for data in _tensor_bytes(entry, pool, report):
+        out.write(data)
+        digest.update(data)
+        crc = zlib.crc32(data, crc)
+    out.flush()
+    return crc
 
 
 def _standing(file: WeightFile, target: Path, written: Sequence[Written]) -> tuple[int, Any]:
@@ -164,7 +170,7 @@ def _standing(file: WeightFile, target: Path, written: Sequence[Written]) -> tup
     return count, digest
 
 
-def _forget(out: BinaryIO) -> None:
+def forget(out: BinaryIO) -> None:
     """Keep written pages from crowding out what is still to be read."""
     with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

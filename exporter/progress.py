@@ -1,0 +1,83 @@
+"""What an export shows while it works: a bar a phase, the bytes that are done, and the time that is left in all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vtx.runtime.units import duration, size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, Task, TaskID
+
+IN_BYTES = ("weights", "checksums")
+ALL = "in all"
+
+
+@contextmanager
+def export_bars() -> Iterator[Bars]:
+    """Bars on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    phase, left, amount = (TextColumn(f"{{task.{name}}}") for name in ("description", "fields[left]", "fields[amount]"))
+    with Progress(phase, BarColumn(), TaskProgressColumn(), left, amount, console=Console(stderr=True)) as progress:
+        yield Bars(progress)
+
+
+class Bars:
+    """The state of all phases; called with (phase, done, total) as the work goes on."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._start = progress, time.monotonic()
+        self._ids: dict[str, TaskID] = {}
+        self._expected: dict[str, float] = {}
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Show these phases from now on, each with the time that it is expected to take."""
+        self._expected, self._start = dict(seconds), time.monotonic()
+        for phase in (*seconds, ALL):
+            self._add(phase, None)
+        self._show_left()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase not in self._ids:
+            self._add(phase, total)
+        if not self._task(phase).started:
+            self._progress.start_task(self._ids[phase])
+        self._progress.update(self._ids[phase], completed=done, total=total)
+        self._progress.update(self._ids[phase], amount=self._amount(self._task(phase)))
+        self._show_left()
+
+    def left(self, phase: str) -> float:
+        """Seconds that a phase still needs: by its pace, else as was expected of it."""
+        task = self._task(phase)
+        if task.finished:
+            return 0.0
+        if task.time_remaining is not None:
+            return float(task.time_remaining)
+        return self._expected.get(phase, 0.0) * (1 - task.percentage / 100)
+
+    def _show_left(self) -> None:
+        seconds = {phase: self.left(phase) for phase in self._ids if phase != ALL}
+        for phase, count in seconds.items():
+            self._progress.update(self._ids[phase], left="" if self._task(phase).finished else duration(count))
+        if ALL in self._ids:
+            passed, left = time.monotonic() - self._start, sum(seconds.values())
+            total = passed + left
+            self._progress.update(self._ids[ALL], completed=passed, total=total, left=duration(left))
+
+    def _amount(self, task: Task) -> str:
+        if task.description not in IN_BYTES:
+            return f"{task.completed:.0f} of {task.total:.0f}"
+        rate = f", {size(task.speed)}/s" if task.speed else ""
+        return f"{size(task.completed)} of {size(task.total or 0)}{rate}"
+
+    def _add(self, phase: str, total: float | None) -> None:
+        self._ids[phase] = self._progress.add_task(phase, start=total is not None, total=total, left="", amount="")
+
+    def _task(self, phase: str) -> Task:
+        task_id = self._ids[phase]
+        return next(task for task in self._progress.tasks if task.id == task_id)
