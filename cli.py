@@ -159,7 +159,7 @@ def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
 def inspect(bundle: str, as_json: bool) -> None:
     """Show what is in a bundle: stages, variants, precision, sizes, KV bytes per K."""
     from vtx.runtime.bundle import Bundle
-    from vtx.runtime.inspect import TEXT_TOKENS, describe
+    from vtx.runtime.inspect import INT8_KV, TEXT_TOKENS, describe
 
     facts = describe(Bundle.open(bundle))
     if as_json:
@@ -176,6 +176,8 @@ def inspect(bundle: str, as_json: bool) -> None:
         f"{model['kv_heads']} key/value heads of {model['head_dim']}, {model['vision_tokens']} tokens an image"
     )
     whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
+    if facts["kv_dtype"] == "int8":
+        click.echo(INT8_KV)
     click.echo(f"context {facts['max_context']}; {whole}, {weights} of it weights")
     stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
     table("stages", ["layers", "graph", "graph size"], stages)

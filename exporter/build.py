@@ -26,13 +26,13 @@ from vtx.exporter.resume import JOURNAL, PROBE, Journal
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, sha256
-from vtx.runtime.manifest import FORMAT, FileRecord, Graphs, Manifest, ModelSpec
+from vtx.runtime.manifest import FORMAT, KV_SCALES, FileRecord, Graphs, Manifest, ModelSpec
 from vtx.runtime.safetensors import read_header, write_safetensors
 from vtx.runtime.text import Text
 
 GATES = "gates.safetensors"
 CONFIG = "config.json"
-KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
+KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int8": ir.DataType.INT8}
 RECORDED = ("onnx-ir", "numpy", "torch", "transformers", "tokenizers", "safetensors")
 Report = Callable[[str, int, int], None]
 
@@ -79,7 +79,7 @@ def _write_graphs(folder: Path, plan: Plan, report: Report) -> None:
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
     text, precisions = plan.config.text, plan.precisions
-    kv = KV_ELEMENTS[precisions.kv_dtype]
+    kv = KV_ELEMENTS[names.kv_type(dialect, precisions.kv_dtype)]
 
     def write(name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None) -> None:
         written = make_dialect(dialect, precision, plan.max_context, kv_type)
@@ -123,10 +123,12 @@ def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
 
 def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     from vtx.exporter.golden import record_golden
+    from vtx.exporter.kv_scales import record_kv_scales
     from vtx.exporter.reference import Reference
     from vtx.exporter.weights.tensors import BundleWeights
 
-    layers, done = plan.config.text.layers, 0
+    scaled = plan.precisions.kv_dtype == "int8"
+    layers, done = plan.config.text.layers * (1 + scaled), 0
 
     def layer(count: int) -> None:
         nonlocal done
@@ -134,10 +136,16 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
         report("reference", done, layers)
 
     report("reference", 0, layers)
-    record_golden(
-        folder / "golden.safetensors",
+    reference, text = (
         Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored)),
         Text.load(folder, plan.text),
+    )
+    if scaled:
+        record_kv_scales(folder / KV_SCALES, reference, text, plan.image, plan.config.vision_tokens, layer)
+    record_golden(
+        folder / "golden.safetensors",
+        reference,
+        text,
         plan.image,
         plan.config.vision_tokens,
         plan.config.image_token_id,

@@ -71,7 +71,7 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
     "--head-precision", type=click.Choice(PRECISIONS),
     help="Of the output matrix [default: as --precision; int8 beside int8 and int4].",
 )  # fmt: skip
-@click.option("--kv-precision", help="Of K and V, fp16 or fp32 [default: fp16; fp32 beside fp32].")
+@click.option("--kv-precision", help="Of K and V: fp32, fp16 or int8 [default: fp16; fp32 beside fp32].")
 @click.option(
     "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own]."
 )
@@ -152,6 +152,7 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
 
     from vtx.exporter.predict import peak_memory
     from vtx.exporter.progress import export_bars
+    from vtx.runtime.inspect import INT8_KV
     from vtx.runtime.units import duration, size
 
     predicted, expected, started = plan.prediction, 0.0, 0.0
@@ -161,6 +162,8 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if part in ("fp16", "bf16")})
     wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
     note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
+    if p.kv == "int8":
+        note(INT8_KV)
     for word in plan.reductions.words:
         note(f"reduces:   {word}")
     with export_bars() as bars:

@@ -118,6 +118,21 @@ class Reference:
             for s, sample in zip(streams, samples, strict=True)
         ]
 
+    def keys_values(self, sample: Sample, report: Report = lambda _: None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of each layer, from 1 on, its number, its rotated K and its V, [kv_heads, n, head_dim], without withdrawal.
+
+        `report` gets 1 a layer.
+        """
+        (stream,) = self._enter([sample])
+        x = stream.full[None]
+        for layer in range(1, self._config.text.layers + 1):
+            cache: list[Tensor] = []
+            x = _decoder_layer(
+                self._config.text, x, stream.positions, self._layer_weights(layer, keep=False), cache=cache
+            )
+            yield layer, cache[0][0], cache[1][0]
+            report(1)
+
     def greedy(
         self, samples: Sequence[Sample], end_ids: Collection[int], max_new_tokens: int, report: Report = lambda _: None
     ) -> list[list[int]]:

@@ -11,7 +11,7 @@ from vtx.runtime.manifest import Manifest, StageSpec
 
 Tensor = tuple[Sequence[int | None], str]  # sizes (None: any) and onnxruntime's word for the type
 Contract = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # inputs and outputs
-KV_WORDS = {"float32": "float", "float16": "float16"}  # numpy's words and onnxruntime's
+KV_WORDS = {"float32": "float", "float16": "float16", "int8": "int8"}  # numpy's words and onnxruntime's
 
 
 def embed(m: Manifest) -> Contract:
@@ -34,22 +34,34 @@ def stage(m: Manifest, spec: StageSpec, dialect: str) -> Contract:
     hidden: Tensor = ([None, m.model.hidden], "float")
     slots = m.max_context if dialect == "trt" else None
     table: Tensor = ([slots, m.model.head_dim // 2], "float")
-    cache: Tensor = ([1, m.model.kv_heads, slots, m.model.head_dim], KV_WORDS[m.kv_dtype])
+    cache: Tensor = ([1, m.model.kv_heads, slots, m.model.head_dim], _kv_word(m, dialect))
     layers = range(spec.first, spec.last + 1)
     inputs = {names.HIDDEN: hidden, names.POSITIONS: ([1, None], "int64"), names.COS: table, names.SIN: table}
     inputs |= {name: ([1], "int32") for name in names.SLOTS[dialect]}
     inputs |= {name(n): cache for n in layers for name in (names.past_key, names.past_value)}
+    if cache[1] == "int8":
+        inputs |= {name(n): _scale(m) for n in layers for name in (names.key_scale, names.value_scale)}
     outputs = {name(n): cache for n in layers for name in (names.present_key, names.present_value)}
     if spec.query:
         outputs[names.QUERY] = ([None, m.model.heads * m.model.head_dim], "float")
     return inputs, {names.HIDDEN_OUT: hidden, **outputs}
 
 
-def score(m: Manifest) -> Contract:
-    key: Tensor = ([1, m.model.kv_heads, None, m.model.head_dim], KV_WORDS[m.kv_dtype])
+def score(m: Manifest, dialect: str) -> Contract:
+    key: Tensor = ([1, m.model.kv_heads, None, m.model.head_dim], _kv_word(m, dialect))
     query: Tensor = ([None, m.model.heads * m.model.head_dim], "float")
     inputs = {names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: ([1], "int32")}
+    if key[1] == "int8":
+        inputs[names.KEY_SCALE] = _scale(m)
     return inputs, {name: ([None], "float") for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
+
+
+def _kv_word(m: Manifest, dialect: str) -> str:
+    return KV_WORDS[names.kv_type(dialect, m.kv_dtype)]
+
+
+def _scale(m: Manifest) -> Tensor:
+    return [1, m.model.kv_heads, 1, m.model.head_dim], "float"
 
 
 def head(m: Manifest) -> Contract:

@@ -7,8 +7,13 @@ from typing import Any
 
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.manifest import Manifest
+from vtx.runtime.names import kv_type
 
 TEXT_TOKENS = 64
+INT8_KV = (
+    "K and V: int8 on a CPU, by the bundle's scales with onnxruntime, by a scale for each row with OpenVINO; "
+    "graphs for TensorRT keep them in float16; onnxruntime does not take them on a GPU"
+)
 
 
 def kv_bytes(manifest: Manifest, k: int | None, *, text: int, vision: int) -> int:
@@ -30,6 +35,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "model": dataclasses.asdict(model),
         "precision": manifest.precision,
         "kv_dtype": manifest.kv_dtype,
+        "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
         "max_context": manifest.max_context,
         "default_k": manifest.default_k,
         "reductions": list(manifest.reductions),

@@ -14,14 +14,15 @@ from typing import Any, TypeVar, cast
 
 from vtx.runtime.errors import BundleError
 from vtx.runtime.image import ImageSettings
-from vtx.runtime.names import DIALECTS
+from vtx.runtime.names import DIALECTS, kv_type
 from vtx.runtime.safetensors import parse_json
 from vtx.runtime.text import TextSettings
 
 FORMAT = 2
 MAX_BYTES = 4 << 20
 MAX_LAYERS = 512
-KV_BYTES = {"float32": 4, "float16": 2}
+KV_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+KV_SCALES = "kv_scales.safetensors"  # beside int8 K and V
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 T = TypeVar("T")
 
@@ -183,6 +184,7 @@ class Manifest:
         for name in self.files:
             check_inside(name)
         used = [self.rope, self.golden, "tokenizer.json", "chat_template.jinja"]
+        used += [KV_SCALES] if self.kv_dtype == "int8" else []
         for graphs in self.dialects.values():
             used += [graphs.vision, graphs.embed, graphs.head]
             used += [*(s.graph for s in graphs.stages), *(g.graph for g in graphs.gates)]
@@ -191,9 +193,9 @@ class Manifest:
             if name not in self.files:
                 raise BundleError(f"vtx.json: {name!r} has no checksum in 'files'; export again")
 
-    def kv_slot_bytes(self) -> int:
-        """Bytes of one KV slot of one layer: K and V of all key/value heads."""
-        return 2 * self.model.kv_heads * self.model.head_dim * KV_BYTES[self.kv_dtype]
+    def kv_slot_bytes(self, dialect: str = "ort") -> int:
+        """Bytes of one KV slot of one layer in a dialect's graphs: K and V of all key/value heads."""
+        return 2 * self.model.kv_heads * self.model.head_dim * KV_BYTES[kv_type(dialect, self.kv_dtype)]
 
     def to_json(self) -> str:
         return json.dumps(_plain(self), indent=1, ensure_ascii=False) + "\n"

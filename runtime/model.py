@@ -214,7 +214,7 @@ class Conversation:
             vision_tokens=done.vision_tokens,
             vision_tokens_kept=done.vision_kept,
             kv_slots=done.slots,
-            kv_bytes=sum(done.slots) * manifest.kv_slot_bytes(),
+            kv_bytes=sum(done.slots) * self.model.backend.kv_slot_bytes,
             reused_image=done.reused_image,
             device=self.model.backend.device,
             compute=self.model.backend.compute,

@@ -30,8 +30,13 @@ What reductions need stands only in the bundles that were exported for them:
                                                               cls_attention [rows] f32 (what the class token gives
                                                               to the row, mean over heads)
 
-Rows are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type. What a stage
-is told of KV slots, and the shape of a cache, differ by dialect:
+Rows are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but that int8
+stands in `ort` graphs only, with a scale for each channel, and other dialects have float16 there:
+
+    stage    key_scale.N, value_scale.N [1, kv_heads, 1, head_dim] f32: K and V are the integers times these
+    score    key_scale, the same of the layer whose keys it gets
+
+What a stage is told of KV slots, and the shape of a cache, differ by dialect:
 
     ort      last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
              ones, both with the rows' own; caches [1, kv_heads, capacity, head_dim], past and present the same buffer
@@ -58,6 +63,7 @@ LOGITS = "logits"
 ODDS = "odds"
 QUERY = "query"
 KEY = "key"
+KEY_SCALE = "key_scale"
 ATTENTION_SUM = "attention_sum"
 ATTENTION_MAX = "attention_max"
 TAU = "tau"
@@ -80,3 +86,16 @@ def present_key(layer: int) -> str:
 
 def present_value(layer: int) -> str:
     return f"present_value.{layer}"
+
+
+def key_scale(layer: int) -> str:
+    return f"{KEY_SCALE}.{layer}"
+
+
+def value_scale(layer: int) -> str:
+    return f"value_scale.{layer}"
+
+
+def kv_type(dialect: str, kept: str) -> str:
+    """The type of the caches in a dialect's graphs, where the bundle keeps K and V as `kept`; both numpy's words."""
+    return "float16" if kept == "int8" and dialect != "ort" else kept

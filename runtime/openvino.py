@@ -23,8 +23,10 @@ from vtx.runtime.rope import read_rope
 
 DIALECT = "plain"
 WORDS = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # OpenVINO's and onnxruntime's
-KV_WORDS = {"float32": "f32", "float16": "f16"}  # numpy's and OpenVINO's
-KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}  # of what K and V are arrays; bfloat16's bits
+KV_WORDS = {"float32": "f32", "float16": "f16", "int8": "u8"}  # numpy's and OpenVINO's
+# Of what K and V are arrays: bfloat16's bits; in u8 a row of a head is its scale, its zero point, and its numbers.
+KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
+ROW_SCALE_BYTES = 8  # both in float32, found when the row is written
 # Values of a row that share a scale where rows are quantised for products of integers, as onnxruntime does it too.
 QUANTISED_ROWS = {"int8": 128, "int4": 64}
 
@@ -111,7 +113,10 @@ class OpenvinoBackend:
         self.device, self.dialect, self.compute = "openvino", DIALECT, compute
         self.threads = threads or cores()
         self._core = self._openvino.Core()
-        self._kv = "bf16" if compute == "bf16" else KV_WORDS[self._manifest.kv_dtype]
+        kept, model = KV_WORDS[self._manifest.kv_dtype], self._manifest.model
+        self._kv = "bf16" if compute == "bf16" and kept != "u8" else kept
+        self.kv_width = model.head_dim + (ROW_SCALE_BYTES if self._kv == "u8" else 0)
+        self.kv_slot_bytes = 2 * model.kv_heads * self.kv_width * np.dtype(KV_ARRAYS[self._kv]).itemsize
         self._settings = self._choose_settings()
         graphs = self._manifest.dialects[DIALECT]
         self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
@@ -119,7 +124,7 @@ class OpenvinoBackend:
         self._stages = [self._compile_stage(spec) for spec in graphs.stages]
         self._specs = graphs.stages
         self._gates = {g.k: self._graph(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
-        self._score = self._graph(graphs.score, contract.score(self._manifest)) if graphs.score else None
+        self._score = self._graph(graphs.score, contract.score(self._manifest, DIALECT)) if graphs.score else None
         self._vision: _Graph | None = None
         self._vision_lock = threading.Lock()
         self._rope = read_rope(bundle)
@@ -128,7 +133,9 @@ class OpenvinoBackend:
         able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if self.compute == "bf16" and "BF16" not in able:
             raise DeviceError(f"this processor computes {', '.join(able)}, not bf16; leave out --compute bf16")
-        return {"KV_CACHE_PRECISION": self._kv, **arithmetic(self.compute, self._manifest.precision, self.threads)}
+        by_row = {"KEY_CACHE_QUANT_MODE": "BY_TOKEN"} if self._kv == "u8" else {}
+        computing = arithmetic(self.compute, self._manifest.precision, self.threads)
+        return {"KV_CACHE_PRECISION": self._kv, **by_row, **computing}
 
     def _read(self, name: str, promised: contract.Contract) -> Any:
         try:
@@ -189,7 +196,7 @@ class OpenvinoBackend:
         """What `query` [rows, heads * head_dim] gives to the slots of `key` [1, kv_heads, slots, head_dim]."""
         assert self._score is not None
         slots = np.array([key.shape[2]], np.int32)
-        key = key.astype(self._manifest.kv_dtype, copy=False)
+        key = key.astype(names.kv_type(DIALECT, self._manifest.kv_dtype), copy=False)
         found = self._score.run({names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: slots})
         return found[names.ATTENTION_SUM], found[names.ATTENTION_MAX]
 
@@ -206,7 +213,7 @@ class OpenvinoStageCache:
         self._request = compiled.create_infer_request()
         self.length = 0
         model, blocks = backend._manifest.model, -(-capacity // BLOCK)
-        shape = (spec.layers, 2, blocks, model.kv_heads, BLOCK, model.head_dim)
+        shape = (spec.layers, 2, blocks, model.kv_heads, BLOCK, backend.kv_width)
         self._kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[backend._kv]))
         for layer, (keys, values) in zip(range(spec.first, spec.last + 1), self._kv, strict=True):
             self._set(names.past_key(layer), self._blocks(keys))
@@ -296,6 +303,10 @@ class OpenvinoStageCache:
 
 def _wide(kv: NDArray[Any]) -> NDArray[Any]:
     """K or V as numbers: bfloat16, which numpy lacks, is held by its bits, the upper half of a float32's."""
+    if kv.dtype == np.uint8:
+        scale, zero = np.moveaxis(np.ascontiguousarray(kv[..., :ROW_SCALE_BYTES]).view(np.float32), -1, 0)
+        numbers: NDArray[np.float32] = (kv[..., ROW_SCALE_BYTES:] - zero[..., None]) * scale[..., None]
+        return numbers
     return (kv.astype(np.uint32) << 16).view(np.float32) if kv.dtype == np.uint16 else kv
 
 

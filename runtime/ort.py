@@ -14,6 +14,7 @@ from vtx.runtime import contract, names
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows, Scores
 from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.kv_scales import read_kv_scales
 from vtx.runtime.machine import cores
 from vtx.runtime.manifest import StageSpec
 from vtx.runtime.memory import returning_memory, zeros_in_small_pages
@@ -73,11 +74,15 @@ class OrtBackend:
         self._stages = [self._session(s.graph, contract.stage(self._manifest, s, "ort")) for s in graphs.stages]
         self._specs = graphs.stages
         self._gates = {g.k: self._session(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
-        self._score: Any = self._session(graphs.score, contract.score(self._manifest)) if graphs.score else None
+        score = contract.score(self._manifest, "ort")
+        self._score: Any = self._session(graphs.score, score) if graphs.score else None
         self._vision: Any = None
         self._vision_lock = threading.Lock()
         cos, sin = read_rope(bundle)
         self._rope = self._value(cos), self._value(sin)
+        self.kv_slot_bytes = self._manifest.kv_slot_bytes()
+        scales = read_kv_scales(bundle) if self._manifest.kv_dtype == "int8" else {}
+        self.kv_scales = {name: self._value(scale) for name, scale in scales.items()}
 
     def _session_options(self) -> Any:
         options = self._ort.SessionOptions()
@@ -153,6 +158,9 @@ class OrtStageCache:
         for layer, (key, value) in zip(range(spec.first, spec.last + 1), self._allocate(shape, kv_type), strict=True):
             self._buffers.append((names.past_key(layer), names.present_key(layer), key))
             self._buffers.append((names.past_value(layer), names.present_value(layer), value))
+        self._key_scale = backend.kv_scales.get(names.key_scale(spec.last))
+        scales = {name(n) for n in range(spec.first, spec.last + 1) for name in (names.key_scale, names.value_scale)}
+        self._scales = {name: scale for name, scale in backend.kv_scales.items() if name in scales}
         self._query = np.zeros((0, model.heads * model.head_dim), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
@@ -199,6 +207,8 @@ class OrtStageCache:
         binding.bind_ortvalue_input(names.QUERY, value(query))
         binding.bind_ortvalue_input(names.KEY, self._buffers[-2][2])  # the last layer's
         binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
+        if self._key_scale is not None:
+            binding.bind_ortvalue_input(names.KEY_SCALE, self._key_scale)
         binding.bind_output(names.ATTENTION_SUM, "cpu")
         binding.bind_output(names.ATTENTION_MAX, "cpu")
         session.run_with_iobinding(binding)
@@ -221,6 +231,8 @@ class OrtStageCache:
         binding.bind_ortvalue_input(names.LAST_SLOT, value(self._last))
         binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
         binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
+        for name, scale in self._scales.items():
+            binding.bind_ortvalue_input(name, scale)
         for past, present, buffer in self._buffers:
             binding.bind_ortvalue_input(past, buffer)
             binding.bind_ortvalue_output(present, buffer)

@@ -73,12 +73,14 @@ class TensorrtBackend:
         self._bundle, self._manifest = bundle, bundle.manifest
         self.engines, trt = find_engines(bundle, gpu or find_gpu())
         self.grows = not names.SLOTS[self.engines.dialect]
-        self.compute = "f32" if self.grows else COMPUTE[self._manifest.kv_dtype]
+        self.dialect = self.engines.dialect
+        self.kv_slot_bytes = self._manifest.kv_slot_bytes(self.dialect)
+        kv_type = names.kv_type(self.dialect, self._manifest.kv_dtype)
+        self.compute = "f32" if self.grows else COMPUTE[kv_type]
         self.lock = threading.RLock()
         self.cuda = Cuda(load_cuda())
         self._trt, self._runtime = trt, trt.Runtime(_logger(trt))
         self._check_memory()
-        self.dialect = self.engines.dialect
         self._graphs = self._manifest.dialects[self.dialect]
         self._loaded = {graph: self._load(graph) for graph in self.engines.engines}
         self.scratch = Buffer(self.cuda, max(e.scratch for e in self._loaded.values()), "the engines' working memory")
@@ -220,7 +222,7 @@ class TensorrtBackend:
         """Raise DeviceError where the engines and one cache a stage exceed what the device has free."""
         m = self._manifest
         engines = sum(record.bytes for record in self.engines.engines.values())
-        slot = m.model.layers * m.kv_slot_bytes() * (2 if self.grows else 1)
+        slot = m.model.layers * self.kv_slot_bytes * (2 if self.grows else 1)
         caches = m.max_context * slot
         free, total = self.cuda.memory()
         if engines + caches > free:

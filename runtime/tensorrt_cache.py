@@ -43,7 +43,7 @@ class TensorrtStageCache:
         manifest = backend._manifest
         model, self._slots = manifest.model, manifest.max_context
         self._hidden = model.hidden
-        self._slot_bytes = model.head_dim * np.dtype(manifest.kv_dtype).itemsize
+        self._slot_bytes = model.head_dim * np.dtype(names.kv_type(backend.dialect, manifest.kv_dtype)).itemsize
         self._heads = spec.layers * 2 * model.kv_heads  # rows of slots in the buffer
         self._layer_bytes = model.kv_heads * self._slots * self._slot_bytes
         what = f"the KV cache of layers {spec.first} to {spec.last}"

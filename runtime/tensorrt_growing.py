@@ -29,7 +29,9 @@ class GrowingStageCache:
         self.length, self.capacity = 0, capacity
         manifest, model = backend._manifest, backend._manifest.model
         self._hidden, self._kv_heads, self._head_dim = model.hidden, model.kv_heads, model.head_dim
-        self._unit = model.head_dim * np.dtype(manifest.kv_dtype).itemsize  # bytes of a slot of a head
+        self._unit = (
+            model.head_dim * np.dtype(names.kv_type(backend.dialect, manifest.kv_dtype)).itemsize
+        )  # bytes of a slot of a head
         self._part = model.kv_heads * capacity * self._unit  # of a layer's K or V
         what = f"the KV cache of layers {spec.first} to {spec.last}"
         nbytes = 2 * spec.layers * self._part

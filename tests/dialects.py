@@ -27,13 +27,14 @@ class DialectBackend:
 
     def __init__(self, bundle: Bundle, dialect: str) -> None:
         self.bundle, self.manifest, self.dialect = bundle, bundle.manifest, dialect
+        self.kv_slot_bytes = self.manifest.kv_slot_bytes(dialect)
         graphs = self.manifest.dialects[dialect]
         self._ort = load_onnxruntime()
         share_threads(self._ort, THREADS)
         self._embed = self._session(graphs.embed, contract.embed(self.manifest))
         self._vision = self._session(graphs.vision, contract.vision(self.manifest, dialect))
         self._head = self._session(graphs.head, contract.head(self.manifest))
-        self.score = self._session(graphs.score, contract.score(self.manifest)) if graphs.score else None
+        self.score = self._session(graphs.score, contract.score(self.manifest, self.dialect)) if graphs.score else None
         self._gates = {g.k: self._session(g.graph, contract.gate(self.manifest)) for g in graphs.gates}
         self.stages = [(s, self._session(s.graph, contract.stage(self.manifest, s, dialect))) for s in graphs.stages]
         self.rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
@@ -81,7 +82,10 @@ class _Cache:
         self._backend, self._session, self.capacity = backend, session, capacity
         self._layers = range(spec.first, spec.last + 1)
         model = backend.manifest.model
-        empty = np.zeros((1, model.kv_heads, self.first_slots(), model.head_dim), backend.manifest.kv_dtype)
+        empty = np.zeros(
+            (1, model.kv_heads, self.first_slots(), model.head_dim),
+            names.kv_type(backend.dialect, backend.manifest.kv_dtype),
+        )
         self._kv = {name(n): empty for n in self._layers for name in (names.past_key, names.past_value)}
         self._query: Rows = np.zeros((0, model.heads * model.head_dim), np.float32)
         self.length = 0

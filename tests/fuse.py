@@ -83,6 +83,7 @@ class FusedBackend:
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.device, self.dialect, self.fuse = backend, backend.device, backend.dialect, Fuse()
+        self.compute, self.kv_slot_bytes = backend.compute, backend.kv_slot_bytes
 
     def embed(self, ids: NDArray[np.int64]) -> Rows:
         found: Rows = self.fuse.run(lambda: self._backend.embed(ids))

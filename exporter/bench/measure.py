@@ -89,7 +89,7 @@ class Bench:
         self.model, self.work, self.ks = Model(model.bundle, backend, model.load_ms), work, tuple(ks)
         self._options = Options(work.new_tokens, ignore_eos=True)
         self.found = Measurement(self._question(), about, loaded, {})
-        self.worker = Worker(model.bundle, model.backend.compute)
+        self.worker = Worker(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         with self.model.open(work.image) as conversation:
             for k in self.ks:
                 conversation.stream(self.found.question, k, self._options, reduce=None)

@@ -97,7 +97,8 @@ class Trial:
         self.threads = threads
         backend, self._calls = timed(model.backend)
         self.model, self.data, self.methods = Model(model.bundle, backend, model.load_ms), data, tuple(methods)
-        self._options, self._worker = Options(max_new_tokens=new_tokens), Worker(model.bundle, model.backend.compute)
+        self._options = Options(max_new_tokens=new_tokens)
+        self._worker = Worker(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         self.found: list[dict[Method, Found]] = []
         self.skipped, self.interrupted, self.predicted_s = list(data.skipped), False, 0.0
 

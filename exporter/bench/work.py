@@ -16,7 +16,7 @@ from vtx.exporter.planning.sizes import ModelSize, bundle_size
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import BundleError
 from vtx.runtime.flops import append_flops, encode_flops
-from vtx.runtime.manifest import KV_BYTES, Manifest, StageSpec
+from vtx.runtime.manifest import Manifest, StageSpec
 from vtx.runtime.memory import SCALES
 from vtx.runtime.safetensors import TensorInfo, read_header
 
@@ -37,10 +37,10 @@ class Work:
 class Worker:
     """Counts the work of one bundle in `compute` arithmetic, which engines bring floating-point weights to at load.
 
-    `weights` is the precision in which a token reads them.
+    `weights` is the precision in which a token reads them; `slot_bytes` are those of a KV slot of a layer there.
     """
 
-    def __init__(self, bundle: Bundle, compute: str) -> None:
+    def __init__(self, bundle: Bundle, compute: str, slot_bytes: int) -> None:
         manifest = bundle.manifest
         self._size: ModelSize = bundle_size(bundle)
         self.decoder = self._size.decoder
@@ -48,7 +48,7 @@ class Worker:
         floats, float_bytes = FLOATS[compute]
         self.weights = manifest.precision if manifest.precision in BITS else floats
         self._weights = weights_read(bundle, float_bytes)
-        self._slot_bytes = self.decoder.slot_elements * min(float_bytes, KV_BYTES[manifest.kv_dtype])
+        self._slot_bytes = slot_bytes
         self.width = self.decoder.ffn
 
     def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> Work:

@@ -30,6 +30,8 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     key = b.dialect.filled(b, key, total)
     if kv_type != FLOAT:
         key = b.op("Cast", key, to=FLOAT.value)
+    if kv_type == ir.DataType.INT8:
+        key = b.op("Mul", key, b.input(names.KEY_SCALE, FLOAT, [1, c.kv_heads, 1, c.head_dim]))
     seen = _seen(b, query, key, total)
     products = _products(b, c, query, b.op("Squeeze", key, b.constant([0])))
     weights = b.op("Softmax", b.op("Where", seen, products, b.constant(UNSEEN)), axis=-1)

@@ -9,7 +9,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.manifest import PRECISIONS
 
 FULL = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors' words; the other precisions are quantised
-KV_TYPES = {"fp32": "float32", "fp16": "float16"}
+KV_TYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 EMBEDDING = "text.embed_tokens.weight"
 
 
@@ -27,10 +27,7 @@ class Precisions:
             if found not in PRECISIONS:
                 raise RequestError(f"--{part}precision {found!r} is not among {', '.join(PRECISIONS)}")
         if self.kv not in KV_TYPES:
-            raise RequestError(
-                f"--kv-precision {self.kv!r} is not among {', '.join(KV_TYPES)}; narrower K and V would need scales "
-                "measured on images, which this version does not make"
-            )
+            raise RequestError(f"--kv-precision {self.kv!r} is not among {', '.join(KV_TYPES)}")
 
     @classmethod
     def choose(cls, decoder: str, vision: str | None, head: str | None, kv: str | None) -> Precisions:

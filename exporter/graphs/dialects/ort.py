@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -107,14 +108,24 @@ class OrtAttention:
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
         b, c, kv_type = self._b, self._c, self._kv_type
         past = [b.input(name(layer), kv_type, self._cache_shape) for name in (names.past_key, names.past_value)]
-        if kv_type != FLOAT:
+        narrow = kv_type == ir.DataType.FLOAT16
+        if narrow:
             q, k, v = (b.op("Cast", part, to=kv_type.value) for part in (q, k, v))
+        scales, rounding = self._rounding(layer) if kv_type == ir.DataType.INT8 else ([], {})
         y, key, value = b.ops(
-            "GroupQueryAttention", q, k, v, *past, *self._slots,
-            outputs=3, domain=MICROSOFT, num_heads=c.heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5,
+            "GroupQueryAttention", q, k, v, *past, *self._slots, *scales, outputs=3, domain=MICROSOFT,
+            num_heads=c.heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5, **rounding,
         )  # fmt: skip
         self._presents += [(key, names.present_key(layer)), (value, names.present_value(layer))]
-        return y if kv_type == FLOAT else b.op("Cast", y, to=FLOAT.value)
+        return b.op("Cast", y, to=FLOAT.value) if narrow else y
+
+    def _rounding(self, layer: int) -> tuple[list[ir.Value | None], dict[str, Any]]:
+        """The operator's last inputs and its attributes that make it keep K and V as integers times scales."""
+        b, shape = self._b, (1, self._c.kv_heads, 1, self._c.head_dim)
+        scales = [b.input(name(layer), FLOAT, shape) for name in (names.key_scale, names.value_scale)]
+        skipped = [None] * 5  # tables of a rotation of its own, positions, a bias, sinks
+        attributes = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+        return [*skipped, *scales], attributes
 
     def join(self, x: ir.Value) -> ir.Value:
         return self._b.op("Squeeze", x, self._b.constant([0]))
