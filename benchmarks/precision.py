@@ -23,16 +23,20 @@ from vtx.runtime.session import Prompt, Session
 
 KS = (None, 16, 8, 5)
 BUNDLES = {
-    "fp32": ("fp32", None), "fp16": ("fp16", None), "bf16": ("bf16", None), "int8": ("int8", "int8"),
-    "int4": ("int4", "int8"), "int8, tower fp16": ("int8", "fp16"), "int4, tower fp16": ("int4", "fp16"),
+    "fp32": ("fp32", None, None), "fp16": ("fp16", None, None), "bf16": ("bf16", None, None),
+    "int8": ("int8", "int8", None), "int4": ("int4", "int8", None), "int8, tower fp16": ("int8", "fp16", None),
+    "int4, tower fp16": ("int4", "fp16", None), "fp16, K and V int8": ("fp16", None, "int8"),
+    "fp16, K and V int8, OpenVINO": ("fp16", None, "int8"),
 }  # fmt: skip
 
 
-def export(folder: Path, precision: str, vision: str | None) -> Path:
+def export(folder: Path, precision: str, vision: str | None, kv: str | None) -> Path:
     from vtx.exporter.export import ExportOptions, plan_export, run_export
 
     ks = tuple(k for k in KS if k)
-    options = ExportOptions(ks=ks, precision=precision, vision_precision=vision, dialects=("ort",))
+    options = ExportOptions(
+        ks=ks, precision=precision, vision_precision=vision, kv_precision=kv, dialects=("ort", "plain")
+    )
     run_export(plan_export(options), folder, force=False, report=lambda *_: None)
     return folder
 
@@ -69,7 +73,9 @@ def main() -> None:
     with scratch(given.scratch) as folder:
         models = {
             name: load(
-                export(folder / name.replace(", ", "-").replace(" ", "-"), *asked), device="cpu", threads=given.threads
+                export(folder / name.replace(", ", "-").replace(" ", "-"), *asked),
+                device="openvino" if "OpenVINO" in name else "cpu",
+                threads=given.threads,
             )
             for name, asked in BUNDLES.items()
         }

@@ -22,6 +22,7 @@ EXPORT_BASE = 385 << 20
 QUESTION_ROWS = 64  # of the golden prompt beside the image
 LAYER_GRAPH = 12_000  # bytes of a layer, the decoder's or the tower's, in a dialect's graphs: 10 to 11 thousand
 OTHER_FILES = 64_000  # bytes: the manifest, the configuration, headers, graphs without layers
+PASSAGE_ROWS = 256  # of the prompt that the scales of int8 K and V are measured on, beside the image
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,11 @@ def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: s
         if text.tied or name != EMBEDDING  # which stays in its file and is read a row at a time
     )
     disk = sum(file.size for file in plan.files) + small
+    rows = config.vision_tokens + PASSAGE_ROWS if kv_dtype == "int8" else SEEN_ROWS + QUESTION_ROWS
     return Prediction(
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=EXPORT_BASE + max(_writing(plan), _checking(text)),
+        export_memory=EXPORT_BASE + max(_writing(plan), _checking(text, rows)),
         run_memory=resident + answering,
         kv_full=slot * text.layers,
         work=sum(file.work for file in plan.files),
@@ -77,9 +79,9 @@ def _writing(plan: WeightPlan) -> int:
     return max((entry.source.nbytes + entry.end - entry.place.offset for entry in rewritten), default=0)
 
 
-def _checking(text: TextConfig) -> int:
-    """While golden vectors are computed: the largest matrix of a layer, stored and as float32, and the rows in it."""
-    matrix, rows = text.hidden * max(text.ffn, text.heads * text.head_dim), SEEN_ROWS + QUESTION_ROWS
+def _checking(text: TextConfig, rows: int) -> int:
+    """While the reference computes: the largest matrix of a layer, stored and as float32, and the rows in it."""
+    matrix = text.hidden * max(text.ffn, text.heads * text.head_dim)
     return (4 + 2 + 4) * matrix + 4 * 4 * rows * text.ffn
 
 

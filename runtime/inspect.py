@@ -11,8 +11,7 @@ from vtx.runtime.names import kv_type
 
 TEXT_TOKENS = 64
 INT8_KV = (
-    "K and V: int8 on a CPU, by the bundle's scales with onnxruntime, by a scale for each row with OpenVINO; "
-    "graphs for TensorRT keep them in float16; onnxruntime does not take them on a GPU"
+    "K and V: int8 on a CPU, by measured scales with onnxruntime and by its own with OpenVINO; float16 with TensorRT"
 )
 
 

@@ -160,7 +160,7 @@ class OrtStageCache:
             self._buffers.append((names.past_value(layer), names.present_value(layer), value))
         self._key_scale = backend.kv_scales.get(names.key_scale(spec.last))
         scales = {name(n) for n in range(spec.first, spec.last + 1) for name in (names.key_scale, names.value_scale)}
-        self._scales = {name: scale for name, scale in backend.kv_scales.items() if name in scales}
+        self._scales = {name: scale for name, scale in backend.kv_scales.items() if name in scales}  # none if not int8
         self._query = np.zeros((0, model.heads * model.head_dim), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
