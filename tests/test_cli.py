@@ -409,6 +409,13 @@ def test_inspect_shows_stages_variants_and_kv_bytes(bundle: Path) -> None:
         assert word in shown
 
 
+def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    model, out = tiny_checkpoint(), tmp_path / "b"
+    said = invoke("export", "--model", model, "--kv-precision", "int8", "--out", out).stderr
+    assert 0 < said.index("float16 with TensorRT") < said.index("measured:"), "before it happens"
+    assert "float16 with TensorRT" in invoke("inspect", out).stdout
+
+
 def test_inspect_gives_the_same_as_json(bundle: Path) -> None:
     result = invoke("inspect", bundle, "--json")
     facts = json.loads(result.stdout)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from onnx_ir import DataType
 
 from tests import bundles
@@ -23,8 +22,6 @@ from tests.graphs import session
 from tests.reference import Reference
 from tests.test_score import TEXT
 from tests.tiny import Tiny, prompt_messages, random_image
-from vtx.cli import inspect
-from vtx.exporter.commands import export
 from vtx.exporter.export import ExportOptions, plan_export
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.kv_scales import MARGIN
@@ -304,19 +301,6 @@ def test_inspect_says_what_each_dialect_keeps(made: Callable[..., Made]) -> None
     facts = describe(made().bundle)
     assert facts["kv_dtype"] == "int8"
     assert facts["kv_dtypes"] == {"ort": "int8", "trt": "float16", "plain": "float16"}
-
-
-def test_export_and_inspect_say_what_each_backend_keeps(
-    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(variable, str(tmp_path))
-    model, out = str(tiny_checkpoint()), str(tmp_path / "b")
-    asked = ["--model", model, "--kv-precision", "int8", "--out", out]
-    said = CliRunner().invoke(export, asked, catch_exceptions=False).output
-    assert "float16 with TensorRT" in said
-    assert said.index("float16 with TensorRT") < said.index("measured:"), "before it happens"
-    assert "float16 with TensorRT" in CliRunner().invoke(inspect, [out], catch_exceptions=False).output
 
 
 def test_the_provider_for_gpus_is_refused_by_name(made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
