@@ -79,7 +79,7 @@ def _write_graphs(folder: Path, plan: Plan, report: Report) -> None:
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
     text, precisions = plan.config.text, plan.precisions
-    kv = KV_ELEMENTS[names.kv_type(dialect, precisions.kv_dtype)]
+    kv = _kv_element(plan, dialect)
 
     def write(name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None) -> None:
         written = make_dialect(dialect, precision, plan.max_context, kv_type)
@@ -102,11 +102,15 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
 
 def write_first_layer(path: Path, plan: Plan, dialect: str) -> None:
     """Write the graph of a stage of one layer, as a sample of the work that graphs are."""
-    text, kv = plan.config.text, KV_ELEMENTS[plan.precisions.kv_dtype]
+    text, kv = plan.config.text, _kv_element(plan, dialect)
     written = make_dialect(dialect, plan.precisions.decoder, plan.max_context, kv)
     builder = Builder("stage", plan.weights.stored, path.parent, written)
     build_stage(builder, text, first=1, last=1, kv_type=kv, query=False)
     builder.write(path)
+
+
+def _kv_element(plan: Plan, dialect: str) -> ir.DataType:
+    return KV_ELEMENTS[names.kv_type(dialect, plan.precisions.kv_dtype)]
 
 
 def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:

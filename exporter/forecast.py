@@ -15,7 +15,7 @@ from pathlib import Path
 from vtx.exporter.build import write_first_layer
 from vtx.exporter.golden import golden_ids
 from vtx.exporter.planning.sizes import ModelSize, model_size
-from vtx.exporter.predict import QUESTION_ROWS
+from vtx.exporter.predict import PASSAGE_ROWS, QUESTION_ROWS
 from vtx.exporter.prepare import Plan
 from vtx.exporter.rates import (
     LAYER_SECONDS,
@@ -99,7 +99,10 @@ def _file(file: WeightFile, folder: Path, journal: Journal, paces: Mapping[Form,
 
 
 def _reading(plan: Plan, paces: Mapping[Form, Pace], disk: Disk) -> float:
-    """Of the weights as float32 for the golden vectors: layers from the first K on twice, tables by rows alone."""
+    """Of the weights as float32 for the golden vectors: layers from the first K on twice, tables by rows alone.
+
+    For the scales of int8 K and V once more.
+    """
     first = min(plan.ks, default=plan.config.text.layers + 1)
     seconds, cold = 0.0, 0
     memory = available_memory() or 0
@@ -109,7 +112,7 @@ def _reading(plan: Plan, paces: Mapping[Form, Pace], disk: Disk) -> float:
             if entry.name == EMBEDDING and not plan.config.text.tied:
                 continue
             cold += 0 if kept else entry.place.nbytes
-            times = 2 if _layer(entry.name) >= first else 1
+            times = (2 if _layer(entry.name) >= first else 1) + (plan.precisions.kv == "int8")
             seconds += times * prod(entry.source.shape) * paces[form_of(file, entry)].read
     return seconds + cold / disk.read
 
@@ -120,7 +123,10 @@ def _layer(name: str) -> int:
 
 
 def _products(plan: Plan, sizes: ModelSize) -> float:
-    """The golden vectors' products, at the speed of the decoder's and of the tower's own, and what each layer adds."""
+    """The products of golden vectors and scales, at the speed of the decoder's and of the tower's own.
+
+    And what each layer adds.
+    """
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
     text = Text(parse_tokenizer(plan.tokenizer, CheckpointError), plan.template, plan.text)
@@ -130,8 +136,11 @@ def _products(plan: Plan, sizes: ModelSize) -> float:
     flops = prefill_flops(size, [rows] * size.layers)
     flops += 2 * sum(tails) * (asked * size.layer_macs + attention_macs(size, asked, asked))
     seconds = flops / _speed(size.hidden, size.ffn, rows)
-    seconds += encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.rows)
-    return seconds + LAYER_SECONDS * (size.layers + max(tails, default=0) + tower.used)
+    seeing = encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.rows)
+    if plan.precisions.kv == "int8":
+        rows = image + PASSAGE_ROWS
+        seconds += seeing + prefill_flops(size, [rows] * size.layers) / _speed(size.hidden, size.ffn, rows)
+    return seconds + seeing + LAYER_SECONDS * (size.layers + max(tails, default=0) + tower.used)
 
 
 def _thresholds(retain: Retain, sizes: ModelSize) -> float:

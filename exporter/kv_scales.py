@@ -18,6 +18,7 @@ from vtx.exporter.reference import Reference, Sample
 from vtx.runtime import names
 from vtx.runtime.golden import QUESTION, golden_image
 from vtx.runtime.image import ImageSettings, preprocess
+from vtx.runtime.memory import returning_memory
 from vtx.runtime.safetensors import write_safetensors
 from vtx.runtime.text import Part, Text
 
@@ -47,7 +48,7 @@ def record_kv_scales(
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": f"{PASSAGE} {QUESTION}"}]
     ids = text.prompt([{"role": "user", "content": content}], vision_tokens)
     tensors: dict[str, NDArray[np.float32]] = {}
-    with torch.inference_mode():
+    with torch.inference_mode(), returning_memory():
         features = reference.features(preprocess(golden_image(), settings)[None])
         for layer, key, value in reference.keys_values(Sample(ids, features), report):
             tensors[names.key_scale(layer)] = _scale(_lengths(key))
