@@ -12,6 +12,7 @@ from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import DeviceError, VtxError
 from vtx.runtime.fingerprint import targets
 from vtx.runtime.gpu import find_gpu
+from vtx.runtime.memory import EXPANDED, KEPT, NARROWED
 
 AUTO = "auto"
 
@@ -121,10 +122,11 @@ def _no_cuda(bundle: Bundle) -> str | None:
 _FURTHER = {"tensorrt": _no_engines, "cuda": _no_cuda}
 
 
-def copies(bundle: Bundle, place: Place) -> int:
-    """How often the weights lie in memory: OpenVINO keeps what it widens beside the packed form it computes with."""
-    twice = (place.device, place.compute) == ("openvino", "f32") and bundle.manifest.precision in ("fp16", "bf16")
-    return 2 if twice else 1
+def float_bytes(place: Place) -> Mapping[str, int]:
+    """Bytes that a weight of each type of float takes in memory at this place."""
+    if place.device != "openvino":
+        return EXPANDED
+    return NARROWED if place.compute == "bf16" else KEPT
 
 
 def open_backend(bundle: Bundle, place: Place, threads: int | None) -> Backend:

@@ -15,20 +15,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import cast
 
 from vtx.runtime.answer import Answer, AnswerStream, Clock, Options, Stats
 from vtx.runtime.backend import Backend
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.devices import AUTO, GPU_DEVICES, choose, copies, open_backend
+from vtx.runtime.devices import AUTO, GPU_DEVICES, choose, float_bytes, open_backend
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.gallery import Gallery, Picture
 from vtx.runtime.generate import generate
 from vtx.runtime.image import ImageSource, load_image, preprocess
 from vtx.runtime.machine import available_memory
 from vtx.runtime.manifest import Manifest
-from vtx.runtime.memory import needed_memory, weights_in_memory
+from vtx.runtime.memory import EXPANDED, needed_memory
 from vtx.runtime.policies import word
 from vtx.runtime.policies.make import decisions, make_policy
 from vtx.runtime.policies.policy import Policy
@@ -280,17 +280,17 @@ def load(
     opened = Bundle.open(bundle)
     place = choose(opened, device, compute)
     if not force and place.device not in GPU_DEVICES:
-        _check_memory(opened, copies(opened, place))
+        _check_memory(opened, float_bytes(place))
     backend = open_backend(opened, place, threads)
     return Model(opened, backend, 1000 * (time.perf_counter() - start), place.why)
 
 
-def _check_memory(bundle: Bundle, copies: int) -> None:
-    """Raise DeviceError when the weights, as a CPU needs them, and an answer exceed the free memory."""
-    needed, free = needed_memory(bundle) + (copies - 1) * weights_in_memory(bundle), available_memory()
+def _check_memory(bundle: Bundle, floats: Mapping[str, int]) -> None:
+    """Raise DeviceError when the weights, whose floats take so many bytes, and an answer exceed the free memory."""
+    needed, free = needed_memory(bundle, floats), available_memory()
     if free is not None and needed > free:
+        where = "onnxruntime, which expands fp16 and bf16 to float32" if floats is EXPANDED else "OpenVINO"
         raise DeviceError(
-            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on a CPU, which expands fp16 and bf16 "
-            f"to float32; {size(free)} is free; use a machine with more, or export with --precision int4 "
-            "(--force tries all the same)"
+            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on {where}; {size(free)} is free; "
+            "use a machine with more, or export with --precision int4 (--force tries all the same)"
         )

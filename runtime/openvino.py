@@ -18,6 +18,7 @@ from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.machine import cores
 from vtx.runtime.manifest import StageSpec
 from vtx.runtime.memory import zeros_in_small_pages
+from vtx.runtime.narrow import keep_narrow, letting_go
 from vtx.runtime.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST, page_caches
 from vtx.runtime.rope import read_rope
 
@@ -119,15 +120,16 @@ class OpenvinoBackend:
         self.kv_slot_bytes = 2 * model.kv_heads * self.kv_width * np.dtype(KV_ARRAYS[self._kv]).itemsize
         self._settings = self._choose_settings()
         graphs = self._manifest.dialects[DIALECT]
+        self._rope = read_rope(bundle)
+        self._row = np.zeros((1, self._manifest.model.hidden), np.float32)
         self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
-        self._head = self._graph(graphs.head, contract.head(self._manifest))
+        self._head = self._graph(graphs.head, contract.head(self._manifest), {names.HIDDEN: self._row})
         self._stages = [self._compile_stage(spec) for spec in graphs.stages]
         self._specs = graphs.stages
         self._gates = {g.k: self._graph(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
         self._score = self._graph(graphs.score, contract.score(self._manifest, DIALECT)) if graphs.score else None
         self._vision: _Graph | None = None
         self._vision_lock = threading.Lock()
-        self._rope = read_rope(bundle)
 
     def _choose_settings(self) -> dict[str, Any]:
         able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -143,15 +145,25 @@ class OpenvinoBackend:
         except RuntimeError as e:
             raise BundleError(f"OpenVINO cannot read {name}: {_one_line(e)}; export the bundle again") from e
         contract.check(name, _Ports(model, promised), promised)
+        keep_narrow(model)
         return model
 
-    def _graph(self, name: str, promised: contract.Contract) -> _Graph:
-        return _Graph(self._engine(name, self._read(name, promised)), promised[1])
+    def _graph(self, name: str, promised: contract.Contract, first: Mapping[str, NDArray[Any]] | None = None) -> _Graph:
+        """`first`: inputs to run once, since the engine packs the weights of a graph of any size when it first runs."""
+        model = self._read(name, promised)
+        with letting_go(model):
+            graph = _Graph(self._engine(name, model), promised[1])
+            if first is not None:
+                graph.run(first)
+        return graph
 
     def _compile_stage(self, spec: StageSpec) -> Any:
         model = self._read(spec.graph, contract.stage(self._manifest, spec, DIALECT))
         page_caches(model, range(spec.first, spec.last + 1), self._manifest.model.heads)
-        return self._engine(spec.graph, model)
+        with letting_go(model):
+            compiled = self._engine(spec.graph, model)
+            OpenvinoStageCache(self, compiled, spec, 1).append(self._row, np.zeros(1, np.int64))
+        return compiled
 
     def _engine(self, name: str, model: Any) -> Any:
         try:
@@ -181,7 +193,8 @@ class OpenvinoBackend:
         promised = contract.vision(self._manifest, DIALECT)
         model = self._read(graphs.vision, promised)
         model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
-        return _Graph(self._engine(graphs.vision, model), promised[1])
+        with letting_go(model):
+            return _Graph(self._engine(graphs.vision, model), promised[1])
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         return self._head.run({names.HIDDEN: np.ascontiguousarray(rows)})[names.LOGITS]

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from tests import bundles
-from vtx.runtime.memory import answering_memory, needed_memory, weights_in_memory, zeros_in_small_pages
+from vtx.runtime.memory import (
+    EXPANDED,
+    KEPT,
+    NARROWED,
+    answering_memory,
+    needed_memory,
+    weights_in_memory,
+    zeros_in_small_pages,
+)
 
 MB = 1 << 20
 
@@ -52,6 +60,16 @@ def test_the_forecast_is_the_weights_and_what_an_answer_takes(
 ) -> None:
     made = bundles.export(tiny_checkpoint(), tmp_path / "bundle")
     assert needed_memory(made) > weights_in_memory(made) > 0
+
+
+def test_narrow_weights_count_half_where_nothing_expands_them(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    fp16 = bundles.export(tiny_checkpoint(), tmp_path / "fp16", precision="fp16")
+    fp32 = bundles.export(tiny_checkpoint(), tmp_path / "fp32", precision="fp32")
+    assert weights_in_memory(fp16, NARROWED) < weights_in_memory(fp16, KEPT) < weights_in_memory(fp16, EXPANDED)
+    assert weights_in_memory(fp16, NARROWED) == weights_in_memory(fp16, EXPANDED) // 2
+    assert weights_in_memory(fp32, KEPT) == weights_in_memory(fp32, EXPANDED) == 2 * weights_in_memory(fp32, NARROWED)
 
 
 def test_an_answer_of_the_7b_shape_takes_half_a_megabyte_a_slot_beside_a_gigabyte_at_most() -> None:
