@@ -179,6 +179,8 @@ def inspect(bundle: str, as_json: bool) -> None:
     if facts["kv_dtype"] == "int8":
         click.echo(INT8_KV)
     click.echo(f"context {facts['max_context']}; {whole}, {weights} of it weights")
+    if facts["activation_aware"]:
+        click.echo(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
     stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
     table("stages", ["layers", "graph", "graph size"], stages)
     variants = [

@@ -15,14 +15,17 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from vtx.exporter.aware import FACTORS, Factors, measure_factors
 from vtx.exporter.graphs.builder import Builder, StoredTensor
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
+from vtx.exporter.place import sync_file
 from vtx.exporter.prepare import Plan
 from vtx.exporter.resume import JOURNAL, PROBE, Journal
+from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime import names
 from vtx.runtime.bundle import MANIFEST, sha256
@@ -49,12 +52,15 @@ def fill(folder: Path, plan: Plan, journal: Journal, report: Report) -> None:
         done += count
         report("weights", done, total)
 
-    records = write_weights(plan.weights, folder, journal, wrote)
+    factors = _factors(folder, plan, journal, report)
+    scaled = scalings(plan.config.text, factors.by_source) if factors else {}
+    records = write_weights(plan.weights, folder, journal, wrote, scaled)
     if not journal.golden:
         _write_golden(folder, plan, report)
         journal.add_golden()
-    manifest = _manifest(folder, plan, records, started, report)
+    manifest = _manifest(folder, plan, records, _record(plan, started, factors), report)
     journal.remove()
+    (folder / FACTORS).unlink(missing_ok=True)
     _write_file(folder / MANIFEST, manifest.to_json())
 
 
@@ -125,6 +131,18 @@ def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
     return {p.name: StoredTensor(GATES, p.offset, p.nbytes, p.dtype, p.shape) for p in places}
 
 
+def _factors(folder: Path, plan: Plan, journal: Journal, report: Report) -> Factors | None:
+    """The factors on channels where they were asked for: those of an interrupted export, else measured now."""
+    if plan.options.aware is None:
+        return None
+    path = folder / FACTORS
+    if not journal.factors:
+        measure_factors(plan, plan.options.aware, report).write(path)
+        sync_file(path)
+        journal.add_factors()
+    return Factors.read(path)
+
+
 def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     from vtx.exporter.golden import record_golden
     from vtx.exporter.kv_scales import record_kv_scales
@@ -158,9 +176,11 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     )
 
 
-def _manifest(folder: Path, plan: Plan, weights: Mapping[str, FileRecord], started: float, report: Report) -> Manifest:
+def _manifest(
+    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], record: dict[str, Any], report: Report
+) -> Manifest:
     text, precisions = plan.config.text, plan.precisions
-    others = {*weights, JOURNAL, PROBE}
+    others = {*weights, JOURNAL, PROBE, FACTORS}
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
     total, done, records = sum(p.stat().st_size for p in paths), 0, dict(weights)
 
@@ -193,11 +213,11 @@ def _manifest(folder: Path, plan: Plan, weights: Mapping[str, FileRecord], start
         image=plan.image,
         text=plan.text,
         files=records,
-        record=_record(plan, started),
+        record=record,
     )
 
 
-def _record(plan: Plan, started: float) -> dict[str, Any]:
+def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, Any]:
     """How the bundle was made: enough to make it again."""
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
@@ -220,6 +240,7 @@ def _record(plan: Plan, started: float) -> dict[str, Any]:
         },
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
         **({"calibration": dict(plan.options.calibration)} if plan.options.calibration else {}),
+        **({"activation_aware": dict(factors.record)} if factors else {}),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in RECORDED}},
     }
 

@@ -17,6 +17,8 @@ from vtx.runtime.last import home, remember, remembered
 from vtx.runtime.names import DIALECTS
 
 if TYPE_CHECKING:
+    from vtx.exporter.aware import Aware
+    from vtx.exporter.choose.data import Data
     from vtx.exporter.export import Plan
     from vtx.exporter.forecast import Forecast
     from vtx.exporter.retain import Retain
@@ -82,8 +84,13 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
 @click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto takes all of them.")
 @click.option(
     "--calibration", metavar="DATA",
-    help="For --k auto and --retain: questions as vtx-calibrate takes them, or scenes; for --k auto also the folder "
-    "of an earlier calibration.",
+    help="For --k auto, --retain and --activation-aware: questions as vtx-calibrate takes them, or scenes; for "
+    "--k auto also the folder of an earlier calibration.",
+)  # fmt: skip
+@click.option(
+    "--activation-aware", is_flag=True,
+    help="With int4 or int8: scale the decoder's channels, leaving what it computes, so that rounding loses least on "
+    "the questions of --calibration [for the demo: scenes].",
 )  # fmt: skip
 @click.option(
     "--dialect", "dialects", callback=_dialects, metavar="ort,...",
@@ -107,25 +114,28 @@ def export(
     model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
     gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
-    retain: float | None, max_memory: int | None, force: bool,
+    retain: float | None, max_memory: int | None, force: bool, activation_aware: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
     library = exporter()
     template = library.load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None
-    if calibration is not None and not one_k and retain is None:
+    if calibration is not None and not one_k and retain is None and not activation_aware:
         raise click.UsageError(
-            "--calibration chooses one K or thresholds; it goes with --k auto without --gates, or --retain"
+            "--calibration chooses one K, thresholds or factors; it goes with --k auto without --gates, --retain or "
+            "--activation-aware"
         )
-    wanted = None if retain is None else _retain(retain, calibration, demo=model == library.DEMO)
+    demo = model == library.DEMO
+    wanted = None if retain is None else _retain(retain, calibration, demo=demo)
+    aware = _aware(calibration, demo=demo) if activation_aware else None
     chosen = calibrated(model, calibration, template) if calibration is not None and one_k else None
     ks = (chosen["k"],) if chosen else ks
     options = library.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
-        head_precision, kv_precision, wanted,
+        head_precision, kv_precision, wanted, aware,
     )  # fmt: skip
-    if model == library.DEMO:
+    if demo:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
     plan = library.plan_export(options)
     for warning in plan.warnings:
@@ -136,14 +146,23 @@ def export(
 
 
 def _retain(tokens: float, calibration: str | None, *, demo: bool) -> Retain:
-    from vtx.exporter.choose.data import SCENES, read_data
     from vtx.exporter.retain import SAMPLES, Retain
 
+    return Retain(tokens, _questions("--retain counts on", calibration, SAMPLES, demo=demo))
+
+
+def _aware(calibration: str | None, *, demo: bool) -> Aware:
+    from vtx.exporter.aware import SAMPLES, Aware
+
+    return Aware(_questions("--activation-aware measures", calibration, SAMPLES, demo=demo))
+
+
+def _questions(purpose: str, calibration: str | None, samples: int, *, demo: bool) -> Data:
+    from vtx.exporter.choose.data import SCENES, read_data
+
     if calibration is None and not demo:
-        raise click.UsageError(
-            "--retain counts on questions about images; name some with --calibration DATA, or scenes"
-        )
-    return Retain(tokens, read_data(calibration or SCENES, None, SAMPLES))
+        raise click.UsageError(f"{purpose} questions about images; name some with --calibration DATA, or scenes")
+    return read_data(calibration or SCENES, None, samples)
 
 
 def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
@@ -184,6 +203,8 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     )
     if plan.options.retain is not None:
         _show_retained(bundle)
+    if scaled := bundle.manifest.record.get("activation_aware"):
+        note(f"scaled by the activations of {scaled['items']} items of {scaled['data']}")
     remember(bundle.folder)
     depth = ", ".join(map(str, plan.ks)) or "none"
     note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')

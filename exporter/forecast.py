@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from vtx.exporter.aware import Aware
 from vtx.exporter.build import write_first_layer
 from vtx.exporter.golden import golden_ids
 from vtx.exporter.planning.sizes import ModelSize, model_size
@@ -31,8 +32,10 @@ from vtx.exporter.rates import (
 )
 from vtx.exporter.resume import PROBE, Journal
 from vtx.exporter.retain import USUAL_STEPS, Retain
+from vtx.exporter.weights.awq import ALPHAS, OUTPUTS, ROWS
 from vtx.exporter.weights.plan import WeightFile
 from vtx.exporter.weights.precision import EMBEDDING
+from vtx.exporter.weights.writing import THREADS
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.flops import attention_macs, encode_flops, prefill_flops
 from vtx.runtime.golden import SEEN_ROWS
@@ -67,8 +70,10 @@ def _phases(plan: Plan, folder: Path, journal: Journal) -> dict[str, float]:
     disk = measure_disk(folder, [file.source for file in left], sum(file.size for file in left))
     paces = measure_paces(plan.weights.files, folder)
     writing = sum(_file(file, folder, journal, paces, disk) for file in left)
-    phases = {"graphs": _graphs(plan, folder), "weights": writing}
-    sizes = model_size(plan.config, plan.name)
+    sizes, phases = model_size(plan.config, plan.name), {"graphs": _graphs(plan, folder)}
+    if plan.options.aware is not None and not journal.factors:
+        phases["activations"] = _activations(plan, plan.options.aware, sizes, paces)
+    phases["weights"] = writing
     if not journal.golden:
         phases["reference"] = _reading(plan, paces, disk) + _products(plan, sizes)
     graphs = sum(len(dialect.stages) + len(dialect.gates) + 3 for dialect in plan.dialects.values())
@@ -141,6 +146,27 @@ def _products(plan: Plan, sizes: ModelSize) -> float:
         rows = image + PASSAGE_ROWS
         seconds += seeing + prefill_flops(size, [rows] * size.layers) / _speed(size.hidden, size.ffn, rows)
     return seconds + seeing + LAYER_SECONDS * (size.layers + max(tails, default=0) + tower.used)
+
+
+def _activations(plan: Plan, aware: Aware, sizes: ModelSize, paces: Mapping[Form, Pace]) -> float:
+    """The reference over every question, each layer's weights read once, and a search that rounds a part of them."""
+    size, tower = sizes.decoder, sizes.vision
+    assert tower is not None
+    rows = plan.options.measured_rows(plan.config)
+    flops = sum(prefill_flops(size, [count] * size.layers) for count in rows)
+    speed = _speed(size.hidden, size.ffn, max(rows))
+    images = sum(len(item.images) for item in aware.data.items)
+    seconds = flops / speed
+    seconds += images * encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.rows)
+    for file in plan.weights.files:
+        for entry in file.entries:
+            if _layer(entry.name) and entry.scheme is not None:
+                height, width = entry.source.shape
+                tried, pace = min(height, OUTPUTS), paces[form_of(file, entry)]
+                seconds += height * width * pace.read
+                seconds += len(ALPHAS) * THREADS * tried * pace.write * entry.source.nbytes / height
+                seconds += len(ALPHAS) * 2 * tried * ROWS * width / speed
+    return seconds + LAYER_SECONDS * (size.layers * len(rows) + tower.used * images)
 
 
 def _thresholds(retain: Retain, sizes: ModelSize) -> float:

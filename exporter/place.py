@@ -156,8 +156,13 @@ def _set_back(old: Path, out: Path) -> None:
 def sync(folder: Path) -> None:
     """See the files onto the disk before the rename that makes them a bundle."""
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """See a file or a directory onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

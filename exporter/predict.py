@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from vtx.exporter.graphs.decoder import layer_tensors
 from vtx.exporter.hf.config import ModelConfig, TextConfig
+from vtx.exporter.weights.awq import OUTPUTS, ROWS
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.errors import ExportError
@@ -45,10 +48,17 @@ def small_files(config: ModelConfig, max_context: int, ks: int, dialects: int, t
     return texts + LAYER_GRAPH * layers * dialects + 4 * max_context * text.head_dim + 4 * golden + OTHER_FILES
 
 
-def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: str, small: int) -> Prediction:
+def predict(
+    config: ModelConfig,
+    plan: WeightPlan,
+    max_context: int,
+    kv_dtype: str,
+    small: int,
+    measured: Sequence[int] = (),
+) -> Prediction:
     """What an export and a run on the CPU will need. `run_memory` is with a prompt of one image, K = none.
 
-    `small`: bytes of the files beside the weights.
+    `small`: bytes of the files beside the weights; `measured`: rows of each prompt whose activations are measured.
     """
     text = config.text
     slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
@@ -66,7 +76,7 @@ def predict(config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: s
     return Prediction(
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=EXPORT_BASE + max(_writing(plan), _checking(text, rows)),
+        export_memory=EXPORT_BASE + max(_writing(plan), _checking(text, rows), _measuring(text, measured)),
         run_memory=resident + answering,
         kv_full=slot * text.layers,
         work=sum(file.work for file in plan.files),
@@ -83,6 +93,17 @@ def _checking(text: TextConfig, rows: int) -> int:
     """While the reference computes: the largest matrix of a layer, stored and as float32, and the rows in it."""
     matrix = text.hidden * max(text.ffn, text.heads * text.head_dim)
     return (4 + 2 + 4) * matrix + 4 * 4 * rows * text.ffn
+
+
+def _measuring(text: TextConfig, rows: Sequence[int]) -> int:
+    """While activations are measured: a layer as float32 and its largest matrix as stored, the rows, the search."""
+    if not rows:
+        return 0
+    matrices = sum(prod(shape) for _, shape in layer_tensors(text, 1))
+    widest = max(text.ffn, text.heads * text.head_dim, text.hidden)
+    passing = 4 * max(rows) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(rows) * text.hidden
+    search = 4 * widest * (6 * OUTPUTS + 2 * ROWS)
+    return 4 * matrices + 2 * text.hidden * widest + passing + search
 
 
 def check_memory(prediction: Prediction, limit: int | None) -> None:

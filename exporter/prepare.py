@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from vtx.exporter.aware import Aware
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
@@ -18,11 +19,12 @@ from vtx.exporter.hf.checkpoint import Checkpoint, open_checkpoint
 from vtx.exporter.hf.config import ModelConfig
 from vtx.exporter.hf.processor import read_image_settings
 from vtx.exporter.hf.text import read_text
-from vtx.exporter.predict import Prediction, predict, small_files
+from vtx.exporter.predict import QUESTION_ROWS, Prediction, predict, small_files
 from vtx.exporter.reductions import Reductions, plan_reductions
 from vtx.exporter.retain import Retain
 from vtx.exporter.weights.plan import WeightPlan, plan_weights
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
+from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.image import ImageSettings
 from vtx.runtime.manifest import GateSpec, Graphs, StageSpec
@@ -41,7 +43,7 @@ class ExportOptions:
     "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
     `calibration` says how K was chosen where it was measured; it is kept in the record. `reductions` are words of
     methods that leave out vision rows, the first one the default; `retain` says how many rows its thresholds are to
-    keep.
+    keep. `aware` names questions by whose activations the channels of quantised matrices are scaled.
     """
 
     model: str = DEMO
@@ -57,9 +59,12 @@ class ExportOptions:
     head_precision: str | None = None
     kv_precision: str | None = None
     retain: Retain | None = None
+    aware: Aware | None = None
 
     def __post_init__(self) -> None:
-        self.precisions()
+        precisions = self.precisions()
+        if self.aware is not None:
+            self.aware.check(precisions.decoder)
         if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
             asked = ", ".join(self.dialects)
             raise RequestError(f"dialects {asked}: name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
@@ -74,6 +79,11 @@ class ExportOptions:
     def precisions(self) -> Precisions:
         """What was asked for, filled up with the defaults."""
         return Precisions.choose(self.precision, self.vision_precision, self.head_precision, self.kv_precision)
+
+    def measured_rows(self, config: ModelConfig) -> tuple[int, ...]:
+        """Rows of each prompt whose activations are measured, roughly."""
+        items = self.aware.data.items if self.aware else ()
+        return tuple(config.vision_tokens * len(item.images) + QUESTION_ROWS for item in items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +130,8 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know before the export begins."""
-        return self.gates.warnings if self.gates else ()
+        skipped = self.options.aware.data.skipped if self.options.aware else ()
+        return *(self.gates.warnings if self.gates else ()), *(f"skipped {line}" for line in skipped)
 
     def _graphs(self, suffix: str) -> Graphs:
         needs, cuts = self.reductions.needs, self.reductions.cuts(self.ks)
@@ -169,13 +180,15 @@ def plan_export(options: ExportOptions) -> Plan:
         checkpoint.folder, config.image_token_id, text_config, checkpoint.config, options.template
     )
     precisions = options.precisions()
-    weights = plan_weights(checkpoint, [*vision_tensors(config), *decoder_tensors(config.text)], precisions)
+    needed = [*vision_tensors(config), *decoder_tensors(config.text)]
+    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
+    weights = plan_weights(checkpoint, needed, precisions, scaled)
     if config.text.tied:
         precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
     texts = len(tokenizer.encode("utf-8", "replace")) + len(template.encode("utf-8", "replace"))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
     small = small_files(config, context, len(ks), len(options.dialects), texts + gates_bytes)
-    prediction = predict(config, weights, context, precisions.kv_dtype, small)
+    prediction = predict(config, weights, context, precisions.kv_dtype, small, options.measured_rows(config))
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
         precisions, reductions,

@@ -28,6 +28,7 @@ HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 Report = Callable[[int], None]
 Watch = Callable[[int, int, Tensor], None]
 Attend = Callable[[int, int, Tensor, Tensor], None]
+Feed = Callable[[int, int, str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,14 @@ class Reference:
         report: Report = lambda _: None,
         attend: Attend | None = None,
         watch: Watch = lambda *_: None,
+        feed: Feed | None = None,
     ) -> list[dict[int | None, Tensor]]:
         """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
 
         Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
         (from 1), number of the sample, and the rotated queries and keys [1, heads, n, head_dim] without withdrawal;
-        `watch` gets the same two numbers and the layer's output [n, hidden].
+        `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
+        layer and the rows [n, in] that it is multiplied with, also without withdrawal.
         """
         text = self._config.text
         depths = sorted(k for k in ks if k is not None)
@@ -106,7 +109,8 @@ class Reference:
                 if layer in depths:
                     stream.tails = torch.cat((stream.tails, stream.full[~stream.is_vision][None]))
                 see = partial(attend, layer, number) if attend else None
-                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights, see)[0]
+                taken = partial(feed, layer, number) if feed else None
+                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights, see, taken)[0]
                 watch(layer, number, stream.full)
                 if len(stream.tails):
                     stream.tails = _decoder_layer(text, stream.tails, stream.text_positions, weights)
@@ -251,16 +255,19 @@ def _decoder_layer(
     positions: Tensor,
     weights: Mapping[str, Tensor],
     see: Callable[[Tensor, Tensor], None] | None = None,
+    taken: Callable[[str, Tensor], None] | None = None,
     *,
     cache: list[Tensor] | None = None,
 ) -> Tensor:
     """One layer of the llama family over rows [batch, n, hidden] at `positions` [n]; causal among these rows.
 
-    `see` gets the rotated queries and keys. Where `cache` holds keys and values, they stand before those of the one
-    new row; the new ones are added to it.
+    `see` gets the rotated queries and keys, `taken` each matrix's name and the rows [n, in] it is given. Where `cache`
+    holds keys and values, they stand before those of the one new row; the new ones are added to it.
     """
 
     def linear(y: Tensor, name: str) -> Tensor:
+        if taken:
+            taken(name, y[0])
         return F.linear(y, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def heads(y: Tensor) -> Tensor:

@@ -39,12 +39,13 @@ class Journal:
         self.files: dict[str, FileRecord] = {}
         self.tensors: dict[str, list[Written]] = {}
         self.golden = False
+        self.factors = False
         for line in list(_lines(self._path))[1:]:
             self._take(line)
 
     @property
     def found_work(self) -> bool:
-        return bool(self.files or self.tensors)
+        return bool(self.files or self.tensors or self.factors)
 
     def add_file(self, name: str, record: FileRecord) -> None:
         self.files[name] = record
@@ -56,6 +57,10 @@ class Journal:
     def add_golden(self) -> None:
         self.golden = True
         _append(self._path, {"golden": True})
+
+    def add_factors(self) -> None:
+        self.factors = True
+        _append(self._path, {"factors": True})
 
     def remove(self) -> None:
         """Leave in the folder only what belongs to the bundle."""
@@ -70,6 +75,8 @@ class Journal:
             self.tensors.setdefault(line["of"], []).append(written)
         elif "golden" in line:
             self.golden = True
+        elif "factors" in line:
+            self.factors = True
 
 
 def begin(folder: Path, key: str) -> None:
@@ -93,8 +100,9 @@ def key_of(plan: Plan) -> str:
         status = file.source.stat()
         header = hashlib.sha256(file.header or b"").hexdigest()
         sources.append([file.name, str(file.source), status.st_size, status.st_mtime_ns, header])
-    options = replace(plan.options, retain=None)  # which settles the manifest only
-    told = [plan.checkpoint.fingerprint(), str(options), list(plan.ks), plan.template, sources]
+    options = replace(plan.options, retain=None, aware=None)  # the first settles the manifest only
+    aware = plan.options.aware.digest() if plan.options.aware else None
+    told = [plan.checkpoint.fingerprint(), str(options), list(plan.ks), plan.template, sources, aware]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 

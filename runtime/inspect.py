@@ -37,6 +37,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
         "max_context": manifest.max_context,
         "default_k": manifest.default_k,
+        "activation_aware": _questions_measured(manifest),
         "reductions": list(manifest.reductions),
         "bytes": {"weights": sum(b for n, b in sizes.items() if n.startswith("weights/")), "all": sum(sizes.values())},
         "stages": [
@@ -54,3 +55,10 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         ],
         "record": manifest.record,
     }
+
+
+def _questions_measured(manifest: Manifest) -> int | None:
+    """How many questions' activations the quantised channels were scaled by; None where they were not."""
+    aware = manifest.record.get("activation_aware")
+    items = aware.get("items") if isinstance(aware, dict) else None
+    return items if isinstance(items, int) else None

@@ -58,6 +58,11 @@ def open_source(model: str, bundle: Path | None = None, template: str | None = N
     plan = plan_export(ExportOptions(model, precision="fp32", template=template))
     if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):
         plan = plan_export(ExportOptions(model, precision="fp16", template=template))
+    return source_of(plan)
+
+
+def source_of(plan: Plan) -> Source:
+    """The model that an export was planned of."""
     text = Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text)
     fingerprint = plan.checkpoint.fingerprint()
     return Source(plan.name, fingerprint, plan.checkpoint, plan.config, text, plan.image, plan.max_context, plan)

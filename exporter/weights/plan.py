@@ -6,7 +6,7 @@ it is known before a byte of a weight is read, so graphs can be built first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +70,14 @@ class WeightPlan:
 
 
 def plan_weights(
-    checkpoint: Checkpoint, needed: Iterable[tuple[str, tuple[int, ...]]], precisions: Precisions
+    checkpoint: Checkpoint,
+    needed: Iterable[tuple[str, tuple[int, ...]]],
+    precisions: Precisions,
+    scaled: Collection[str] = (),
 ) -> WeightPlan:
     """Check that every needed tensor is there in its shape, and settle where it will lie.
+
+    A file that holds one of the tensors `scaled`, whose values will change, is not taken whole.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape than the configuration promises.
@@ -86,7 +91,8 @@ def plan_weights(
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
         forms = [precisions.stored(tensor, info.shape, info.dtype) for tensor, info in tensors]
-        if all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True)):
+        as_it_is = all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
+        if as_it_is and not any(tensor in scaled for tensor, _ in tensors):
             entries = tuple(Entry(tensor, info, info.dtype, info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, source.stat().st_size))
         else:

@@ -8,11 +8,12 @@ import hashlib
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from vtx.exporter.hf.checkpoint import check_finite
 from vtx.exporter.resume import Journal, Written
 from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
+from vtx.exporter.weights.scaling import Scaling
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.manifest import FileRecord
 from vtx.runtime.safetensors import DTYPES, TensorInfo, open_tensor, widen_bf16
@@ -34,10 +36,22 @@ FICLONE = 0x40049409  # Linux: let a file share another's blocks, copied when on
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
 Report = Callable[[int], None]
 Converted = tuple[bytes, bytes, int]  # a chunk, its scales, and the source bytes it came from
+NONE: Mapping[str, Scaling] = {}
 
 
-def write_weights(plan: WeightPlan, folder: Path, journal: Journal, report: Report) -> dict[str, FileRecord]:
+class Chunk(NamedTuple):
+    """Some of a tensor's `stored` bits, from row `start` on, or from that value where they are flat."""
+
+    start: int
+    stored: NDArray[Any]
+
+
+def write_weights(
+    plan: WeightPlan, folder: Path, journal: Journal, report: Report, scalings: Mapping[str, Scaling] = NONE
+) -> dict[str, FileRecord]:
     """Write all weight files under `folder` but what `journal` has; `report` gets the source bytes of each block.
+
+    The weights that `scalings` names are multiplied first.
 
     Returns size and checksum of each file by its name in the bundle.
 
@@ -56,7 +70,7 @@ def write_weights(plan: WeightPlan, folder: Path, journal: Journal, report: Repo
                 digest = (
                     take_whole(file, folder / file.name, pool, report)
                     if file.whole
-                    else _rewrite(file, folder / file.name, pool, journal, report)
+                    else _rewrite(file, folder / file.name, pool, journal, report, scalings)
                 )
             except OSError as e:
                 raise ExportError(
@@ -123,7 +137,14 @@ def _pieces(size: int) -> Iterator[int]:
         yield min(BLOCK, size - start)
 
 
-def _rewrite(file: WeightFile, target: Path, pool: ThreadPoolExecutor, journal: Journal, report: Report) -> str:
+def _rewrite(
+    file: WeightFile,
+    target: Path,
+    pool: ThreadPoolExecutor,
+    journal: Journal,
+    report: Report,
+    scalings: Mapping[str, Scaling],
+) -> str:
     """Write the file's tensors in their new form, but those that stand there. Returns its SHA-256."""
     header = file.header or b""
     standing, digest = _standing(file, target, journal.tensors.get(file.name, []))
@@ -134,7 +155,7 @@ def _rewrite(file: WeightFile, target: Path, pool: ThreadPoolExecutor, journal: 
         else:
             out.write(header)
         for entry in file.entries[standing:]:
-            crc = write_tensor(entry, out, digest, pool, report)
+            crc = write_tensor(entry, out, digest, pool, report, scalings.get(entry.name))
             journal.add_tensor(file.name, Written(entry.name, entry.end, crc))
             forget(out)
         os.fsync(out.fileno())
@@ -142,10 +163,17 @@ def _rewrite(file: WeightFile, target: Path, pool: ThreadPoolExecutor, journal: 
     return found
 
 
-def write_tensor(entry: Entry, out: BinaryIO, digest: Any, pool: ThreadPoolExecutor, report: Report) -> int:
+def write_tensor(
+    entry: Entry,
+    out: BinaryIO,
+    digest: Any,
+    pool: ThreadPoolExecutor,
+    report: Report,
+    scaling: Scaling | None = None,
+) -> int:
     """Append a tensor in its new form to `out`, and its bytes to `digest`. Returns their CRC-32."""
     crc = 0
-    for data in _tensor_bytes(entry, pool, report):
+    for data in _tensor_bytes(entry, scaling, pool, report):
         out.write(data)
         digest.update(data)
         crc = zlib.crc32(data, crc)
@@ -176,11 +204,11 @@ def forget(out: BinaryIO) -> None:
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _tensor_bytes(entry: Entry, pool: ThreadPoolExecutor, report: Report) -> Iterator[bytes]:
+def _tensor_bytes(entry: Entry, scaling: Scaling | None, pool: ThreadPoolExecutor, report: Report) -> Iterator[bytes]:
     """A tensor as it is stored, chunk by chunk in order, converted in the threads of `pool`."""
-    convert = _quantised if entry.scheme else _converted
+    convert = partial(_quantised if entry.scheme else _converted, entry, scaling)
     scales = []
-    for data, beside, nbytes in _in_order(pool, partial(convert, entry), _chunks(entry)):
+    for data, beside, nbytes in _in_order(pool, convert, _chunks(entry, scaling)):
         yield data
         scales.append(beside)
         report(nbytes)
@@ -189,7 +217,7 @@ def _tensor_bytes(entry: Entry, pool: ThreadPoolExecutor, report: Report) -> Ite
 
 
 def _in_order(
-    pool: ThreadPoolExecutor, convert: Callable[[NDArray[Any]], Converted], chunks: Iterable[NDArray[Any]]
+    pool: ThreadPoolExecutor, convert: Callable[[Chunk], Converted], chunks: Iterable[Chunk]
 ) -> Iterator[Converted]:
     """As `pool.map`, but no more than `AHEAD` chunks are converted before they are taken."""
     ahead = deque[Future[Converted]]()
@@ -201,27 +229,26 @@ def _in_order(
         yield ahead.popleft().result()
 
 
-def _chunks(entry: Entry) -> list[NDArray[Any]]:
-    """The stored bits of a tensor, a bounded number at a time: flat, or whole rows of a matrix to be quantised."""
+def _chunks(entry: Entry, scaling: Scaling | None) -> list[Chunk]:
+    """The stored bits of a tensor, a bounded number at a time: flat, or whole rows where rows matter."""
     stored = open_tensor(entry.source)
-    if not entry.scheme:
+    if not entry.scheme and not scaling:
         stored = stored.reshape(-1)
-    step = max(1, CHUNK // (entry.source.shape[-1] if entry.scheme else 1))
-    return [stored[start : start + step] for start in range(0, len(stored), step)]
+    step = max(1, CHUNK // max(1, prod(stored.shape[1:])))
+    return [Chunk(start, stored[start : start + step]) for start in range(0, len(stored), step)]
 
 
-def _quantised(entry: Entry, chunk: NDArray[Any]) -> Converted:
-    check_finite(chunk, entry.name)
+def _quantised(entry: Entry, scaling: Scaling | None, chunk: Chunk) -> Converted:
     assert entry.scheme is not None
-    integers, scales = quantise(_wide(chunk, entry.source), entry.scheme, entry.name)
-    return integers.tobytes(), scales.tobytes(), chunk.nbytes
+    integers, scales = quantise(_values(entry, scaling, chunk), entry.scheme, entry.name)
+    return integers.tobytes(), scales.tobytes(), chunk.stored.nbytes
 
 
-def _converted(entry: Entry, chunk: NDArray[Any]) -> Converted:
-    check_finite(chunk, entry.name)
-    if entry.source.dtype == entry.dtype:
-        return chunk.tobytes(), b"", chunk.nbytes
-    values = _wide(chunk, entry.source)
+def _converted(entry: Entry, scaling: Scaling | None, chunk: Chunk) -> Converted:
+    if entry.source.dtype == entry.dtype and not scaling:
+        check_finite(chunk.stored, entry.name)
+        return chunk.stored.tobytes(), b"", chunk.stored.nbytes
+    values = _values(entry, scaling, chunk)
     with np.errstate(over="ignore"):
         out: NDArray[Any] = narrow_bf16(values) if entry.dtype == "BF16" else values.astype(DTYPES[entry.dtype][1])
     if entry.dtype in LARGEST and values.size:
@@ -231,12 +258,19 @@ def _converted(entry: Entry, chunk: NDArray[Any]) -> Converted:
                 f"tensor {entry.name} holds {largest:g}, {WORDS[entry.dtype]} ends at {LARGEST[entry.dtype]:g}; "
                 "export with --precision fp32"
             )
-    return out.tobytes(), b"", chunk.nbytes
+    return out.tobytes(), b"", chunk.stored.nbytes
 
 
 def _finite(stored: NDArray[Any]) -> bool:
     values = widen_bf16(stored) if stored.dtype == np.uint16 else stored
     return bool(np.isfinite(values).all())
+
+
+def _values(entry: Entry, scaling: Scaling | None, chunk: Chunk) -> NDArray[np.float32]:
+    """A chunk's values as they are to be stored, but not yet in their form. Raises `CheckpointError` for NaN."""
+    check_finite(chunk.stored, entry.name)
+    values = _wide(chunk.stored, entry.source)
+    return scaling.apply(values, chunk.start) if scaling else values
 
 
 def _wide(chunk: NDArray[Any], source: TensorInfo) -> NDArray[np.float32]:

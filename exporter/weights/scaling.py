@@ -1,0 +1,99 @@
+"""Factors on the channels between a decoder's matrices that leave what it computes as it is.
+
+A matrix W that reads rows x computes (W s)(x / s) for any factors s on its input channels. 1/s is folded into the
+weight that gives the rows their size, so graphs stay as they are: a norm's, or the output rows of the matrix before.
+AWQ (arXiv 2306.00978, Eq. 2 and section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.exporter.hf.config import TextConfig
+from vtx.exporter.weights.quantize import scheme
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Matrices that read the same rows, and the weight before them that takes the inverse factors.
+
+    `width` input channels are read in heads of `head`; `sharing` neighbouring heads come from the same rows of
+    `source`, and so share their factors.
+    """
+
+    readers: tuple[str, ...]
+    source: str
+    width: int
+    head: int
+    sharing: int = 1
+
+    def spread(self, factors: Floats) -> Floats:
+        """Factors of the source's channels [width / sharing] as those of the readers' [width]."""
+        return np.repeat(factors.reshape(-1, self.head), self.sharing, 0).reshape(-1)
+
+    def pooled(self, sizes: Floats) -> Floats:
+        """Sizes of the readers' channels [width] as means over those that share a factor [width / sharing]."""
+        found: Floats = sizes.reshape(-1, self.sharing, self.head).mean(1).reshape(-1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What a weight [out, in] or [out] is multiplied by: `rows` [out], and `columns` [in] of a matrix."""
+
+    rows: Floats | None = None
+    columns: Floats | None = None
+
+    def apply(self, part: Floats, start: int) -> Floats:
+        """The scaled rows of a weight of which `part` begins at row `start`, in memory of their own."""
+        scaled = part if self.columns is None else part * self.columns
+        if self.rows is None:
+            return scaled
+        rows = self.rows[start : start + len(part)]
+        return scaled * (rows if part.ndim == 1 else rows[:, None])
+
+
+def channels(c: TextConfig, layer: int) -> tuple[Channels, ...]:
+    """Of `layer`, counted from 1, every set of channels that factors can be put on."""
+    p, heads = f"text.layers.{layer - 1}", c.heads * c.head_dim
+    qkv = tuple(f"{p}.self_attn.{part}_proj.weight" for part in "qkv")
+    both = tuple(f"{p}.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    return (
+        Channels(qkv, f"{p}.input_layernorm.weight", c.hidden, c.hidden),
+        Channels((f"{p}.self_attn.o_proj.weight",), qkv[2], heads, c.head_dim, c.heads // c.kv_heads),
+        Channels(both, f"{p}.post_attention_layernorm.weight", c.hidden, c.hidden),
+        Channels((f"{p}.mlp.down_proj.weight",), both[1], c.ffn, c.ffn),
+    )
+
+
+def scalings(c: TextConfig, factors: Mapping[str, Floats]) -> dict[str, Scaling]:
+    """What becomes of each weight, where `factors` has those of some sets of channels by the name of their source."""
+    rows, columns = dict[str, Floats](), dict[str, Floats]()
+    for layer in range(1, c.layers + 1):
+        for group in channels(c, layer):
+            if group.source in factors:
+                found = factors[group.source]
+                columns |= dict.fromkeys(group.readers, group.spread(found))
+                rows |= dict.fromkeys((group.source, _bias(group.source)), np.reciprocal(found))
+    return {name: Scaling(rows.get(name), columns.get(name)) for name in {*rows, *columns}}
+
+
+def scaled_weights(c: TextConfig, precision: str) -> set[str]:
+    """Names of the weights that factors may change in a decoder quantised to `precision`, biases included."""
+    groups = [group for layer in range(1, c.layers + 1) for group in quantised_channels(c, layer, precision)]
+    return {name for group in groups for name in (*group.readers, group.source, _bias(group.source))}
+
+
+def quantised_channels(c: TextConfig, layer: int, precision: str) -> Iterator[Channels]:
+    """Those of a layer's `channels` whose readers are quantised at `precision`."""
+    return (group for group in channels(c, layer) if scheme(precision, (1, group.width)))
+
+
+def _bias(weight: str) -> str:
+    return f"{weight.removesuffix('weight')}bias"
