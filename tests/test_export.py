@@ -132,7 +132,7 @@ def test_a_model_whose_directory_has_no_unicode_name_is_exported(tiny_checkpoint
 def test_progress_never_runs_back_and_ends_at_its_total(tiny_checkpoint: Make, tmp_path: Path) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
     run(plan(tiny_checkpoint()), tmp_path / "b", report=lambda p, d, t: seen.setdefault(p, []).append((d, t)))
-    assert list(seen) == ["weights", "reference", "checksums"]
+    assert list(seen) == ["graphs", "weights", "reference", "checksums"]
     for steps in seen.values():
         done = [d for d, _ in steps]
         assert done == sorted(done)
