@@ -42,7 +42,7 @@ from vtx.runtime.session import Session
 
 STEPS = 12
 STATED = 0.15  # from the statement of the same rounding: what lies at a half may round either way, 0.11 was seen
-EXACT = {"cpu": 1.2, "openvino": 0.45}  # from float32, on logits that reach 12; 0.82 and 0.23 were seen
+EXACT = {"cpu": 1.2, "openvino": 0.45}  # from float32, on logits that reach 12; 0.82 and 0.29 were seen
 TRT = 0.13  # K and V in float16, as in test_dialects
 SAME = 1e-5
 VARIANTS = {
