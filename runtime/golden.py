@@ -21,7 +21,7 @@ QUESTION = "What is in the picture?"
 SHOWN_ROWS = 8
 SEEN_ROWS = 128  # of the image, from its first on: what the decoder is checked with costs an export no more than that
 # Largest difference allowed, as a share of the largest magnitude of the reference, which computes in float32 with the
-# weights as the bundle stores them: fp16 K and V round, and quantised matrices are multiplied with rows of 8 bits.
+# weights as the bundle stores them: narrow K and V round, and quantised matrices are multiplied with rows of 8 bits.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.15, "int4": 0.15}
 KV_TOLERANCE = {"float32": 0.0, "float16": 5e-3, "int8": 0.15}  # by the type of K and V; the larger counts
 COMPUTE_TOLERANCE = {"f32": 0.0, "bf16": 5e-2}  # by arithmetic; the larger counts
