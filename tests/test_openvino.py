@@ -452,7 +452,10 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "hidden", "device"),
-    [("fp32", 2048, "cpu"), ("int8", 2048, "openvino"), ("int8", 64, "cpu"), ("int4", 4096, "cpu")],
+    [
+        ("fp32", 2048, "openvino"), ("fp32", 896, "cpu"), ("fp16", 896, "openvino"), ("int8", 512, "cpu"),
+        ("int4", 4096, "openvino"),
+    ],  # fmt: skip
 )
 def test_auto_takes_what_was_measured_to_be_faster(
     bundle_models: Models, precision: str, hidden: int, device: str
