@@ -17,7 +17,7 @@ from common import export, parser, random_checkpoint, report, scratch
 from numpy.typing import NDArray
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.runtime.backend import StageCache
+from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.model import load
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")

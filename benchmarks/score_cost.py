@@ -17,7 +17,7 @@ from common import decoder_parser, random_checkpoint, report, scratch
 
 from vtx.exporter.bench.series import shown, spread
 from vtx.exporter.export import ExportOptions, plan_export, run_export
-from vtx.runtime.backend import StageCache
+from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.encoded import Ids, Rows
 from vtx.runtime.model import Model, load
 

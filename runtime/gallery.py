@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backend import Backend
+from vtx.runtime.backends.backend import Backend
 from vtx.runtime.encoded import Encoded
 from vtx.runtime.errors import BundleError
 from vtx.runtime.front import Pictures

@@ -19,9 +19,9 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import cast
 
 from vtx.runtime.answer import Answer, AnswerStream, Clock, Options, Stats
-from vtx.runtime.backend import Backend
+from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.devices import AUTO, GPU_DEVICES, choose, float_bytes, open_backend
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.devices import AUTO, GPU_DEVICES, choose, float_bytes, open_backend
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.gallery import Gallery, Picture
 from vtx.runtime.generate import generate

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backend import Backend, StageCache
+from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.encoded import Ids, Mask, Rows, Scores
 from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.front import Aside, Front, Line, Prompt, Seat

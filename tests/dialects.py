@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.exported import THREADS
-from vtx.runtime import contract, names
-from vtx.runtime.backend import StageCache
+from vtx.runtime import names
+from vtx.runtime.backends import contract
+from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.ort import NEVER, load_onnxruntime, share_threads
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.encoded import Encoded, Ids, Rows, Scores
 from vtx.runtime.manifest import StageSpec
-from vtx.runtime.ort import NEVER, load_onnxruntime, share_threads
 from vtx.runtime.rope import read_rope
 
 Tensors = dict[str, NDArray[Any]]

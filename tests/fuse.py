@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backend import Backend, StageCache
+from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.encoded import Encoded, Ids, Rows, Scores
 from vtx.runtime.session import Prompt
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from tests.exported import THREADS
 from vtx.exporter.engines.child import Built, Order
+from vtx.runtime.backends.ort import share_threads
 from vtx.runtime.bundle import sha256
-from vtx.runtime.ort import share_threads
 
 Work = Callable[[], None]
 TYPES = {

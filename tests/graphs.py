@@ -10,7 +10,7 @@ from tests.exported import THREADS
 from vtx.exporter.graphs.builder import Builder, StoredTensor
 from vtx.exporter.graphs.dialects.base import Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
-from vtx.runtime.ort import share_threads
+from vtx.runtime.backends.ort import share_threads
 
 
 def session(

@@ -20,6 +20,7 @@ from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.hf.config import ModelConfig
 from vtx.exporter.planning.sizes import KNOWN, config_size, model_size
+from vtx.runtime.backends.ort import share_threads
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.errors import RequestError
 from vtx.runtime.flops import (
@@ -36,7 +37,6 @@ from vtx.runtime.flops import (
     total_flops,
     withdrawn_rows,
 )
-from vtx.runtime.ort import share_threads
 
 SEVEN, THIRTEEN, NEXT = (KNOWN[name] for name in ("llava-1.5-7b", "llava-1.5-13b", "llava-next-7b"))
 TERA = 1e12

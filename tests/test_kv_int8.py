@@ -27,15 +27,15 @@ from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.kv_scales import MARGIN
 from vtx.runtime import names
 from vtx.runtime.answer import Options
+from vtx.runtime.backends.devices import choose
+from vtx.runtime.backends.ort_cuda import PROVIDER, obstacle
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.devices import choose
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.golden import check_golden
 from vtx.runtime.inspect import describe
 from vtx.runtime.kv_scales import read_kv_scales
 from vtx.runtime.manifest import KV_SCALES
 from vtx.runtime.model import Model, load
-from vtx.runtime.ort_cuda import PROVIDER, obstacle
 from vtx.runtime.rope import read_rope
 from vtx.runtime.safetensors import write_safetensors
 from vtx.runtime.session import Session

@@ -123,7 +123,10 @@ def test_the_commands_load_no_library_before_they_run() -> None:
 
 
 def test_the_runtime_loads_no_exporting_library() -> None:
-    assert not loaded_by("import vtx; vtx.load, vtx.Sampling; import vtx.runtime.ort, vtx.runtime.golden") & EXPORTING
+    assert (
+        not loaded_by("import vtx; vtx.load, vtx.Sampling; import vtx.runtime.backends.ort, vtx.runtime.golden")
+        & EXPORTING
+    )
 
 
 # --- names ----------------------------------------------------------------------------------------

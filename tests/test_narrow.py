@@ -13,9 +13,9 @@ import pytest
 
 from tests.exported import Checkpoints, Models
 from vtx.runtime import names
+from vtx.runtime.backends.narrow import keep_narrow, letting_go
+from vtx.runtime.backends.openvino import DIALECT, arithmetic
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.narrow import keep_narrow, letting_go
-from vtx.runtime.openvino import DIALECT, arithmetic
 
 openvino = pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
 

@@ -24,7 +24,7 @@ from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.export import ExportOptions, plan_export, run_export
 from vtx.runtime import machine
 from vtx.runtime.answer import Options
-from vtx.runtime.devices import AUTO, choose
+from vtx.runtime.backends.devices import AUTO, choose
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.golden import check_golden
 from vtx.runtime.model import Model, load
@@ -443,19 +443,37 @@ def test_a_missing_openvino_is_named_with_its_extra(bundle_models: Models, monke
         load(bundle_models(Tiny()).bundle.folder, device="openvino", threads=THREADS)
 
 
-def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    import vtx.runtime.devices
+@pytest.mark.parametrize("release", ["without the operator", "with another"])
+def test_a_release_that_cannot_attend_over_blocks_is_refused_with_the_cure(
+    bundle_models: Models, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    def refuse(inputs: Sequence[Any]) -> None:
+        raise RuntimeError(f"{len(inputs)} inputs are not what this operator takes")
 
-    find = vtx.runtime.devices.find_spec
-    monkeypatch.setattr("vtx.runtime.devices.find_spec", lambda name: None if name in modules else find(name))
+    if release == "with another":
+        monkeypatch.setattr("openvino.op._PagedAttentionExtension", refuse)
+    else:
+        monkeypatch.delattr("openvino.op._PagedAttentionExtension")
+    with pytest.raises(DeviceError, match=r"cannot attend over blocks; pip install -U"):
+        load(bundle_models(Tiny()).bundle.folder, device="openvino", threads=THREADS)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    import vtx.runtime.backends.devices
+
+    find = vtx.runtime.backends.devices.find_spec
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_spec", lambda name: None if name in modules else find(name))
 
 
 @pytest.mark.parametrize(
     ("precision", "hidden", "device"),
     [
-        ("fp32", 2048, "openvino"), ("fp32", 896, "cpu"), ("fp16", 896, "openvino"), ("int8", 512, "cpu"),
+        ("fp32", 2048, "openvino"),
+        ("fp32", 896, "cpu"),
+        ("fp16", 896, "openvino"),
+        ("int8", 512, "cpu"),
         ("int4", 4096, "openvino"),
-    ],  # fmt: skip
+    ],
 )
 def test_auto_takes_what_was_measured_to_be_faster(
     bundle_models: Models, precision: str, hidden: int, device: str

@@ -11,12 +11,12 @@ import pytest
 from tests.bundles import export
 from tests.exported import THREADS, greedy, prompt
 from tests.tiny import Tiny, prompt_messages, random_image
-from vtx.runtime import ort_cuda
+from vtx.runtime.backends import ort_cuda
+from vtx.runtime.backends.devices import choose
+from vtx.runtime.backends.ort_cuda import PROVIDER, OrtCudaBackend
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.devices import choose
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.model import Model, load
-from vtx.runtime.ort_cuda import PROVIDER, OrtCudaBackend
 
 QUESTIONS = ("red?", "How many circle shapes are there?")
 

@@ -18,9 +18,9 @@ from vtx.exporter.graphs.activations import ACTIVATIONS, activate
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.runtime.answer import Options
+from vtx.runtime.backends.ort import share_threads
 from vtx.runtime.model import Model
 from vtx.runtime.names import DIALECTS
-from vtx.runtime.ort import share_threads
 
 STEPS = 24
 TOLERANCE = 1e-4

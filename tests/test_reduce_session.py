@@ -256,7 +256,7 @@ def test_a_later_turn_keeps_the_rows_of_the_first(
 def test_attention_that_is_nan_is_an_error_and_drops_nothing(
     model: Model, prompts: list[Prompt], fresh: dict[Any, Logits], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vtx.runtime.ort import OrtStageCache
+    from vtx.runtime.backends.ort import OrtStageCache
 
     real = OrtStageCache.attention
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tests.exported import KS, QUESTIONS, Models, answer, greedy, policy, prompt
 from tests.fuse import Fuse, FusedBackend, fused
 from tests.tiny import Tiny, prompt_messages, random_image
-from vtx.runtime.backend import Backend
+from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.model import Model
 from vtx.runtime.session import Prompt, Session

@@ -21,13 +21,14 @@ from vtx.exporter.engines import build as engines
 from vtx.exporter.engines.build import build_engines, plan_engines
 from vtx.exporter.engines.releases import RTX, TENSORRT, Release
 from vtx.exporter.engines.targets import TARGETS
-from vtx.runtime import fingerprint, gpu, tensorrt
+from vtx.runtime import fingerprint, gpu
 from vtx.runtime.answer import Options
+from vtx.runtime.backends import tensorrt
+from vtx.runtime.backends.tensorrt import TensorrtBackend
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.encoded import Ids
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.model import Model, load
-from vtx.runtime.tensorrt import TensorrtBackend
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
@@ -425,7 +426,7 @@ def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(exported: Pa
 def test_a_bundle_with_engines_for_this_machine_is_answered_there(
     asked: str, exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.runtime.devices.find_gpu", lambda: CARD)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: CARD)
     model = load(exported, device=asked, threads=THREADS)
     assert (model.backend.device, model.backend.compute) == ("tensorrt", "f32")
     with model.open([random_image(1)]) as image:
@@ -435,7 +436,7 @@ def test_a_bundle_with_engines_for_this_machine_is_answered_there(
 def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_otherwise(
     exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.runtime.devices.find_gpu", lambda: None)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: None)
     with pytest.raises(DeviceError, match="no NVIDIA GPU answers here"):
         load(exported, device="tensorrt", threads=THREADS)
     model = load(exported, threads=THREADS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from vtx.runtime.backend import Backend
+from vtx.runtime.backends.backend import Backend
 
 
 @dataclass(frozen=True, slots=True)

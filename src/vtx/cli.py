@@ -1,1 +1,288 @@
-../../cli.py
+"""The commands that answer and look, and the list of all. They parse, call and print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import click
+
+from vtx.exporter.bench.commands import bench
+from vtx.exporter.choose.commands import calibrate, train_gate
+from vtx.exporter.commands import export, find_bundle, plan
+from vtx.exporter.engines.commands import build
+from vtx.runtime.console import bar, command, note, table
+from vtx.runtime.errors import DeviceError
+
+if TYPE_CHECKING:
+    from vtx.runtime.answer import AnswerStream, Options, Stats
+    from vtx.runtime.model import Conversation
+
+
+def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int | str:
+    if value is None:
+        return "default"
+    if value in ("none", "auto"):
+        return value
+    try:
+        return int(value)
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, auto, or none") from e
+
+
+# --- vtx-run --------------------------------------------------------------------------------------
+
+
+@command(
+    epilog='vtx-run image.jpg "What color is the circle?"\n'
+    'vtx-run image.jpg "How many shapes are there?" "Where is the star?" --k 16 --json\n'
+    'cat image.jpg | vtx-run - "Is there a red star?"\n'
+    'vtx-run a.jpg --image b.jpg "Which picture shows a star?"\n'
+    'vtx-run --text-only "Who are you?"'
+)
+@click.argument("words", nargs=-1, required=True, metavar="IMAGE QUESTION [QUESTION ...]")
+@click.option(
+    "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
+)
+@click.option("--k", callback=_k_at_run, metavar="N|auto|none", help="A prebuilt K [default: the bundle's].")
+@click.option(
+    "--reduce",
+    default="default",
+    metavar="WORD|none",
+    help="Leave out vision tokens: fastv, mustdrop:192, lsm:tau=0.9+fastv:ratio=0.75 [default: the bundle's first].",
+)
+@click.option("--show-tokens", type=click.Path(path_type=Path), help="Draw the patches that survive each cut, as PNG.")
+@click.option("--gate-threshold", type=float, default=0.5, show_default=True, help="With --k auto: exit above this.")
+@click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
+@click.option("--text-only", is_flag=True, help="There is no IMAGE; all words are questions.")
+@click.option("--chat", is_flag=True, help="The questions are turns of one conversation, not independent.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per question on stdout, and nothing else.")
+@click.option("--max-new-tokens", type=int, default=256, show_default=True)
+@click.option("--ignore-eos", is_flag=True, help="Go on past end tokens, to --max-new-tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
+@click.option("--seed", type=int, help="For the same answer again when the temperature is above 0.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
+@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
+@click.option("--threads", type=int, help="[default: all cores]")
+@click.option("--force", is_flag=True, help="Load also where the free memory looks too small.")
+def run(
+    words: tuple[str, ...], bundle: str | None,
+    k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
+    more: tuple[str, ...], text_only: bool, chat: bool,
+    as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
+    seed: int | None, device: str, compute: str | None, threads: int | None,
+    force: bool,
+) -> None:  # fmt: skip
+    """Answer questions about an image. Several questions reuse the image."""
+    images, questions = ([], list(words)) if text_only else (list(words[:1]), list(words[1:]))
+    if not questions:
+        raise click.UsageError('no question given: vtx-run image.jpg "question"')
+    from vtx.runtime.answer import Options
+    from vtx.runtime.model import load
+    from vtx.runtime.sampling import Sampling
+
+    options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
+    model = load(find_bundle(bundle), device=device, compute=compute, threads=threads, force=force)
+    name, backend = model.manifest.model.name, model.backend
+    where = (
+        f"{name} on {backend.device} ({model.why}), {model.manifest.precision} weights, {backend.compute} arithmetic"
+    )
+    with model.open([_image(name) for name in [*images, *more]]) as conversation:
+        if show_tokens:
+            from vtx.runtime.picture import check_shown
+
+            check_shown(model.policy(k, options, reduce), conversation.pictures)
+        answers = []
+        for number, stream in enumerate(_streams(conversation, questions, k, options, reduce, chat=chat)):
+            _show(stream, as_json=as_json, before=where if device == "auto" and not number else "")
+            answers.append(stream.answer.stats)
+        if show_tokens:
+            _draw(show_tokens, conversation, answers)
+
+
+def _image(name: str) -> str | BinaryIO:
+    return sys.stdin.buffer if name == "-" else name
+
+
+def _streams(
+    conversation: Conversation, questions: Sequence[str], k: int | str, options: Options, reduce: str, *, chat: bool
+) -> Iterator[AnswerStream]:
+    turns = conversation.chat(k, reduce=reduce) if chat else None
+    for question in questions:
+        yield turns.stream(question, options) if turns else conversation.stream(question, k, options, reduce=reduce)
+
+
+def _draw(path: Path, conversation: Conversation, answers: Sequence[Stats]) -> None:
+    """Write the picture of the patches that survived to `path`, whole or not at all."""
+    from vtx.exporter.files import replacing
+    from vtx.runtime.errors import RequestError
+    from vtx.runtime.picture import draw_tokens
+
+    picture = draw_tokens(answers, conversation.pictures, conversation.model.manifest)
+    try:
+        with replacing(path) as partial:
+            picture.save(partial, "PNG")
+    except OSError as e:
+        raise RequestError(f"cannot write the picture {path} ({e.strerror}); name another place") from e
+
+
+def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
+    """Print an answer as it comes; `before` is noted once there is one, so that an error stands alone."""
+    if as_json:
+        import json
+
+        click.echo(json.dumps(stream.read().to_dict(), ensure_ascii=False))
+        return
+    for piece in stream:
+        if before:
+            note(before)
+            before = ""
+        click.echo(piece, nl=False)
+        sys.stdout.flush()
+    click.echo()
+    for said in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
+        note(said)
+    if stream.answer.stopped == "context":
+        note("the answer ends here because the context is full; export with a larger --max-context for longer ones")
+
+
+# --- vtx-inspect ----------------------------------------------------------------------------------
+
+
+@command(epilog="vtx-inspect vtx-demo-k16-fp16\nvtx-inspect vtx-demo-k16-fp16 --json")
+@click.argument("bundle", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
+def inspect(bundle: str, as_json: bool) -> None:
+    """Show what is in a bundle: stages, variants, precision, sizes, KV bytes per K."""
+    from vtx.runtime.bundle import Bundle
+    from vtx.runtime.inspect import INT8_KV, TEXT_TOKENS, describe
+
+    facts = describe(Bundle.open(bundle))
+    if as_json:
+        import json
+
+        click.echo(json.dumps(facts, ensure_ascii=False))
+        return
+    from vtx.runtime.units import size
+
+    model = facts["model"]
+    click.echo(f"{facts['bundle']}: {model['name']}, {facts['precision']} weights, {facts['kv_dtype']} KV cache")
+    click.echo(
+        f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
+        f"{model['kv_heads']} key/value heads of {model['head_dim']}, {model['vision_tokens']} tokens an image"
+    )
+    whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
+    if facts["kv_dtype"] == "int8":
+        click.echo(INT8_KV)
+    click.echo(f"context {facts['max_context']}; {whole}, {weights} of it weights")
+    if facts["activation_aware"]:
+        click.echo(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
+    stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
+    table("stages", ["layers", "graph", "graph size"], stages)
+    variants = [
+        [str(v["k"] or "none") + (" (default)" if v["k"] == facts["default_k"] else ""), str(v["full_layers"]),
+         size(v["kv_bytes_one_image"]), size(v["kv_bytes_full_context"])]
+        for v in facts["variants"]
+    ]  # fmt: skip
+    if facts["reductions"]:
+        click.echo("reductions, the default first: " + ", ".join(facts["reductions"]))
+    table("KV cache", ["K", "full layers", f"one image, {TEXT_TOKENS} text tokens", "full context"], variants)
+
+
+# --- vtx-doctor -----------------------------------------------------------------------------------
+
+
+@command(epilog="vtx-doctor\nvtx-doctor vtx-demo-k16-fp16")
+@click.argument("bundle", type=click.Path(), required=False)
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
+@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
+def doctor(bundle: str | None, device: str, compute: str | None) -> None:
+    """Check this machine and say what fits, or a bundle: its checksums, then its golden vectors computed again."""
+    from vtx.runtime.device import recognise
+    from vtx.runtime.machine import look
+
+    if bundle is None:
+        this = recognise()
+        found = look(this)
+        table("this machine", ["what", "found"], [[f.name, f.value if f.ok else f"PROBLEM: {f.value}"] for f in found])
+        problems = [f.name for f in found if not f.ok]
+        if problems:
+            raise DeviceError(f"vtx cannot run here yet: see {', '.join(problems)} above")
+        _show_fits(this.profile)
+        return
+    _check_bundle(bundle, device, compute)
+
+
+def _show_fits(profile: str | None) -> None:
+    """Which known models fit: by the device's profile, else by the memory that is free for the CPU."""
+    from vtx.exporter.planning.fits import PRECISIONS, what_fits
+    from vtx.profiles import load_profile
+    from vtx.runtime.machine import available_memory
+    from vtx.runtime.units import size
+
+    device = load_profile(profile or "cpu")
+    usable = device.usable_bytes if profile else available_memory()
+    if usable is None:
+        return
+    rows = [[model, *map(str, fits)] for model, fits in what_fits(device, usable).items()]
+    where = device.name if profile else "this CPU"
+    table(f"what fits into {size(usable)} on {where}, by calculation (vtx-plan)", ["model", *PRECISIONS], rows)
+
+
+def _check_bundle(folder: str, device: str, compute: str | None) -> None:
+    from vtx.runtime.bundle import Bundle
+    from vtx.runtime.errors import BundleError
+    from vtx.runtime.golden import check_golden
+    from vtx.runtime.model import load
+
+    opened = Bundle.open(folder, check=False)
+    total, done = sum(record.bytes for record in opened.manifest.files.values()), 0
+    with bar() as report:
+
+        def hashed(count: int) -> None:
+            nonlocal done
+            done += count
+            report("checksums", done, total)
+
+        wrong = [problem for _, problem in opened.verify(hashed) if problem]
+    for problem in wrong:
+        note(problem)
+    if wrong:
+        raise BundleError(f"{len(wrong)} of {len(opened.manifest.files)} files are not as exported; export again")
+    click.echo(f"checksums: all {len(opened.manifest.files)} files are as exported")
+    model = load(folder, device=device, compute=compute)
+    checks = list(check_golden(model))
+    rows = [[c.name, f"{c.difference:.2e}", f"{c.limit:.0e}", "ok" if c.passed else "FAILED", c.note] for c in checks]
+    table("against the plain PyTorch reference", ["what", "difference", "limit", "", ""], rows)
+    failed = [c.name for c in checks if not c.passed]
+    if failed:
+        raise BundleError(f"{', '.join(failed)} differ beyond the limit; export again, or report this with the table")
+    where = f"{model.backend.device} in {model.backend.compute}"
+    click.echo(f"the bundle computes what its checkpoint says, on {where}")
+
+
+# --- vtx ------------------------------------------------------------------------------------------
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="vtx-edge")
+def main() -> None:
+    """LLaVA-type models as split engine graphs, visual tokens withdrawn in depth.
+
+    Each command also stands alone, under its name with vtx- before it: vtx-export, vtx-run.
+    """
+
+
+for _name, _item in (("export", export), ("run", run), ("inspect", inspect), ("doctor", doctor)):
+    main.add_command(_item, _name)
+main.add_command(build, "build")
+main.add_command(plan, "plan")
+main.add_command(bench, "bench")
+main.add_command(calibrate, "calibrate")
+main.add_command(train_gate, "train-gate")
+
+__all__ = ["bench", "build", "calibrate", "doctor", "export", "inspect", "main", "plan", "run", "train_gate"]

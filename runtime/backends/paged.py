@@ -70,8 +70,12 @@ def _page(model: Any, layer: int, softmax: Any, heads: int, said: dict[str, Any]
 
 def _attention(first: list[Any], scale: Any, filled: Any) -> Any:
     from openvino import opset13 as ops
-    from openvino.op import _PagedAttentionExtension
 
+    refusal = 'this release of OpenVINO cannot attend over blocks; pip install -U "vtx-edge[openvino]"'
+    try:
+        from openvino.op import _PagedAttentionExtension
+    except ImportError as e:
+        raise DeviceError(refusal) from e
     before, after = ([ops.constant(np.array(x, kind)) for kind, x in unused] for unused in (_BEFORE, _AFTER))
     inputs = [*(node.output(0) for node in first), scale, *(node.output(0) for node in (*before, filled, *after))]
     for count in range(len(inputs), len(inputs) - len(after), -1):  # releases differ in how many of `_AFTER` they know
@@ -79,9 +83,7 @@ def _attention(first: list[Any], scale: Any, filled: Any) -> Any:
             return _PagedAttentionExtension(inputs[:count])
         except RuntimeError as e:
             refused = e
-    raise DeviceError(
-        'this release of OpenVINO cannot attend over blocks; pip install -U "vtx-edge[openvino]"'
-    ) from refused
+    raise DeviceError(refusal) from refused
 
 
 def _cache(model: Any, past: str, present: str) -> tuple[Any, Any]:

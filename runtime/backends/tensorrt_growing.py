@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vtx.runtime import names
-from vtx.runtime.cuda import Buffer
+from vtx.runtime.backends.cuda import Buffer
+from vtx.runtime.backends.tensorrt_cache import DECODE, PREFILL, Kept, runs
+from vtx.runtime.backends.tensorrt_score import Queries
 from vtx.runtime.encoded import Ids, Rows, Scores
 from vtx.runtime.manifest import StageSpec
-from vtx.runtime.tensorrt_cache import DECODE, PREFILL, Kept, runs
-from vtx.runtime.tensorrt_score import Queries
 
 if TYPE_CHECKING:
-    from vtx.runtime.tensorrt import TensorrtBackend
+    from vtx.runtime.backends.tensorrt import TensorrtBackend
 
 
 class GrowingStageCache:

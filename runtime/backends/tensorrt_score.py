@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vtx.runtime import names
-from vtx.runtime.cuda import Buffer
+from vtx.runtime.backends.cuda import Buffer
 from vtx.runtime.encoded import Scores
 
 if TYPE_CHECKING:
-    from vtx.runtime.tensorrt import TensorrtBackend
+    from vtx.runtime.backends.tensorrt import TensorrtBackend
 
 
 class Queries:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.ort import OrtBackend, OrtStageCache, load_onnxruntime
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.encoded import Ids
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.ort import OrtBackend, OrtStageCache, load_onnxruntime
 from vtx.runtime.rope import read_rope
 
 PROVIDER = "CUDAExecutionProvider"

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vtx.runtime import names
-from vtx.runtime.cuda import Buffer, Graph
+from vtx.runtime.backends.cuda import Buffer, Graph
+from vtx.runtime.backends.engine import Context
+from vtx.runtime.backends.tensorrt_score import Queries
 from vtx.runtime.encoded import Ids, Rows, Scores
-from vtx.runtime.engine import Context
 from vtx.runtime.manifest import StageSpec
-from vtx.runtime.tensorrt_score import Queries
 
 if TYPE_CHECKING:
-    from vtx.runtime.tensorrt import TensorrtBackend
+    from vtx.runtime.backends.tensorrt import TensorrtBackend
 
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
 

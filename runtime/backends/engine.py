@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.cuda import Buffer, Cuda
+from vtx.runtime.backends.cuda import Buffer, Cuda
 from vtx.runtime.errors import BundleError, DeviceError
 
 Shape = tuple[int, ...]

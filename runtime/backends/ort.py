@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime import contract, names
+from vtx.runtime import names
+from vtx.runtime.backends import contract
 from vtx.runtime.bundle import Bundle
 from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows, Scores
 from vtx.runtime.errors import BundleError, DeviceError

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime import fingerprint, names
+from vtx.runtime.backends.cuda import Buffer, Cuda, load_cuda
+from vtx.runtime.backends.engine import Context, Engine
+from vtx.runtime.backends.tensorrt_cache import TensorrtStageCache
+from vtx.runtime.backends.tensorrt_growing import GrowingStageCache
 from vtx.runtime.bundle import Bundle
-from vtx.runtime.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.encoded import NEVER, Encoded, Ids, Rows
-from vtx.runtime.engine import Context, Engine
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.fingerprint import EngineSet
 from vtx.runtime.gpu import Gpu, find_gpu
 from vtx.runtime.rope import read_rope
-from vtx.runtime.tensorrt_cache import TensorrtStageCache
-from vtx.runtime.tensorrt_growing import GrowingStageCache
 from vtx.runtime.units import size
 
 WHOLE: dict[str, Any] = {names.PLACES: np.int64, names.MERGED: np.int64}  # outputs that are no float32
