@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.exported import answer, policy
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.encoded import Encoded, Ids, Rows, Scores
-from vtx.runtime.session import Prompt
+from vtx.runtime.model import Model
+from vtx.runtime.session import Prompt, Session
 
 Logits = NDArray[np.float32]
 
@@ -109,3 +112,36 @@ def fused(backend: FusedBackend, asked: Prompt) -> Prompt:
     """`asked` with pictures that are encoded through the fuse."""
     pictures = tuple((key, lambda e=encode: backend.fuse.run(e)) for key, encode in asked.pictures)
     return replace(asked, pictures=pictures)
+
+
+def check_interrupts(
+    model: Model,
+    prompts: Sequence[Prompt],
+    fresh: Mapping[tuple[int, int | None], Logits],
+    moment: str,
+    earlier: tuple[int, int | None] | None,
+    tolerance: float,
+) -> None:
+    """Interrupt every call that the first prompt makes, in turn, then ask others at other depths.
+
+    `fresh` has the logits of fresh sessions, `earlier` a prompt and a K that were answered before the interrupt.
+    """
+    for at in itertools.count():
+        backend = FusedBackend(model.backend)
+        session = Session(backend, model.manifest)
+        if earlier is not None:
+            answer(session, fused(backend, prompts[earlier[0]]), policy(earlier[1]), 2)
+        backend.fuse = Fuse(at, moment)
+        try:
+            answer(session, fused(backend, prompts[0]), policy(5), 3)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        backend.fuse = Fuse()
+        for number, k in enumerate((5, 2, None)):
+            # the first one goes on, as a chat's next turn does: it may reuse what the interrupted one had finished
+            done = session.prefill(fused(backend, prompts[0]), policy(k), go_on=number == 0)
+            np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=tolerance, rtol=0)
+            assert np.array_equal(answer(session, prompts[1], policy(k), 3), fresh[1, k][:3]), (at, k)
+    assert at > 10, "the question made fewer calls than it has stages"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tests import bundles
 from tests.exported import KS, QUESTIONS, THREADS, Checkpoints, Models, answer, greedy, policy, prompt
-from tests.fuse import Fuse, FusedBackend, fused
+from tests.fuse import check_interrupts
 from tests.reference import Reference
 from tests.test_gates import gate, plan, write
 from tests.tiny import Tiny, prompt_messages, random_image
@@ -361,24 +361,7 @@ def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
     moment: str,
     earlier: tuple[int, int | None] | None,
 ) -> None:
-    for at in itertools.count():
-        backend = FusedBackend(model.backend)
-        session = Session(backend, model.manifest)
-        if earlier is not None:
-            answer(session, fused(backend, prompts[earlier[0]]), policy(earlier[1]), 2)
-        backend.fuse = Fuse(at, moment)
-        try:
-            answer(session, fused(backend, prompts[0]), policy(5), 3)
-        except KeyboardInterrupt:
-            pass
-        else:
-            break
-        backend.fuse = Fuse()
-        for number, k in enumerate((5, 2, None)):
-            done = session.prefill(fused(backend, prompts[0]), policy(k), go_on=number == 0)
-            np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=SAME, rtol=0)
-            assert np.array_equal(answer(session, prompts[1], policy(k), 3), fresh[1, k][:3]), (at, k)
-    assert at > 10, "the question made fewer calls than it has stages"
+    check_interrupts(model, prompts, fresh, moment, earlier, SAME)
 
 
 def test_slots_kept_are_those_that_were_there(model: Model) -> None:

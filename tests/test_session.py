@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import tracemalloc
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.exported import KS, QUESTIONS, Models, answer, greedy, policy, prompt
-from tests.fuse import Fuse, FusedBackend, fused
+from tests.fuse import check_interrupts
 from tests.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import ContextError, RequestError
@@ -179,27 +178,7 @@ def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
     moment: str,
     earlier: tuple[int, int | None] | None,
 ) -> None:
-    """Every call that the second question makes is interrupted in turn; then others are asked at other depths."""
-    depths: Sequence[int | None] = (5, 2, None)
-    for at in itertools.count():
-        backend = FusedBackend(model.backend)
-        session = Session(backend, model.manifest)
-        if earlier is not None:
-            answer(session, fused(backend, prompts[earlier[0]]), policy(earlier[1]), 2)
-        backend.fuse = Fuse(at, moment)
-        try:
-            answer(session, fused(backend, prompts[0]), policy(5), 3)
-        except KeyboardInterrupt:
-            pass
-        else:
-            break
-        backend.fuse = Fuse()
-        for number, k in enumerate(depths):
-            # the first one goes on, as a chat's next turn does: it may reuse what the interrupted one had finished
-            done = session.prefill(fused(backend, prompts[0]), policy(k), go_on=number == 0)
-            np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=TOLERANCE, rtol=0)
-            assert np.array_equal(answer(session, prompts[1], policy(k), 3), fresh[1, k][:3]), (at, k)
-    assert at > 10, "the question made fewer calls than it has stages"
+    check_interrupts(model, prompts, fresh, moment, earlier, TOLERANCE)
 
 
 # --- memory ---------------------------------------------------------------------------------------
