@@ -12,6 +12,7 @@ from vtx.runtime.encoded import Encoded
 from vtx.runtime.errors import RequestError
 from vtx.runtime.front import Pictures
 from vtx.runtime.policies.gate import Decision
+from vtx.runtime.prefilled import Asked
 from vtx.runtime.reduced import Reduced
 from vtx.runtime.sampling import Sampling
 
@@ -87,6 +88,7 @@ class AnswerStream:
 
     def __init__(self, pieces: Callable[[AnswerStream], Generator[str]]) -> None:
         self._answer: Answer | None = None
+        self._asked: Asked | None = None
         self._pieces = pieces(self)
 
     def __iter__(self) -> Iterator[str]:

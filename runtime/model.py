@@ -34,7 +34,7 @@ from vtx.runtime.policies.make import decisions, make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.reduced import reduced
 from vtx.runtime.sampling import Sampler
-from vtx.runtime.session import Prefilled, Prompt, Session
+from vtx.runtime.session import Asked, Prefilled, Prompt, Session
 from vtx.runtime.text import Message, Part, Text
 from vtx.runtime.units import size
 
@@ -131,7 +131,7 @@ class Conversation:
         self, question: str, k: K = DEFAULT, options: Options | None = None, *, reduce: str | None = DEFAULT
     ) -> AnswerStream:
         """As `ask`, giving the text piece by piece."""
-        return self._stream([self._user(question)], k, options or Options(), reduce, go_on=False)
+        return self._stream([self._user(question)], k, options or Options(), reduce)
 
     def chat(self, k: K = DEFAULT, *, reduce: str | None = DEFAULT) -> Chat:
         """A conversation of several turns about these images."""
@@ -142,7 +142,7 @@ class Conversation:
         return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
     def _stream(
-        self, messages: Sequence[Message], k: K, options: Options, reduce: str | None, *, go_on: bool
+        self, messages: Sequence[Message], k: K, options: Options, reduce: str | None, after: Asked | None = None
     ) -> AnswerStream:
         manifest, text = self.model.manifest, self.model.text
         policy = self.model.policy(k, options, reduce)
@@ -158,7 +158,7 @@ class Conversation:
                 if policy.entries and encoders:  # how many rows an image has, only its pixels say
                     asked = text.prompt(messages, [len(encode().patches) for _, encode in encoders])
                 done = self._session.prefill(
-                    Prompt(asked, asked == manifest.text.image_token_id, encoders), policy, go_on=go_on
+                    Prompt(asked, asked == manifest.text.image_token_id, encoders), policy, after=after
                 )
                 clock.prefilled()
                 yield from self._generate(stream, done, len(asked), options, clock, policy)
@@ -202,6 +202,7 @@ class Conversation:
             yield rest
         stopped = "end" if ids[-1] in end_ids else "length" if len(ids) == options.max_new_tokens else "context"
         stats = self._stats(done, prompt_tokens, clock, policy)
+        stream._asked = done.asked
         stream._answer = Answer("".join(shown), tuple(ids), stats, stopped)
 
     def _stats(self, done: Prefilled, prompt_tokens: int, clock: Clock, policy: Policy) -> Stats:
@@ -232,6 +233,7 @@ class Chat:
     def __init__(self, conversation: Conversation, k: K, reduce: str | None) -> None:
         self._conversation, self._k, self._reduce = conversation, k, reduce
         self.messages: list[Message] = []
+        self._asked: Asked | None = None  # the question by which the vision rows of this chat were chosen
 
     def ask(self, question: str, options: Options | None = None) -> Answer:
         """Answer the next turn; the turns before it are part of the prompt."""
@@ -241,11 +243,11 @@ class Chat:
         """As `ask`, giving the text piece by piece. The turn counts once it has been read to its end."""
         turn = self._conversation._user(question, with_images=not self.messages)
         messages, limits = [*self.messages, turn], options or Options()
-        inner = self._conversation._stream(messages, self._k, limits, self._reduce, go_on=True)
+        inner = self._conversation._stream(messages, self._k, limits, self._reduce, self._asked)
 
         def pieces(stream: AnswerStream) -> Generator[str]:
             yield from inner
-            stream._answer = inner.answer
+            stream._answer, self._asked = inner.answer, inner._asked
             self.messages += [turn, {"role": "assistant", "content": [{"type": "text", "text": inner.answer.text}]}]
 
         return AnswerStream(pieces)

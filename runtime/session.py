@@ -23,9 +23,9 @@ from vtx.runtime.front import Aside, Front, Line, Prompt, Seat
 from vtx.runtime.manifest import Manifest
 from vtx.runtime.policies.base import Boundary
 from vtx.runtime.policies.policy import Departure, Policy
-from vtx.runtime.prefilled import Cut, Prefilled
+from vtx.runtime.prefilled import Asked, Cut, Prefilled, common_prefix
 
-__all__ = ["Cut", "Prefilled", "Prompt", "Session"]
+__all__ = ["Asked", "Cut", "Prefilled", "Prompt", "Session"]
 
 
 class Session:
@@ -39,7 +39,7 @@ class Session:
         self._front = self._nothing()
         self._line: Line | None = None  # what `_pruned` holds of the front, from the line's first departure on
         self._tail: list[int] = []  # ids after the front that the caches hold
-        self._policy: Policy | None = None
+        self._asked: Asked | None = None  # the question by which the cached vision rows were chosen
         self._cut = len(self._stages)  # the stage from which on the tail runs in `_pruned`
         self._holding: set[int] = set()  # boundaries at which the full line's vision rows are kept
         self._seats: list[Seat] = []
@@ -54,11 +54,17 @@ class Session:
         """Rows of the conversation so far: the position of the next token."""
         return self._front.size + len(self._tail)
 
-    def prefill(self, prompt: Prompt, policy: Policy, *, go_on: bool = False) -> Prefilled:
+    @property
+    def asked(self) -> Asked | None:
+        """The question by which the cached vision rows were chosen, None where none was answered."""
+        return self._asked
+
+    def prefill(self, prompt: Prompt, policy: Policy, *, after: Asked | None = None) -> Prefilled:
         """Run a prompt and return the logits [vocab] at its last row.
 
-        The front's slots are reused where it is the same as before. With `go_on` the tail's are too, as far
-        as the ids agree, and the vision rows that stay are those of before: a chat's next turn.
+        The front's slots are reused where it is the same as before. The policy is asked anew, unless the prompt goes
+        on `after` a question: then the vision rows that stay are those of that question, and the tail's slots are
+        reused as far as the ids agree. Where another question has been answered since, `after` is run again first.
 
         Raises:
             ContextError: the prompt and one new token do not fit.
@@ -78,11 +84,15 @@ class Session:
         if not known:
             self._take_front(prompt)
         tail = prompt.ids[front:].tolist()
-        agreed = _common_prefix(self._tail, tail) if go_on and known and policy == self._policy else 0
-        self._tail, self._policy = self._tail[:agreed], policy
-        ids = prompt.ids[front + agreed :]
-        rows = self._go_on(ids) if agreed else self._ask(ids, policy)
-        self._tail = tail
+        if after is None or not after.leads_to(prompt.key, policy, tail):
+            rows = self._ask(Asked(prompt.key, policy, tuple(tail)))
+        else:
+            if after != self._asked:
+                self._ask(after)
+            agreed = common_prefix(self._tail, tail)
+            self._tail = self._tail[:agreed]
+            rows = self._go_on(prompt.ids[front + agreed :])
+            self._tail = tail
         return self._report(self._backend.head(rows[-1:])[0], reused)
 
     def decode(self, token: int) -> NDArray[np.float32]:
@@ -106,8 +116,10 @@ class Session:
 
     # ---- the tail ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, ids: Ids, policy: Policy) -> Rows:
-        """Run a question's rows through all stages, asking `policy` at each boundary which vision rows go on."""
+    def _ask(self, asked: Asked) -> Rows:
+        """Run a question's rows through all stages, asking its policy at each boundary which vision rows go on."""
+        self._asked, self._tail = None, []
+        policy, ids = asked.policy, np.array(asked.ids, np.int64)
         needs = policy.needs()
         self._prepare(policy)
         self._cut, self._cuts, self._seats = len(self._stages), [], []
@@ -125,6 +137,7 @@ class Session:
             self._shrink([n for n, s in enumerate(self._stages) if s.first >= needs.shrinks], survivors, len(ids))
         if policy.renumbers:  # as the released code decodes: each layer at its own cache's length
             self._seats = [replace(seat, position=seat.slots) for seat in self._seats]
+        self._asked, self._tail = asked, [*asked.ids]
         return rows
 
     def _go_on(self, ids: Ids) -> Rows:
@@ -173,7 +186,7 @@ class Session:
             encoded = [encode() for _, encode in prompt.pictures]
             rows[is_vision] = np.concatenate([image.rows for image in encoded])
             front = Front(key, is_vision, tuple(image.patches for image in encoded), (rows,))
-        self._tail, self._line, self._front = [], None, replace(front, key=key)
+        self._tail, self._asked, self._line, self._front = [], None, None, replace(front, key=key)
 
     def _nothing(self) -> Front:
         return Front((b"", ()), np.zeros(0, bool), (), (np.zeros((0, self._manifest.model.hidden), np.float32),))
@@ -286,16 +299,9 @@ class Session:
             vision_kept=self._per_layer(kept),
             images=self._front.images,
             cuts=tuple(self._cuts),
+            asked=self._asked,
         )
 
     def _per_layer(self, values: Sequence[int]) -> tuple[int, ...]:
         """One value a stage, repeated for each of its layers."""
         return tuple(v for v, stage in zip(values, self._stages, strict=True) for _ in range(stage.layers))
-
-
-def _common_prefix(cached: Sequence[int], wanted: Sequence[int]) -> int:
-    """How many leading ids agree, less one where all do: at least one row must run for its logits."""
-    agreed = 0
-    while agreed < min(len(cached), len(wanted) - 1) and cached[agreed] == wanted[agreed]:
-        agreed += 1
-    return agreed

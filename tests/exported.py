@@ -78,9 +78,9 @@ def policy(k: int | None) -> Policy:
     return Policy((Full() if k is None else Withdraw(k),))
 
 
-def answer(session: Session, asked: Prompt, how: Policy, n: int, *, go_on: bool = False) -> NDArray[np.float32]:
+def answer(session: Session, asked: Prompt, how: Policy, n: int) -> NDArray[np.float32]:
     """Logits [n, vocab] of a greedy answer in a session that may have answered before."""
-    rows = [session.prefill(asked, how, go_on=go_on).logits]
+    rows = [session.prefill(asked, how).logits]
     while len(rows) < n:
         rows.append(session.decode(int(rows[-1].argmax())))
     return np.stack(rows)

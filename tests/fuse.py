@@ -141,7 +141,7 @@ def check_interrupts(
         backend.fuse = Fuse()
         for number, k in enumerate((5, 2, None)):
             # the first one goes on, as a chat's next turn does: it may reuse what the interrupted one had finished
-            done = session.prefill(fused(backend, prompts[0]), policy(k), go_on=number == 0)
+            done = session.prefill(fused(backend, prompts[0]), policy(k), after=None if number else session.asked)
             np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=tolerance, rtol=0)
             assert np.array_equal(answer(session, prompts[1], policy(k), 3), fresh[1, k][:3]), (at, k)
     assert at > 10, "the question made fewer calls than it has stages"

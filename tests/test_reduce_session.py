@@ -160,7 +160,7 @@ def test_any_questions_in_any_order_equal_fresh_ones(
     session = Session(model.backend, model.manifest)
     for number, way, n, go_on in asked:
         if go_on:
-            session.prefill(prompts[number], policy(model, way), go_on=True)
+            session.prefill(prompts[number], policy(model, way), after=session.asked)
         else:
             found = answer(session, prompts[number], policy(model, way), n)
             assert np.array_equal(found, fresh[number, way][:n])
@@ -242,7 +242,7 @@ def test_a_later_turn_keeps_the_rows_of_the_first(
     turns = [*said, 40, 41, 42]
     ids = np.concatenate([asked.ids, turns])
     longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(len(turns), bool)))
-    second = session.prefill(longer, how, go_on=True)
+    second = session.prefill(longer, how, after=session.asked)
     wanted = stated_turns(reference(Tiny()), model, 1, method, turns, 0)
     np.testing.assert_allclose(second.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
     assert list(second.slots) == wanted.slots

@@ -24,6 +24,7 @@ from vtx.runtime.model import Model
 from vtx.runtime.session import Prompt, Session
 
 TOLERANCE = 1e-5
+ONE_BY_ONE = 5e-5  # one row and many run in different kernels: 1.5e-5 seen with AVX2, below 1e-5 with AVX512
 STEPS = 6
 DEPTHS = (None, *KS)
 Logits = NDArray[np.float32]
@@ -72,7 +73,7 @@ def test_decoding_equals_prefilling_the_longer_prompt(model: Model, prompts: lis
         ids = np.concatenate([asked.ids, found[:-1].argmax(1)])
         longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(STEPS - 1, bool)))
         whole = Session(model.backend, model.manifest).prefill(longer, policy(k)).logits
-        np.testing.assert_allclose(found[-1], whole, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(found[-1], whole, atol=ONE_BY_ONE, rtol=0)
 
 
 @pytest.mark.parametrize("k", DEPTHS)
@@ -151,7 +152,7 @@ def test_any_questions_in_any_order_equal_fresh_ones(
     session = Session(model.backend, model.manifest)
     for number, k, n, go_on in asked:
         if go_on:
-            done = session.prefill(prompts[number], policy(k), go_on=True)
+            done = session.prefill(prompts[number], policy(k), after=session.asked)
             np.testing.assert_allclose(done.logits, fresh[number, k][0], atol=TOLERANCE, rtol=0)
         else:
             assert np.array_equal(answer(session, prompts[number], policy(k), n), fresh[number, k][:n])
@@ -162,7 +163,7 @@ def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
 ) -> None:
     session = Session(model.backend, model.manifest)
     for k in (2, 5, 2, None, 5, 8, 3, 8):
-        done = session.prefill(prompts[1], policy(k), go_on=True)
+        done = session.prefill(prompts[1], policy(k), after=session.asked)
         np.testing.assert_allclose(done.logits, fresh[1, k][0], atol=TOLERANCE, rtol=0)
 
 
