@@ -49,7 +49,7 @@ test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; ski
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"
-	$(BIN)/pytest -m ray tests/test_train_gate.py
+	$(BIN)/pytest -m ray tests/exporter/gates/test_train_gate.py
 
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .

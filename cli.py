@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from vtx.exporter.bench.commands import bench
-from vtx.exporter.choose.commands import calibrate, train_gate
-from vtx.exporter.commands import export, find_bundle, plan
-from vtx.exporter.engines.commands import build
-from vtx.runtime.console import bar, command, note, table
+from vtx.exporter.commands.bench import bench
+from vtx.exporter.commands.build import build
+from vtx.exporter.commands.calibrate import calibrate, train_gate
+from vtx.exporter.commands.export import export, find_bundle, plan
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.terminal.console import bar, command, note, table
 
 if TYPE_CHECKING:
-    from vtx.runtime.answer import AnswerStream, Options, Stats
-    from vtx.runtime.model import Conversation
+    from vtx.runtime.api.answer import AnswerStream, Options, Stats
+    from vtx.runtime.api.model import Conversation
 
 
 def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int | str:
@@ -81,9 +81,9 @@ def run(
     images, questions = ([], list(words)) if text_only else (list(words[:1]), list(words[1:]))
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
-    from vtx.runtime.answer import Options
-    from vtx.runtime.model import load
-    from vtx.runtime.sampling import Sampling
+    from vtx.runtime.api.answer import Options
+    from vtx.runtime.api.model import load
+    from vtx.runtime.session.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
     model = load(find_bundle(bundle), device=device, compute=compute, threads=threads, force=force)
@@ -93,7 +93,7 @@ def run(
     )
     with model.open([_image(name) for name in [*images, *more]]) as conversation:
         if show_tokens:
-            from vtx.runtime.picture import check_shown
+            from vtx.runtime.report.tokens_plot import check_shown
 
             check_shown(model.policy(k, options, reduce), conversation.pictures)
         answers = []
@@ -118,9 +118,9 @@ def _streams(
 
 def _draw(path: Path, conversation: Conversation, answers: Sequence[Stats]) -> None:
     """Write the picture of the patches that survived to `path`, whole or not at all."""
-    from vtx.exporter.files import replacing
+    from vtx.exporter.common.files import replacing
     from vtx.runtime.errors import RequestError
-    from vtx.runtime.picture import draw_tokens
+    from vtx.runtime.report.tokens_plot import draw_tokens
 
     picture = draw_tokens(answers, conversation.pictures, conversation.model.manifest)
     try:
@@ -158,8 +158,8 @@ def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
 def inspect(bundle: str, as_json: bool) -> None:
     """Show what is in a bundle: stages, variants, precision, sizes, KV bytes per K."""
-    from vtx.runtime.bundle import Bundle
-    from vtx.runtime.inspect import INT8_KV, TEXT_TOKENS, describe
+    from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe
 
     facts = describe(Bundle.open(bundle))
     if as_json:
@@ -202,8 +202,8 @@ def inspect(bundle: str, as_json: bool) -> None:
 @click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
 def doctor(bundle: str | None, device: str, compute: str | None) -> None:
     """Check this machine and say what fits, or a bundle: its checksums, then its golden vectors computed again."""
-    from vtx.runtime.device import recognise
-    from vtx.runtime.machine import look
+    from vtx.runtime.host.device import recognise
+    from vtx.runtime.host.machine import look
 
     if bundle is None:
         this = recognise()
@@ -219,9 +219,9 @@ def doctor(bundle: str | None, device: str, compute: str | None) -> None:
 
 def _show_fits(profile: str | None) -> None:
     """Which known models fit: by the device's profile, else by the memory that is free for the CPU."""
-    from vtx.exporter.planning.fits import PRECISIONS, what_fits
+    from vtx.exporter.estimate.fits import PRECISIONS, what_fits
     from vtx.profiles import load_profile
-    from vtx.runtime.machine import available_memory
+    from vtx.runtime.host.machine import available_memory
     from vtx.runtime.units import size
 
     device = load_profile(profile or "cpu")
@@ -234,10 +234,10 @@ def _show_fits(profile: str | None) -> None:
 
 
 def _check_bundle(folder: str, device: str, compute: str | None) -> None:
-    from vtx.runtime.bundle import Bundle
+    from vtx.runtime.api.model import load
+    from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.errors import BundleError
-    from vtx.runtime.golden import check_golden
-    from vtx.runtime.model import load
+    from vtx.runtime.report.golden import check_golden
 
     opened = Bundle.open(folder, check=False)
     total, done = sum(record.bytes for record in opened.manifest.files.values()), 0

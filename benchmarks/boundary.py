@@ -18,10 +18,10 @@ from common import export, parser, random_checkpoint, report, scratch
 from numpy.typing import NDArray
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.runtime.model import Model, load
-from vtx.runtime.policies.full import Full
+from vtx.runtime.api.model import Model, load
+from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.session import Prompt, Session
+from vtx.runtime.session.session import Prompt, Session
 
 Times = NDArray[np.float64]
 

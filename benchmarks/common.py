@@ -16,7 +16,7 @@ import numpy as np
 
 from vtx.exporter.bench.machine import describe, in_words
 from vtx.exporter.bench.series import markdown
-from vtx.exporter.files import write_json
+from vtx.exporter.common.files import write_json
 
 BLOCK = 1 << 22
 NAMES = {
@@ -66,11 +66,11 @@ def scratch(where: Path | None) -> Iterator[Path]:
 
 def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn: int, vocab: int | None) -> Path:
     """The demo checkpoint with a larger text model of random float32 weights, written a block at a time."""
-    from vtx.exporter.export import demo_checkpoint
+    from vtx.exporter.bundling.export import demo_checkpoint
+    from vtx.exporter.checkpoint.config import ModelConfig
     from vtx.exporter.graphs.decoder import decoder_tensors
     from vtx.exporter.graphs.vision import vision_tensors
-    from vtx.exporter.hf.config import ModelConfig
-    from vtx.runtime.safetensors import layout
+    from vtx.runtime.bundle.safetensors import layout
 
     shutil.copytree(demo_checkpoint(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     path = folder / "config.json"
@@ -103,7 +103,7 @@ def _hub_name(name: str) -> str:
 
 
 def export(checkpoint: Path, out: Path, ks: Sequence[int], precision: str = "fp32") -> Path:
-    from vtx.exporter.export import ExportOptions, plan_export, run_export
+    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
 
     plan = plan_export(ExportOptions(str(checkpoint), tuple(ks), precision, None))
     run_export(plan, out, force=False, report=lambda *_: None)

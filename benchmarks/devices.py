@@ -17,8 +17,8 @@ from common import export, parser, random_checkpoint, report, scratch
 from numpy.typing import NDArray
 
 from vtx.exporter.bench.series import shown, spread
+from vtx.runtime.api.model import load
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.model import load
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 PLACES = (("cpu", "f32"), ("openvino", "f32"), ("openvino", "bf16"))

@@ -16,11 +16,11 @@ import numpy as np
 from common import decoder_parser, random_checkpoint, report, scratch
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.exporter.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
 from vtx.exporter.graphs.gates import gate_tensors
+from vtx.runtime.api.model import Model, load
 from vtx.runtime.backends.backend import Rows
-from vtx.runtime.model import Model, load
-from vtx.runtime.safetensors import write_safetensors
+from vtx.runtime.bundle.safetensors import write_safetensors
 
 K = 2
 

@@ -16,10 +16,10 @@ from common import parser, report
 from PIL import Image
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.runtime.gpu import find_gpu
-from vtx.runtime.model import Model, load
+from vtx.runtime.api.model import Model, load
+from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.policies.make import make_policy
-from vtx.runtime.session import Prompt, Session
+from vtx.runtime.session.session import Prompt, Session
 
 QUESTION = "Describe everything in this picture."
 Times = dict[str, float]

@@ -17,12 +17,12 @@ import numpy as np
 from common import parser, report, scratch
 from numpy.typing import NDArray
 
-from vtx.exporter.aware import SAMPLES as MEASURED
-from vtx.exporter.choose.data import Data, Item, plain, scene_items
-from vtx.runtime.generate import generate
-from vtx.runtime.model import Model, load
+from vtx.exporter.bundling.activation_aware import SAMPLES as MEASURED
+from vtx.exporter.data.items import Data, Item, plain, scene_items
+from vtx.runtime.api.model import Model, load
 from vtx.runtime.policies.make import make_policy
-from vtx.runtime.session import Prompt, Session
+from vtx.runtime.session.generate import generate
+from vtx.runtime.session.session import Prompt, Session
 
 KS = (None, 16, 8, 5)
 BUNDLES = {
@@ -35,8 +35,8 @@ AWARE = {"int8, activation-aware": ("int8", "int8", None), "int4, activation-awa
 
 
 def export(folder: Path, precision: str, vision: str | None, kv: str | None, measured: Data | None) -> Path:
-    from vtx.exporter.aware import Aware
-    from vtx.exporter.export import ExportOptions, plan_export, run_export
+    from vtx.exporter.bundling.activation_aware import Aware
+    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
 
     ks, aware = tuple(k for k in KS if k), Aware(measured) if measured else None
     options = ExportOptions(

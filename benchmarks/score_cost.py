@@ -16,10 +16,10 @@ import numpy as np
 from common import decoder_parser, random_checkpoint, report, scratch
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.exporter.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.runtime.api.model import Model, load
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.encoded import Ids, Rows
-from vtx.runtime.model import Model, load
+from vtx.runtime.vision.encoded import Ids, Rows
 
 LAYER = 1  # after which rows are scored
 

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from train import attention_mask, pixels_of, with_vision
 from words import Packer
 
-from vtx.exporter.choose.scenes import KINDS, ask, photograph, random_scene
+from vtx.exporter.data.scenes import KINDS, ask, photograph, random_scene
 
 HELD_OUT_SEED = 7_000_000_000
 

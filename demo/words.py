@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from vtx.exporter.choose.scenes import COLORS, PLACES, SHAPES, Item, ask_some, random_scene
+from vtx.exporter.data.scenes import COLORS, PLACES, SHAPES, Item, ask_some, random_scene
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 TEMPLATE = (

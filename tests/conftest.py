@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.tiny import Tiny, make
+from tests.support.tiny import Tiny, make
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.exported import Models
-    from tests.reference import Reference
-    from vtx.runtime.model import Model
-    from vtx.runtime.session import Prompt
+    from tests.support.exported import Models
+    from tests.support.reference import Reference
+    from vtx.runtime.api.model import Model
+    from vtx.runtime.session.session import Prompt
 
 # Before transformers is imported anywhere: no test may reach for the network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
@@ -43,7 +43,7 @@ def reference(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
 
     @cache
     def load(tiny: Tiny = Tiny(), seed: int = 0) -> Reference:  # noqa: B008 - frozen
-        from tests.reference import Reference
+        from tests.support.reference import Reference
 
         return Reference(tiny_checkpoint(tiny, seed))
 
@@ -53,14 +53,14 @@ def reference(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Models:
     """`models(tiny, ks, precision, reductions)`: that bundle on the CPU."""
-    from tests.exported import Models
+    from tests.support.exported import Models
 
     return Models(tmp_path_factory.mktemp("bundles"), tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")
 def prompts(model: Model) -> list[Prompt]:
-    """`tests.exported.mixed_prompts` for the model of a test file."""
-    from tests.exported import mixed_prompts
+    """`tests.support.exported.mixed_prompts` for the model of a test file."""
+    from tests.support.exported import mixed_prompts
 
     return mixed_prompts(model)

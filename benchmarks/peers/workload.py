@@ -28,7 +28,7 @@ def make(checkpoint: Path, folder: Path, tokens: int) -> Workload:
         ValueError: `tokens` leaves no room for a question beside the image.
 
     """
-    from vtx.exporter.export import ExportOptions, plan_export
+    from vtx.exporter.bundling.export import ExportOptions, plan_export
 
     plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
     side = plan.image.width
@@ -51,8 +51,8 @@ class Asker:
 
     def __init__(self, plan: Any) -> None:
         from vtx.runtime.errors import RequestError
-        from vtx.runtime.template import ChatTemplate
-        from vtx.runtime.text import Text, parse_tokenizer
+        from vtx.runtime.prompt.template import ChatTemplate
+        from vtx.runtime.prompt.text import Text, parse_tokenizer
 
         self._text = Text(parse_tokenizer(plan.tokenizer, RequestError), plan.template, plan.text)
         self._template, self._settings = ChatTemplate(plan.template), plan.text

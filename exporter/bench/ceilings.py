@@ -18,7 +18,7 @@ from vtx.exporter.bench.products import Kind, Product
 from vtx.exporter.bench.series import spread
 from vtx.exporter.weights.quantize import BLOCK
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.machine import available_memory
+from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
 
 GEMM, VISION_GEMM = "gemm", "vision_gemm"  # products: of the decoder; of the tower where it computes otherwise

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vtx.exporter.bench.machine import describe, in_words
 from vtx.exporter.bench.methods import Found, Method, Trial
 from vtx.exporter.bench.series import Series, markdown, shown, spread
-from vtx.exporter.choose.intervals import CONFIDENCE, Interval, mean_intervals, share_interval
+from vtx.exporter.data.intervals import CONFIDENCE, Interval, mean_intervals, share_interval
 from vtx.runtime.units import size
 
 FORMAT = "vtx-methods-1"

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.machine import version
+from vtx.runtime.host.machine import version
 
 PACKAGES = ("vtx-edge", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "numpy", "tokenizers", "pillow")
 QUIET = 0.5  # load average above which figures are doubtful

@@ -15,11 +15,11 @@ from vtx.exporter.bench import machine
 from vtx.exporter.bench.ceilings import Ceilings
 from vtx.exporter.bench.stopwatch import Call, split, timed
 from vtx.exporter.bench.work import Worker
-from vtx.runtime.answer import Options, Stats
+from vtx.runtime.api.answer import Options, Stats
+from vtx.runtime.api.model import Conversation, Model
 from vtx.runtime.errors import ContextError, RequestError
-from vtx.runtime.image import ImageSource
-from vtx.runtime.model import Conversation, Model
-from vtx.runtime.text import Part
+from vtx.runtime.prompt.text import Part
+from vtx.runtime.vision.image import ImageSource
 
 K = int | str | None
 Report = Callable[[str, int, int], None]

@@ -11,14 +11,14 @@ from statistics import fmean
 from vtx.exporter.bench.measure import K
 from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import Worker
-from vtx.exporter.choose.data import Data, Item, plain
-from vtx.runtime.answer import Answer, Options
+from vtx.exporter.data.items import Data, Item, plain
+from vtx.exporter.estimate.flops import prefill_flops, scheduled_rows
+from vtx.runtime.api.answer import Answer, Options
+from vtx.runtime.api.model import Conversation, Model
+from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import ImageError, RequestError
-from vtx.runtime.flops import prefill_flops, scheduled_rows
-from vtx.runtime.manifest import Manifest
-from vtx.runtime.model import Conversation, Model
 from vtx.runtime.policies import Reduction, parse, word
-from vtx.runtime.text import Part
+from vtx.runtime.prompt.text import Part
 
 NONE = "none"
 Report = Callable[[str, int, int], None]

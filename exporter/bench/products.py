@@ -9,8 +9,8 @@ import numpy as np
 
 from vtx.exporter.bench.wire import FLOAT, INT4, INT8, UINT8, Constant, Node, model
 from vtx.exporter.weights.quantize import BLOCK, INT8_ACTIVATIONS
-from vtx.runtime.backends.openvino import arithmetic, load_openvino
-from vtx.runtime.backends.ort import load_onnxruntime, share_threads
+from vtx.runtime.backends.openvino.backend import arithmetic, load_openvino
+from vtx.runtime.backends.ort.backend import load_onnxruntime, share_threads
 
 BITS = {"int8": 8, "int4": 4}
 ENGINES = {"cpu": "onnxruntime", "openvino": "OpenVINO"}  # by device: those whose products are known here

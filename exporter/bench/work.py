@@ -11,14 +11,14 @@ from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM
 from vtx.exporter.bench.products import BITS
 from vtx.exporter.bench.series import Series
 from vtx.exporter.bench.stopwatch import Call
-from vtx.exporter.hf.checkpoint import canonical_name
-from vtx.exporter.planning.sizes import ModelSize, bundle_size
-from vtx.runtime.bundle import Bundle
+from vtx.exporter.checkpoint.loader import canonical_name
+from vtx.exporter.estimate.flops import append_flops, encode_flops
+from vtx.exporter.estimate.sizes import ModelSize, bundle_size
+from vtx.runtime.backends.memory import SCALES
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.manifest import Manifest, StageSpec
+from vtx.runtime.bundle.safetensors import TensorInfo, read_header
 from vtx.runtime.errors import BundleError
-from vtx.runtime.flops import append_flops, encode_flops
-from vtx.runtime.manifest import Manifest, StageSpec
-from vtx.runtime.memory import SCALES
-from vtx.runtime.safetensors import TensorInfo, read_header
 
 FLOATS = {"f32": ("fp32", 4), "bf16": ("bf16", 2), "f16": ("fp16", 2)}  # by arithmetic: the precision, bytes a number
 FLOATING = ("F32", "F16", "BF16")

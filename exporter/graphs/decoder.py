@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.dialects.base import StageAttention
-from vtx.exporter.hf.config import TextConfig
-from vtx.runtime import names
+from vtx.runtime.bundle import names
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.exporter.checkpoint.config import TextConfig
+from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.hf.checkpoint import check_finite
-from vtx.exporter.hf.config import TextConfig
-from vtx.runtime import names
+from vtx.runtime.bundle import names
+from vtx.runtime.bundle.safetensors import TensorInfo, open_tensor, read_header, read_tensor, shown
 from vtx.runtime.errors import CheckpointError
-from vtx.runtime.safetensors import TensorInfo, open_tensor, read_header, read_tensor, shown
 
 FEATURES = "mean of the rows after the last image but the last one, and the last one"
 MAX_WIDTH = 1 << 16

@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.builder import Builder
-from vtx.exporter.hf.config import VisionConfig
 
 SIDE = 3  # of a window, in patches
 WINDOW = SIDE**2

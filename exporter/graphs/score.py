@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.hf.config import TextConfig
-from vtx.runtime import names
+from vtx.runtime.bundle import names
 
 UNSEEN = np.array(-1e30, np.float32)  # of a masked product: nothing is left of it after the softmax
 

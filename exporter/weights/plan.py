@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.builder import StoredTensor
-from vtx.exporter.hf.checkpoint import Checkpoint
 from vtx.exporter.weights.precision import Precisions
 from vtx.exporter.weights.quantize import Scheme
-from vtx.runtime.safetensors import TensorInfo, layout
+from vtx.runtime.bundle.safetensors import TensorInfo, layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtx.exporter.weights.quantize import Scheme, scheme
+from vtx.runtime.bundle.manifest import PRECISIONS
 from vtx.runtime.errors import RequestError
-from vtx.runtime.manifest import PRECISIONS
 
 FULL = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors' words; the other precisions are quantised
 KV_TYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}

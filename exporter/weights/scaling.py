@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.hf.config import TextConfig
+from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.weights.quantize import scheme
 
 Floats = NDArray[np.float32]

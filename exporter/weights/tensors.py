@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.builder import StoredTensor
-from vtx.exporter.hf.checkpoint import Checkpoint
 from vtx.exporter.weights.quantize import Scheme, dequantise
-from vtx.runtime.safetensors import TensorInfo, open_tensor
+from vtx.runtime.bundle.safetensors import TensorInfo, open_tensor
 
 CHUNK = 1 << 22  # elements that are widened at a time
 EVERY = slice(None)

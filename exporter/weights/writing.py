@@ -18,14 +18,14 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.hf.checkpoint import check_finite
-from vtx.exporter.resume import Journal, Written
+from vtx.exporter.bundling.resume import Journal, Written
+from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling
+from vtx.runtime.bundle.manifest import FileRecord
+from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_tensor, widen_bf16
 from vtx.runtime.errors import CheckpointError, ExportError
-from vtx.runtime.manifest import FileRecord
-from vtx.runtime.safetensors import DTYPES, TensorInfo, open_tensor, widen_bf16
 
 BLOCK = 1 << 23  # bytes of a file that is taken whole, at a time
 CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache

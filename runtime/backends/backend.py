@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.encoded import Encoded, Ids, Rows, Scores
+from vtx.runtime.vision.encoded import Encoded, Ids, Rows, Scores
 
 
 class StageCache(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vtx.runtime import names
+from vtx.runtime.bundle import names
+from vtx.runtime.bundle.manifest import Manifest, StageSpec
 from vtx.runtime.errors import BundleError
-from vtx.runtime.manifest import Manifest, StageSpec
 
 Tensor = tuple[Sequence[int | None], str]  # sizes (None: any) and onnxruntime's word for the type
 Contract = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # inputs and outputs

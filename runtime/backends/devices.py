@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from vtx.runtime.backends.backend import Backend
-from vtx.runtime.bundle import Bundle
+from vtx.runtime.backends.memory import EXPANDED, KEPT, NARROWED
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.fingerprint import targets
 from vtx.runtime.errors import DeviceError, VtxError
-from vtx.runtime.fingerprint import targets
-from vtx.runtime.gpu import find_gpu
-from vtx.runtime.memory import EXPANDED, KEPT, NARROWED
+from vtx.runtime.host.gpu import find_gpu
 
 AUTO = "auto"
 
@@ -104,7 +104,7 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
 
 def _no_engines(bundle: Bundle) -> str | None:
     """Why the bundle's engines do not run here: what they were built for, what this is, and what mends it."""
-    from vtx.runtime.backends.tensorrt import find_engines
+    from vtx.runtime.backends.tensorrt.backend import find_engines
 
     try:
         find_engines(bundle, find_gpu())
@@ -115,7 +115,7 @@ def _no_engines(bundle: Bundle) -> str | None:
 
 def _no_cuda(bundle: Bundle) -> str | None:
     """Why onnxruntime does not run this bundle on a GPU here."""
-    from vtx.runtime.backends.ort_cuda import obstacle
+    from vtx.runtime.backends.ort.cuda import obstacle
 
     return obstacle(bundle.manifest.kv_dtype)
 
@@ -133,17 +133,17 @@ def float_bytes(place: Place) -> Mapping[str, int]:
 def open_backend(bundle: Bundle, place: Place, threads: int | None) -> Backend:
     """Load the bundle's graphs at a place that `choose` gave."""
     if place.device == "openvino":
-        from vtx.runtime.backends.openvino import OpenvinoBackend
+        from vtx.runtime.backends.openvino.backend import OpenvinoBackend
 
         return OpenvinoBackend(bundle, threads, place.compute)
     if place.device == "tensorrt":
-        from vtx.runtime.backends.tensorrt import TensorrtBackend
+        from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 
         return TensorrtBackend(bundle)
     if place.device == "cuda":
-        from vtx.runtime.backends.ort_cuda import OrtCudaBackend
+        from vtx.runtime.backends.ort.cuda import OrtCudaBackend
 
         return OrtCudaBackend(bundle, threads)
-    from vtx.runtime.backends.ort import OrtBackend
+    from vtx.runtime.backends.ort.backend import OrtBackend
 
     return OrtBackend(bundle, threads)

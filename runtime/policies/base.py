@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.encoded import Encoded, Ids, Mask, Patches, Scores
+from vtx.runtime.vision.encoded import Encoded, Ids, Mask, Patches, Scores
 
 
 @dataclass(frozen=True, slots=True)

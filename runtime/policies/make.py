@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vtx.runtime.bundle.manifest import Graphs, Manifest
 from vtx.runtime.errors import RequestError
-from vtx.runtime.manifest import Graphs, Manifest
 from vtx.runtime.policies.base import Needs, Reduction
-from vtx.runtime.policies.full import Full
-from vtx.runtime.policies.gate import Decision, Gate, Odds
+from vtx.runtime.policies.methods.full import Full
+from vtx.runtime.policies.methods.gate import Decision, Gate, Odds
+from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.policies.withdraw import Withdraw
-from vtx.runtime.policies.words import parse, word
+from vtx.runtime.policies.spec import parse, word
 
 
 def make_policy(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtx.runtime.encoded import Mask
 from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
+from vtx.runtime.vision.encoded import Mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,24 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vtx.runtime.answer import Answer as Answer
-    from vtx.runtime.answer import Options as Options
+    from vtx.runtime.api.answer import Answer as Answer
+    from vtx.runtime.api.answer import Options as Options
+    from vtx.runtime.api.model import Chat as Chat
+    from vtx.runtime.api.model import Conversation as Conversation
+    from vtx.runtime.api.model import Model as Model
+    from vtx.runtime.api.model import load as load
     from vtx.runtime.errors import VtxError as VtxError
-    from vtx.runtime.model import Chat as Chat
-    from vtx.runtime.model import Conversation as Conversation
-    from vtx.runtime.model import Model as Model
-    from vtx.runtime.model import load as load
-    from vtx.runtime.sampling import Sampling as Sampling
+    from vtx.runtime.session.sampling import Sampling as Sampling
 
 __version__ = "0.1.0"
 _HOMES = {
-    "Answer": "answer",
-    "Chat": "model",
-    "Conversation": "model",
-    "Model": "model",
-    "Options": "answer",
-    "load": "model",
-    "Sampling": "sampling",
+    "Answer": "api.answer",
+    "Chat": "api.model",
+    "Conversation": "api.model",
+    "Model": "api.model",
+    "Options": "api.answer",
+    "load": "api.model",
+    "Sampling": "session.sampling",
     "VtxError": "errors",
 }
 __all__ = [*sorted(_HOMES), "__version__"]

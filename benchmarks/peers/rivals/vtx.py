@@ -16,7 +16,7 @@ BUNDLE = "bundle"
 
 
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
-    from vtx.exporter.export import ExportOptions, plan_export, run_export
+    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
 
     stored, _, ks = precision.partition("/")
     plan = plan_export(ExportOptions(str(checkpoint), tuple(map(int, ks.split(","))) if ks else (), stored))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import onnx_ir as ir
 
-from vtx.exporter.hf.config import TextConfig
+from vtx.exporter.checkpoint.config import TextConfig
 
 if TYPE_CHECKING:
     from vtx.exporter.graphs.builder import Builder

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import Builder
-from vtx.exporter.hf.config import TextConfig
-from vtx.runtime import names
+from vtx.runtime.bundle import names
 
 
 def split_heads(b: Builder, x: ir.Value, heads: int, head_dim: int) -> ir.Value:

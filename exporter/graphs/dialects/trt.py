@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
-from vtx.exporter.hf.config import TextConfig
-from vtx.runtime import names
+from vtx.runtime.bundle import names
 
 
 @dataclass(frozen=True, slots=True)

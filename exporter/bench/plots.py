@@ -1,0 +1,86 @@
+"""Reports as pictures: latency and KV cache over the layers that see the image; accuracy over cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.common.plots import draw
+
+LINES = {"first_token": "first token", "prefill": "prefill", "second_question": "second question"}
+
+
+def draw_report(report: Mapping[str, Any], path: Path) -> None:
+    """Draw `make_report`'s result into `path`. Raises as `draw` does."""
+    draw(path, lambda figure: _fill(figure, report))
+
+
+def _fill(figure: Any, report: Mapping[str, Any]) -> None:
+    depths = sorted(report["depths"], key=lambda depth: int(depth["full_layers"]))
+    full = [depth["full_layers"] for depth in depths]
+    latency, cache = figure.subplots(1, 2)
+    for name, label in LINES.items():
+        series = [depth["ms"][name] for depth in depths]
+        middle = [one["median"] for one in series]
+        reach = [[one["median"] - one["min"] for one in series], [one["max"] - one["median"] for one in series]]
+        latency.errorbar(full, middle, yerr=reach, marker="o", capsize=3, label=label)
+    latency.set(ylabel="ms, median and extremes")
+    latency.legend()
+    cache.plot(full, [depth["kv_bytes"] / 1e6 for depth in depths], marker="o")
+    cache.set(ylabel="KV cache after the prompt, MB")
+    for axes in (latency, cache):
+        axes.set_xticks(full, [f"{depth['full_layers']}\nK = {depth['k'] or 'none'}" for depth in depths])
+        axes.set(xlabel="layers that see the image", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    model, work = report["model"], report["workload"]
+    figure.suptitle(
+        f"{model['name']}, {model['precision']}, {work['prompt_tokens']} tokens, {work['vision_tokens']} of the image; "
+        f"{model['device']} in {model['compute']}, {work['threads']} threads",
+        fontsize=10,
+    )
+
+
+def draw_comparison(report: Mapping[str, Any], path: Path) -> None:
+    """Draw `make_comparison`'s result into `path`. Raises as `draw` does."""
+    draw(path, lambda figure: _fill_comparison(figure, report), width=12, height=5)
+
+
+KINDS = {
+    "withdrawal": ("withdrawal", "o-"),
+    "gates": ("gates", "*"),
+    "pruning": ("rows left out", "s"),
+    "both": ("rows left out, then withdrawal", "^"),
+}
+
+
+def _fill_comparison(figure: Any, report: Mapping[str, Any]) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    _costs(left, report, lambda method: 100 * float(method["flops_ratio"]))
+    _costs(right, report, lambda method: float(method["ms"]["first_token"]["median"]))
+    left.set(
+        xlabel="arithmetic of tower and prompt, % of none",
+        ylabel="right answers, %" if report["score"] == "right" else "answers as without any method, %",
+    )
+    right.set(xlabel="first token, ms, median")
+    left.legend(fontsize=8)
+    left.margins(y=0.15)
+    model, data = report["model"], report["data"]
+    figure.suptitle(
+        f"{model['name']}, {data['items']} questions of {data['source']}; {model['device']} in {model['compute']}",
+        fontsize=10,
+    )
+
+
+def _costs(axes: Any, report: Mapping[str, Any], cost: Callable[[Mapping[str, Any]], float]) -> None:
+    """One point a method, at its cost and its share of good answers."""
+    for kind, (label, style) in KINDS.items():
+        found = sorted((method for method in report["methods"] if method["kind"] == kind), key=cost)
+        shares = [100 * method[report["score"]]["share"] for method in found]
+        if found:
+            axes.plot([cost(method) for method in found], shares, style, label=label)
+        for method, share in zip(found, shares, strict=True):
+            if kind != "both":
+                place = cost(method), share
+                axes.annotate(method["name"], place, (2, 4), textcoords="offset points", fontsize=7, rotation=45)
+    axes.grid(alpha=0.3)

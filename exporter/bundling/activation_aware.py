@@ -1,0 +1,212 @@
+"""Activation-aware scaling: what the questions of some data put through the decoder, and the factors it gives.
+
+One pass of the plain reference, a layer in memory at a time; each layer's factors are settled before the next is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.exporter.checkpoint.loader import check_finite
+from vtx.exporter.data.items import Data
+from vtx.exporter.weights.awq import ROWS, find_factors, tried
+from vtx.exporter.weights.precision import FULL
+from vtx.exporter.weights.quantize import scheme
+from vtx.exporter.weights.scaling import Channels, Floats, quantised_channels
+from vtx.runtime.backends.memory import returning_memory
+from vtx.runtime.bundle.safetensors import open_tensor, read_header, widen_bf16, write_safetensors
+from vtx.runtime.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vtx.exporter.bundling.prepare import Plan
+    from vtx.exporter.reference.model import Sample
+
+SAMPLES = 8  # questions that are measured; at 7B each takes a minute or more on two cores
+FACTORS = ".factors.safetensors"
+NORM = "layernorm.weight"
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Aware:
+    """The questions whose activations decide."""
+
+    data: Data
+
+    def check(self, precision: str) -> None:
+        """Raise RequestError where no matrix of the decoder is quantised."""
+        if precision in FULL:
+            raise RequestError(
+                f"--activation-aware changes what rounding to integers loses, and {precision} weights are not rounded "
+                "to integers; add --precision int4 or int8, or leave it out"
+            )
+
+    def digest(self) -> str:
+        """Changes with any item."""
+        return hashlib.sha256("".join(item.digest() for item in self.data.items).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Factors of channels by the weight that takes their inverse, and how they were found, for the bundle's record."""
+
+    by_source: Mapping[str, Floats]
+    record: Mapping[str, Any]
+
+    def write(self, path: Path) -> None:
+        tensors = {name: np.ascontiguousarray(found) for name, found in self.by_source.items()}
+        write_safetensors(path, tensors, {"record": json.dumps(self.record)})
+
+    @classmethod
+    def read(cls, path: Path) -> Factors:
+        header = read_header(path)
+        found = {name: np.array(open_tensor(info)) for name, info in header.tensors.items()}
+        return cls(found, json.loads(header.metadata["record"]))
+
+
+def measure_factors(plan: Plan, aware: Aware, report: Report) -> Factors:
+    """Run the reference over the items of `aware` and find every layer's factors. `report` gets (phase, done, total).
+
+    Raises:
+        RequestError: too many items cannot be asked.
+        CheckpointError: the model computes NaN or infinity.
+
+    """
+    import torch
+
+    from vtx.exporter.calibration.source import source_of
+    from vtx.exporter.data.prompts import prepare
+    from vtx.exporter.reference.model import Reference
+    from vtx.exporter.weights.tensors import CheckpointWeights
+
+    asked, skipped = prepare(source_of(plan), aware.data, 0)
+    reference, layers = Reference(plan.checkpoint, plan.config), plan.config.text.layers
+    report("activations", 0, layers)
+    with torch.inference_mode(), returning_memory():
+        samples = [_sample(reference, plan, one) for one in asked]
+        search = _Search(plan, samples, CheckpointWeights(plan.checkpoint).read)
+        done = 0
+
+        def layer(count: int) -> None:
+            nonlocal done
+            done += count
+            search.settle(done)
+            report("activations", done, layers)
+
+        reference.hidden(samples, [None], layer, feed=search.take)
+    record = {
+        "data": aware.data.source,
+        "items": len(asked),
+        "skipped": len(skipped),
+        "rows": sum(len(sample.ids) for sample in samples),
+        "alpha": {kind: round(float(np.mean(alphas)), 3) for kind, alphas in search.alphas.items()},
+    }
+    return Factors(search.found, record)
+
+
+def _sample(reference: Any, plan: Plan, asked: Any) -> Sample:
+    from vtx.exporter.reference.model import Sample
+    from vtx.runtime.vision.image import load_image, preprocess
+
+    pixels = np.stack([preprocess(load_image(image), plan.image) for image in asked.item.images])
+    ids = asked.ids if asked.wanted is None else np.concatenate([asked.ids, asked.wanted])
+    return Sample(ids, reference.features(pixels))
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What has gone into the readers of some channels: mean magnitudes [in], and a part of the rows."""
+
+    sizes: Tensor | float = 0.0
+    rows: list[Floats] = field(default_factory=list)
+
+
+class _Search:
+    """The factors of one layer after the other, while the reference passes through them."""
+
+    def __init__(self, plan: Plan, samples: Sequence[Sample], read: Callable[..., Tensor]) -> None:
+        self._config, self._stored, self._read = plan.config.text, plan.weights.stored, read
+        self._precision = plan.precisions.decoder
+        is_vision = [sample.ids == plan.config.image_token_id for sample in samples]
+        self._shares, self._drawn = shares(is_vision), drawn(is_vision)
+        self._taken: dict[str, _Taken] = {}
+        self.found: dict[str, Floats] = {}
+        self.alphas: dict[str, list[float]] = {}
+
+    def take(self, layer: int, number: int, name: str, rows: Tensor) -> None:
+        """Keep what is needed of the `rows` that sample `number` brings to the matrix `name` of `layer`."""
+        taken = self._taken.setdefault(f"text.layers.{layer - 1}.{name}.weight", _Taken())
+        taken.sizes = taken.sizes + self._shares[number] @ rows.abs()
+        taken.rows.append(rows[self._drawn[number]].numpy())
+
+    def settle(self, layer: int) -> None:
+        """Find the factors of a layer that all samples have passed, and forget its rows."""
+        for group in quantised_channels(self._config, layer, self._precision):
+            alpha, factors = self._find(group, self._taken[group.readers[0]])
+            self.alphas.setdefault(group.source.split(".", 3)[3], []).append(alpha)
+            if alpha:
+                self.found[group.source] = self._as_stored(group.source, factors)
+        self._taken.clear()
+
+    def _find(self, group: Channels, taken: _Taken) -> tuple[float, Floats]:
+        sizes = np.asarray(taken.sizes)
+        if not np.isfinite(sizes).all():
+            raise CheckpointError(
+                f"the rows that enter {group.readers[0]} are NaN or infinite on the calibration's items; export "
+                "without --activation-aware to learn which weight is, or to do without the measurement"
+            )
+        matrices = [self._read(name, tried(self._stored[name].shape[0])).numpy() for name in group.readers]
+        for name, matrix in zip(group.readers, matrices, strict=True):
+            check_finite(matrix, name)
+        found = scheme(self._precision, matrices[0].shape)
+        assert found is not None
+        return find_factors(group, sizes, np.concatenate(taken.rows), matrices, found)
+
+    def _as_stored(self, source: str, factors: Floats) -> Floats:
+        """The factors of a norm as they are once its weight is rounded, so that none of them is lost to rounding."""
+        if not source.endswith(NORM):
+            return factors
+        return exact_factors(self._read(source).numpy(), factors, self._stored[source].dtype)
+
+
+def exact_factors(norm: Floats, factors: Floats, dtype: str) -> Floats:
+    """Factors near `factors` that divide `norm` into numbers that `dtype`, safetensors' word, holds exactly."""
+    from vtx.exporter.weights.writing import narrow_bf16
+
+    divided = norm / factors
+    with np.errstate(over="ignore"):
+        stored = widen_bf16(narrow_bf16(divided)) if dtype == "BF16" else divided.astype(np.float16).astype(np.float32)
+    good = (stored != 0) & np.isfinite(stored)
+    found: Floats = np.where(good, norm / np.where(good, stored, 1), 1).astype(np.float32)
+    return found
+
+
+def shares(is_vision: Sequence[NDArray[np.bool_]]) -> list[Tensor]:
+    """What each row of each sample counts for: all text rows one half, all image rows the other."""
+    import torch
+
+    whole = np.concatenate(is_vision)
+    counts = np.array([(~whole).sum(), whole.sum()])
+    each = 1 / np.maximum(counts, 1) / (counts > 0).sum()
+    return [torch.from_numpy(each[kinds.astype(np.int64)].astype(np.float32)) for kinds in is_vision]
+
+
+def drawn(is_vision: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.int64]]:
+    """Of each sample the rows to compute products of: `ROWS` in all, half of them text where there is as much."""
+    whole, rng = np.concatenate(is_vision), np.random.default_rng(0)
+    text = rng.permutation(np.flatnonzero(~whole))[: ROWS // 2]
+    kept = np.sort(np.concatenate([text, rng.permutation(np.flatnonzero(whole))[: ROWS - len(text)]]))
+    ends = np.cumsum([len(kinds) for kinds in is_vision])
+    return [
+        part - start for part, start in zip(np.split(kept, np.searchsorted(kept, ends))[:-1], [0, *ends], strict=False)
+    ]

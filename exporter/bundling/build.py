@@ -1,0 +1,252 @@
+"""Filling the folder of a bundle: text files, graphs, weights, golden vectors, and the manifest last."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from vtx.exporter.bundling.activation_aware import FACTORS, Factors, measure_factors
+from vtx.exporter.bundling.prepare import Plan
+from vtx.exporter.bundling.resume import JOURNAL, PROBE, Journal
+from vtx.exporter.bundling.staging import sync_file
+from vtx.exporter.graphs.builder import Builder, StoredTensor
+from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
+from vtx.exporter.graphs.dialects import make_dialect
+from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
+from vtx.exporter.graphs.score import build_score
+from vtx.exporter.graphs.vision import build_vision
+from vtx.exporter.weights.scaling import scalings
+from vtx.exporter.weights.writing import write_weights
+from vtx.runtime.bundle import names
+from vtx.runtime.bundle.bundle import MANIFEST, sha256
+from vtx.runtime.bundle.manifest import FORMAT, KV_SCALES, FileRecord, Graphs, Manifest, ModelSpec
+from vtx.runtime.bundle.safetensors import read_header, write_safetensors
+from vtx.runtime.prompt.text import Text
+
+GATES = "gates.safetensors"
+CONFIG = "config.json"
+KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int8": ir.DataType.INT8}
+RECORDED = ("onnx-ir", "numpy", "torch", "transformers", "tokenizers", "safetensors")
+Report = Callable[[str, int, int], None]
+
+
+def fill(folder: Path, plan: Plan, journal: Journal, report: Report) -> None:
+    """Write everything of the bundle into `folder` that `journal` has not; `report` gets (phase, done, total)."""
+    started = time.time()
+    _write_text(folder, plan)
+    _write_graphs(folder, plan, report)
+    total, done = plan.prediction.work, 0
+
+    def wrote(count: int) -> None:
+        nonlocal done
+        done += count
+        report("weights", done, total)
+
+    factors = _factors(folder, plan, journal, report)
+    scaled = scalings(plan.config.text, factors.by_source) if factors else {}
+    records = write_weights(plan.weights, folder, journal, wrote, scaled)
+    if not journal.golden:
+        _write_golden(folder, plan, report)
+        journal.add_golden()
+    manifest = _manifest(folder, plan, records, _record(plan, started, factors), report)
+    journal.remove()
+    (folder / FACTORS).unlink(missing_ok=True)
+    _write_file(folder / MANIFEST, manifest.to_json())
+
+
+def _write_file(path: Path, text: str) -> None:
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+
+
+def _write_text(folder: Path, plan: Plan) -> None:
+    _write_file(folder / "tokenizer.json", plan.tokenizer)
+    _write_file(folder / "chat_template.jinja", plan.template)
+    _write_file(folder / CONFIG, json.dumps(plan.checkpoint.config, indent=1) + "\n")  # for measuring the bundle
+    cos, sin = plan.config.text.rope.tables(plan.max_context)
+    write_safetensors(folder / "rope.safetensors", {names.COS: cos, names.SIN: sin}, None)
+
+
+def _write_graphs(folder: Path, plan: Plan, report: Report) -> None:
+    weights = {**plan.weights.stored, **_write_gates(folder, plan)}
+    for done, (dialect, graphs) in enumerate(plan.dialects.items(), 1):
+        _write_dialect(folder, plan, dialect, graphs, weights)
+        report("graphs", done, len(plan.dialects))
+
+
+def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
+    text, precisions = plan.config.text, plan.precisions
+    kv = _kv_element(plan, dialect)
+
+    def write(name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None) -> None:
+        written = make_dialect(dialect, precision, plan.max_context, kv_type)
+        builder = Builder(name.partition(".")[0], weights, folder, written)
+        build(builder)
+        builder.write(folder / name)
+
+    extras = {"merges": graphs.vision_merges, "attention": graphs.vision_attention}
+    write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras))
+    write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
+    for stage in graphs.stages:
+        build = partial(build_stage, c=text, first=stage.first, last=stage.last, kv_type=kv, query=stage.query)
+        write(stage.graph, precisions.decoder, build, kv)
+    write(graphs.head, precisions.head, lambda b: build_head(b, text))
+    if graphs.score:
+        write(graphs.score, precisions.decoder, lambda b: build_score(b, text, kv))
+    for gate in graphs.gates:
+        write(gate.graph, precisions.decoder, partial(build_gate, c=text, k=gate.k))
+
+
+def write_first_layer(path: Path, plan: Plan, dialect: str) -> None:
+    """Write the graph of a stage of one layer, as a sample of the work that graphs are."""
+    text, kv = plan.config.text, _kv_element(plan, dialect)
+    written = make_dialect(dialect, plan.precisions.decoder, plan.max_context, kv)
+    builder = Builder("stage", plan.weights.stored, path.parent, written)
+    build_stage(builder, text, first=1, last=1, kv_type=kv, query=False)
+    builder.write(path)
+
+
+def _kv_element(plan: Plan, dialect: str) -> ir.DataType:
+    return KV_ELEMENTS[names.kv_type(dialect, plan.precisions.kv_dtype)]
+
+
+def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
+    """Write the weights of the gates that are used, and say where they lie."""
+    if plan.gates is None:
+        return {}
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for k in plan.gated_ks:
+        tensors.update(zip(gate_tensors(k), plan.gates.by_k[k], strict=True))
+    write_safetensors(folder / GATES, tensors, plan.gates.metadata)
+    places = read_header(folder / GATES).tensors.values()
+    return {p.name: StoredTensor(GATES, p.offset, p.nbytes, p.dtype, p.shape) for p in places}
+
+
+def _factors(folder: Path, plan: Plan, journal: Journal, report: Report) -> Factors | None:
+    """The factors on channels where they were asked for: those of an interrupted export, else measured now."""
+    if plan.options.aware is None:
+        return None
+    path = folder / FACTORS
+    if not journal.factors:
+        measure_factors(plan, plan.options.aware, report).write(path)
+        sync_file(path)
+        journal.add_factors()
+    return Factors.read(path)
+
+
+def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
+    from vtx.exporter.reference.golden import record_golden
+    from vtx.exporter.reference.kv_scales import record_kv_scales
+    from vtx.exporter.reference.model import Reference
+    from vtx.exporter.weights.tensors import BundleWeights
+
+    scaled = plan.precisions.kv_dtype == "int8"
+    layers, done = plan.config.text.layers * (1 + scaled), 0
+
+    def layer(count: int) -> None:
+        nonlocal done
+        done += count
+        report("reference", done, layers)
+
+    report("reference", 0, layers)
+    reference, text = (
+        Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored)),
+        Text.load(folder, plan.text),
+    )
+    if scaled:
+        record_kv_scales(folder / KV_SCALES, reference, text, plan.image, plan.config.vision_tokens, layer)
+    record_golden(
+        folder / "golden.safetensors",
+        reference,
+        text,
+        plan.image,
+        plan.config.vision_tokens,
+        plan.config.image_token_id,
+        [None, *plan.ks],
+        layer,
+    )
+
+
+def _manifest(
+    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], record: dict[str, Any], report: Report
+) -> Manifest:
+    text, precisions = plan.config.text, plan.precisions
+    others = {*weights, JOURNAL, PROBE, FACTORS}
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
+    total, done, records = sum(p.stat().st_size for p in paths), 0, dict(weights)
+
+    def hashed(count: int) -> None:
+        nonlocal done
+        done += count
+        report("checksums", done, total)
+
+    for path in paths:
+        records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, sha256(path, hashed))
+    spec = ModelSpec(
+        plan.name, text.family, text.layers, text.hidden, text.heads, text.kv_heads, text.head_dim, text.vocab,
+        plan.config.vision_tokens,
+    )  # fmt: skip
+    return Manifest(
+        format=FORMAT,
+        vtx=_version("vtx-edge"),
+        model=spec,
+        precision=precisions.decoder,
+        vision_precision=precisions.vision,
+        head_precision=precisions.head,
+        kv_dtype=precisions.kv_dtype,
+        max_context=plan.max_context,
+        variants=tuple(sorted(plan.ks)),
+        default_k=plan.default_k,
+        reductions=plan.reductions.words,
+        dialects=plan.dialects,
+        rope="rope.safetensors",
+        golden="golden.safetensors",
+        image=plan.image,
+        text=plan.text,
+        files=records,
+        record=record,
+    )
+
+
+def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, Any]:
+    """How the bundle was made: enough to make it again."""
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "seconds": round(time.time() - started, 1),
+        "source": {
+            "model": plan.name,
+            "revision": plan.checkpoint.revision,
+            "fingerprint": plan.checkpoint.fingerprint(),
+            "tower": plan.config.vision.family,
+            "parameters": plan.weights.parameters,
+        },
+        "options": {
+            "k": list(plan.ks),
+            "reduce": list(plan.options.reductions),
+            "precision": plan.precisions.decoder,
+            "vision_precision": plan.precisions.vision,
+            "head_precision": plan.precisions.head,
+            "kv_precision": plan.precisions.kv,
+            "max_context": plan.options.max_context,
+        },
+        **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
+        **({"calibration": dict(plan.options.calibration)} if plan.options.calibration else {}),
+        **({"activation_aware": dict(factors.record)} if factors else {}),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in RECORDED}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,235 @@
+"""An export before it begins: options, every check that needs no weight, and the plan that comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from vtx.exporter.bundling.activation_aware import Aware
+from vtx.exporter.bundling.predict import QUESTION_ROWS, Prediction, predict, small_files
+from vtx.exporter.bundling.reductions import Reductions, plan_reductions
+from vtx.exporter.bundling.retain import Retain
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.loader import Checkpoint, open_checkpoint
+from vtx.exporter.checkpoint.processor import read_image_settings
+from vtx.exporter.checkpoint.text import read_text
+from vtx.exporter.graphs.activations import check_activation
+from vtx.exporter.graphs.decoder import decoder_tensors
+from vtx.exporter.graphs.gates import Gates, read_gates
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.weights.plan import WeightPlan, plan_weights
+from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
+from vtx.exporter.weights.scaling import scaled_weights
+from vtx.runtime.bundle.manifest import GateSpec, Graphs, StageSpec
+from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
+from vtx.runtime.prompt.text import TextSettings
+from vtx.runtime.vision.image import ImageSettings
+
+DEMO = "demo"
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
+
+    `dialects` are the operator sets to write the graphs in.
+    "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
+    `calibration` says how K was chosen where it was measured; it is kept in the record. `reductions` are words of
+    methods that leave out vision rows, the first one the default; `retain` says how many rows its thresholds are to
+    keep. `aware` names questions by whose activations the channels of quantised matrices are scaled.
+    """
+
+    model: str = DEMO
+    ks: tuple[int, ...] | Literal["auto"] = ()
+    precision: str = "fp16"
+    max_context: int | None = None
+    template: str | None = None
+    gates: Path | None = None
+    calibration: Mapping[str, Any] | None = None
+    dialects: tuple[str, ...] = DIALECTS
+    reductions: tuple[str, ...] = ()
+    vision_precision: str | None = None
+    head_precision: str | None = None
+    kv_precision: str | None = None
+    retain: Retain | None = None
+    aware: Aware | None = None
+
+    def __post_init__(self) -> None:
+        precisions = self.precisions()
+        if self.aware is not None:
+            self.aware.check(precisions.decoder)
+        if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
+            asked = ", ".join(self.dialects)
+            raise RequestError(f"dialects {asked}: name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
+        if self.max_context is not None and self.max_context < 2:
+            raise RequestError(f"--max-context is {self.max_context}; give at least 2")
+        if self.ks == "auto" and self.gates is None:
+            raise RequestError(
+                "--k auto needs something to choose by; add --gates FILE (vtx-train-gate makes one) for a K per "
+                "question or --calibration DATA for one K, or name K"
+            )
+
+    def precisions(self) -> Precisions:
+        """What was asked for, filled up with the defaults."""
+        return Precisions.choose(self.precision, self.vision_precision, self.head_precision, self.kv_precision)
+
+    def measured_rows(self, config: ModelConfig) -> tuple[int, ...]:
+        """Rows of each prompt whose activations are measured, roughly."""
+        items = self.aware.data.items if self.aware else ()
+        return tuple(config.vision_tokens * len(item.images) + QUESTION_ROWS for item in items)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An export that has been checked and not yet begun."""
+
+    options: ExportOptions
+    checkpoint: Checkpoint
+    config: ModelConfig
+    ks: tuple[int, ...]
+    gates: Gates | None
+    weights: WeightPlan
+    image: ImageSettings
+    tokenizer: str
+    template: str
+    text: TextSettings
+    max_context: int
+    prediction: Prediction
+    precisions: Precisions
+    reductions: Reductions = Reductions()  # noqa: RUF009 - frozen
+
+    @property
+    def name(self) -> str:
+        demo = self.options.model == DEMO
+        name = DEMO if demo else Path(self.options.model).expanduser().absolute().name
+        return name.encode("utf-8", "replace").decode()  # a directory's name need not be Unicode, a manifest is
+
+    @property
+    def default_k(self) -> int | str | None:
+        if self.options.ks == "auto":
+            return "auto"
+        return self.ks[0] if self.ks else None
+
+    @property
+    def gated_ks(self) -> tuple[int, ...]:
+        """The prebuilt depths that have a gate; gates of other layers are left out."""
+        return tuple(k for k in sorted(self.ks) if self.gates and k in self.gates.by_k)
+
+    @property
+    def dialects(self) -> dict[str, Graphs]:
+        """The files of the graphs to be, by dialect."""
+        return {name: self._graphs(f"{name}.onnx") for name in self.options.dialects}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know before the export begins."""
+        skipped = self.options.aware.data.skipped if self.options.aware else ()
+        return *(self.gates.warnings if self.gates else ()), *(f"skipped {line}" for line in skipped)
+
+    def _graphs(self, suffix: str) -> Graphs:
+        needs, cuts = self.reductions.needs, self.reductions.cuts(self.ks)
+        spans = [(a, b - 1) for a, b in pairwise([1, *cuts, self.config.text.layers + 1])]
+        stages = tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.{suffix}", b in needs.queries) for a, b in spans)
+        gates = tuple(GateSpec(k, f"gate-{k:02d}.{suffix}") for k in self.gated_ks)
+        score = f"score.{suffix}" if needs.queries else None
+        return Graphs(
+            f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,
+            vision_merges=needs.merging, vision_attention=needs.attention,
+        )  # fmt: skip
+
+
+def plan_export(options: ExportOptions) -> Plan:
+    """Read and check everything but the weights themselves; write nothing.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError where vtx
+            does not export this kind of model.
+        RequestError: a K out of range, a reduction's word, or a context the model was not made for.
+        DeviceError: a library of the [export] extra is missing.
+
+    """
+    _check_libraries()
+    checkpoint = open_checkpoint(str(demo_checkpoint()) if options.model == DEMO else options.model)
+    config = ModelConfig.from_hf(checkpoint.config)
+    for activation in (config.text.activation, config.vision.activation, config.projector_activation):
+        check_activation(activation)
+    gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
+    ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
+    _check_ks(ks, config.text.layers)
+    if gates and not set(ks) & set(gates.by_k):
+        raise RequestError(f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one")
+    reductions = plan_reductions(options.reductions, config)
+    if options.retain is not None:
+        options.retain.check(options.reductions)
+    context = _context(options.max_context, config)
+    image = read_image_settings(checkpoint.folder)
+    if (image.height, image.width) != (config.vision.image, config.vision.image):
+        raise UnsupportedModelError(
+            f"the image processor gives {image.height} x {image.width} pixels, the tower takes "
+            f"{config.vision.image} x {config.vision.image}; correct preprocessor_config.json"
+        )
+    text_config = checkpoint.config.get("text_config") or {}
+    tokenizer, template, text = read_text(
+        checkpoint.folder, config.image_token_id, text_config, checkpoint.config, options.template
+    )
+    precisions = options.precisions()
+    needed = [*vision_tensors(config), *decoder_tensors(config.text)]
+    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
+    weights = plan_weights(checkpoint, needed, precisions, scaled)
+    if config.text.tied:
+        precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
+    texts = len(tokenizer.encode("utf-8", "replace")) + len(template.encode("utf-8", "replace"))
+    gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
+    small = small_files(config, context, len(ks), len(options.dialects), texts + gates_bytes)
+    prediction = predict(config, weights, context, precisions.kv_dtype, small, options.measured_rows(config))
+    return Plan(
+        options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
+        precisions, reductions,
+    )  # fmt: skip
+
+
+def _check_libraries() -> None:
+    """See now that what the last step of an export needs is there."""
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise DeviceError(f'exporting needs {name}; pip install "vtx-edge[export]"')
+
+
+def demo_checkpoint() -> Path:
+    """The built-in demo model, a small LLaVA in Hugging Face's layout."""
+    return Path(str(files("vtx.exporter") / "demo_model"))
+
+
+def _check_ks(ks: Sequence[int], layers: int) -> None:
+    for k in ks:
+        if not 2 <= k <= layers:
+            raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+    if len(set(ks)) != len(ks):
+        raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each once")
+
+
+def _context(asked: int | None, config: ModelConfig) -> int:
+    most = config.text.max_positions
+    context = min(DEFAULT_CONTEXT, most) if asked is None else asked
+    if context > most:
+        raise RequestError(f"--max-context {context} is beyond the {most} positions the model was made for; lower it")
+    if context <= config.vision_tokens + 1:
+        raise RequestError(
+            f"--max-context {context} does not hold one image of {config.vision_tokens} tokens and a question; raise it"
+        )
+    return context
+
+
+def load_template(path: Path) -> str:
+    """A chat template from a file of the user's."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise RequestError(f"the chat template {path} cannot be read ({e}); name a text file") from e

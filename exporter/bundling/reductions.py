@@ -1,0 +1,77 @@
+"""What the reductions named at export ask of the bundle, checked against the model before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.graphs.merge import SIDE
+from vtx.runtime.errors import RequestError, UnsupportedModelError
+from vtx.runtime.policies.base import Needs, Reduction
+from vtx.runtime.policies.make import check_depth
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.spec import parse, word
+
+
+@dataclass(frozen=True, slots=True)
+class Reductions:
+    """The canonical words, the default first, and what all of them together need."""
+
+    words: tuple[str, ...] = ()
+    needs: Needs = Needs()  # noqa: RUF009 - frozen
+
+    def cuts(self, ks: Sequence[int]) -> list[int]:
+        """Layers, rising, before which the decoder is cut."""
+        return sorted({*ks, *self.needs.boundaries})
+
+
+def plan_reductions(asked: Sequence[str], config: ModelConfig) -> Reductions:
+    """Read and check the words of `--reduce`.
+
+    Raises:
+        RequestError: an unknown word or option, a layer that the model does not have, one variant named twice.
+        UnsupportedModelError: the model's vision tower cannot give what a reduction looks at.
+
+    """
+    needs, words = Needs(), list[str]()
+    for text in asked:
+        parts = parse(text)
+        check_depth(parts, config.text.layers)
+        _check_tower(parts, config)
+        if (canonical := word(parts)) in words:
+            raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
+        words.append(canonical)
+        needs |= Policy(parts).needs()
+    _check_both(needs, config)
+    return Reductions(tuple(words), needs)
+
+
+def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
+    vision = config.vision
+    for part in parts:
+        needs = part.needs()
+        if needs.attention and vision.family != "clip":
+            raise UnsupportedModelError(
+                f"{part.name} ranks patches by the class token's attention, and a {vision.family} tower has no class "
+                "token; use dual attention without key rows (mustdrop:...,key=0), lsm or fastv"
+            )
+        if needs.merging and vision.grid < SIDE:
+            raise UnsupportedModelError(
+                f"{part.name} merges windows of {SIDE} x {SIDE} patches, the tower has {vision.grid} x {vision.grid}; "
+                "leave merging out (mustdrop:...,tau=off)"
+            )
+        if needs.merging and 0 in config.feature_layers:
+            raise UnsupportedModelError(
+                f"{part.name} merges patches after the tower's first layer, and the model also uses the rows before "
+                "it (vision_feature_layer 0), which would not match; leave merging out (mustdrop:...,tau=off)"
+            )
+
+
+def _check_both(needs: Needs, config: ModelConfig) -> None:
+    """One vision graph serves all variants, so merging of one meets the attention that another looks at."""
+    if needs.merging and needs.attention and max(config.feature_layers) < 2:
+        raise UnsupportedModelError(
+            "the model uses one layer of its tower: patches merge after it and the class token looks at them before; "
+            "leave out merging (tau=off) or key rows (key=0)"
+        )

@@ -1,0 +1,168 @@
+"""The place of a bundle on disk: built in a hidden sibling, moved there when complete, never half there.
+
+Exports to one place lock each other out, and what a killed one left is cleared by the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from vtx.runtime.bundle.bundle import MANIFEST
+from vtx.runtime.errors import ExportError
+
+
+def check_target(out: Path, force: bool) -> None:
+    if not out.exists() and not out.is_symlink():
+        return
+    if not force:
+        raise ExportError(f"{out} exists already; --force replaces it, or name another --out")
+    replaceable = out.is_dir() and not out.is_symlink() and ((out / MANIFEST).is_file() or not any(out.iterdir()))
+    if not replaceable:
+        raise ExportError(f"{out} is there and is no bundle, so --force does not replace it; name another --out")
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ExportError(f"cannot make the directory {folder} ({e.strerror}); name another --out") from e
+
+
+def set_back_after_killed(out: Path) -> None:
+    """Put back the bundle that a killed export had set aside."""
+    for old in out.parent.glob(f".{glob.escape(out.name)}.replaced-*"):
+        _set_back(old, out)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """No other export makes or moves directories in `folder` meanwhile, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock of `folder` while it is open, killed or not; None where another holds it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextmanager
+def building(out: Path, goes_on: Callable[[Path], bool], say: Callable[[str], None]) -> Iterator[Path]:
+    """A hidden sibling of `out` to build in: what an interrupted export left where `goes_on` agrees, else a new one.
+
+    An interruption leaves it there for the next export to that place; an error leaves nothing.
+    """
+    folder, lock, keep = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None, False
+    try:
+        with alone_in(out.parent):
+            left = _left_by_another(out, goes_on, say)
+            if left:
+                folder, lock = left
+            else:
+                folder.mkdir()
+                lock = _lock(folder)
+        yield folder
+    except (KeyboardInterrupt, SystemExit):
+        keep = True
+        raise
+    except OSError as e:
+        raise ExportError(f"cannot write the bundle under {out.parent} ({e.strerror}); nothing was left behind") from e
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _left_by_another(out: Path, goes_on: Callable[[Path], bool], say: Callable[[str], None]) -> tuple[Path, int] | None:
+    """The folder of an interrupted export that can go on, and its lock; every other one is removed."""
+    found: tuple[Path, int] | None = None
+    for folder in sorted(out.parent.glob(f".{glob.escape(out.name)}.partial-*")):
+        lock = _lock(folder)
+        if lock is None:
+            continue
+        if found is None and goes_on(folder):
+            found = folder, lock
+            continue
+        if found is None:
+            say("an interrupted export to this place was of another kind or another checkpoint; starting afresh")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+    return found
+
+
+def left_bytes(out: Path, names: Collection[str]) -> int:
+    """Bytes on the disk of the files `names` that interrupted exports to `out` left.
+
+    An export goes on with them, or removes them before it writes.
+    """
+    total = 0
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
+        lock = _lock(folder)
+        if lock is None:
+            continue  # at work just now
+        total += sum(512 * (folder / name).stat().st_blocks for name in names if (folder / name).is_file())
+        os.close(lock)
+    return total
+
+
+def put_in_place(folder: Path, out: Path, force: bool) -> None:
+    """Rename the complete bundle to its place; what stood there is removed only after.
+
+    Without `force` the rename fails where another export was quicker.
+    """
+    old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}")
+    try:
+        if force and out.exists():
+            out.rename(old)
+        folder.rename(out)
+    except OSError as e:
+        if (out / MANIFEST).is_file():
+            raise ExportError(f"another export made {out} meanwhile; --force replaces it, or name another --out") from e
+        raise
+    finally:
+        _set_back(old, out)
+
+
+def _set_back(old: Path, out: Path) -> None:
+    """Put the bundle `old` back to `out` where nothing took its place, else remove it."""
+    with suppress(OSError):
+        old.rename(out)
+    if old.exists() and (out / MANIFEST).is_file():
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """See the files onto the disk before the rename that makes them a bundle."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """See a file or a directory onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

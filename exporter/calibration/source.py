@@ -1,0 +1,114 @@
+"""A model to measure, from a checkpoint or a bundle: weights for the plain reference, its text, its answers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vtx.exporter.bundling.export import CONFIG, ExportOptions, Plan, plan_export, run_export
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.loader import MAX_CONFIG, Checkpoint, canonical_name, read_json_object
+from vtx.exporter.graphs.decoder import decoder_tensors
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.weights.precision import FULL
+from vtx.runtime.api.model import Model, load
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.safetensors import TensorInfo, read_header
+from vtx.runtime.errors import BundleError, ExportError
+from vtx.runtime.prompt.text import Text, parse_tokenizer
+from vtx.runtime.vision.image import ImageSettings
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checked model. `fingerprint` is its checkpoint's, also where it comes from a bundle made of that."""
+
+    name: str
+    fingerprint: str
+    checkpoint: Checkpoint
+    config: ModelConfig
+    text: Text
+    image: ImageSettings
+    context: int
+    made: Plan | Bundle
+
+    def version(self) -> list[list[str | int]]:
+        """Name, bytes and time of change of each file of weights."""
+        files = sorted({info.file for info in self.checkpoint.tensors.values()})
+        return [[f.name, (s := f.stat()).st_size, s.st_mtime_ns] for f in files]
+
+
+def open_source(model: str, bundle: Path | None = None, template: str | None = None) -> Source:
+    """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle where one is given.
+
+    `template` is a chat template for a checkpoint without one.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of a kind that vtx does not read.
+        BundleError: the bundle is damaged, or holds no configuration to read its weights by.
+
+    """
+    if bundle is not None:
+        return _of_bundle(Bundle.open(bundle))
+    plan = plan_export(ExportOptions(model, precision="fp32", template=template))
+    if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):
+        plan = plan_export(ExportOptions(model, precision="fp16", template=template))
+    return source_of(plan)
+
+
+def source_of(plan: Plan) -> Source:
+    """The model that an export was planned of."""
+    text = Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text)
+    fingerprint = plan.checkpoint.fingerprint()
+    return Source(plan.name, fingerprint, plan.checkpoint, plan.config, text, plan.image, plan.max_context, plan)
+
+
+def _of_bundle(bundle: Bundle) -> Source:
+    manifest = bundle.manifest
+    if CONFIG not in manifest.files:
+        raise BundleError(f"{bundle.folder.name} holds no {CONFIG} to read its weights by; export it again")
+    parts = manifest.precision, manifest.vision_precision, manifest.head_precision
+    if not set(parts) <= set(FULL):
+        raise BundleError(
+            f"{bundle.folder.name} holds {'/'.join(dict.fromkeys(parts))} weights, and the plain reference reads whole "
+            f"ones; measure the checkpoint it was made from instead: --model {manifest.model.name} without --bundle"
+        )
+    config = read_json_object(bundle.path(CONFIG), MAX_CONFIG, error=BundleError)
+    tensors: dict[str, TensorInfo] = {}
+    for file in manifest.files:
+        if file.startswith("weights/"):
+            found = read_header(bundle.path(file), error=BundleError).tensors
+            tensors |= {canonical_name(name): info for name, info in found.items()}
+    checkpoint, model = Checkpoint(bundle.folder, config, tensors, None), ModelConfig.from_hf(config)
+    for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)):
+        checkpoint.require(name, shape)
+    recorded = manifest.record.get("source")
+    fingerprint = recorded.get("fingerprint") if isinstance(recorded, dict) else None
+    return Source(
+        manifest.model.name,
+        fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint(),
+        checkpoint,
+        model,
+        Text.load(bundle.folder, manifest.text),
+        manifest.image,
+        manifest.max_context,
+        bundle,
+    )
+
+
+@contextmanager
+def answering(source: Source, folder: Path, report: Report) -> Iterator[Model]:
+    """The model as the runtime answers with it; a checkpoint becomes a bundle in `folder` for as long as this lasts."""
+    if isinstance(source.made, Bundle):
+        yield load(source.made.folder)
+        return
+    try:
+        run_export(source.made, folder, force=True, report=report)
+        yield load(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

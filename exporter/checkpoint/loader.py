@@ -1,0 +1,335 @@
+"""Opening a Hugging Face LLaVA checkpoint: a directory or a hub id, checked before any weight is read.
+
+Nothing in a checkpoint is executed or unpickled. Tensors go by one canonical name each, whichever release of
+transformers wrote them: `vision.`, `projector.`, `text.` and `head.` followed by the name inside that part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.bundle.safetensors import TensorInfo, parse_json, read_bytes, read_header, shown
+from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError, VtxError
+
+MAX_CONFIG = 2**20
+MAX_INDEX = 8 * 2**20  # a 13B LLaVA's index is 80 kB
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F32", "F16", "BF16")
+
+_SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_WEIGHT_FILES = ["model*.safetensors"]
+_PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+# Old to new: transformers 4.3x put the language model's head inside it, 4.5x moved all but the head under `model.`,
+# 5 took `vision_model.` away. The first rule that fits decides.
+_CANONICAL = [
+    (re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?"), "vision."),
+    (re.compile(r"^(model\.)?multi_modal_projector\."), "projector."),
+    (re.compile(r"^((model\.)?language_model\.)?lm_head\."), "head."),
+    (re.compile(r"^(model\.)?language_model\.(model\.)?"), "text."),
+]
+# Exponent bits all ones is infinity or NaN, in the integers that share the floats' bits.
+_EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "uint16": (np.uint16, 0x7F80)}
+_CHUNK = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A sound LLaVA checkpoint of which only headers have been read; `tensors` goes by canonical name.
+
+    `revision` is the hub's commit where it is known. Tensors that no graph needs (rotary buffers, position ids,
+    SigLIP's pooling head) are kept, and so are names of unknown parts, as they stand.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    revision: str | None
+
+    def fingerprint(self) -> str:
+        """Return a sha256 over the config and every tensor's name, dtype, shape and a few bytes from its middle.
+
+        So it tells a retrained model from the one before, and stays the same however the shards are cut.
+        Raises `CheckpointError` when a shard cannot be read.
+        """
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name, info in sorted(self.tensors.items()):
+            digest.update(json.dumps([name, info.dtype, info.shape]).encode())
+            digest.update(_middle(info))
+        return digest.hexdigest()
+
+    def require(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        """Return the tensor of canonical `name`, known to have `shape` and to be F32, F16 or BF16.
+
+        Raises `CheckpointError` when it is missing or has another shape, `UnsupportedModelError` when it is quantised.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            self._refuse_packed(name)
+            raise CheckpointError(f"tensor {name} is missing; the config promises {self._promise(name, shape)}")
+        if info.dtype not in FLOATS:
+            raise UnsupportedModelError(
+                f"tensor {name} is stored as {info.dtype}, vtx exports {', '.join(FLOATS)}; "
+                "take the unquantised checkpoint"
+            )
+        if info.shape != shape:
+            raise CheckpointError(
+                f"tensor {name} in {info.file.name} has shape {list(info.shape)}, the config promises {list(shape)}"
+            )
+        return info
+
+    def file(self, name: str) -> Path | None:
+        """Return the file `name` of the checkpoint, or None; a link out of the folder raises `CheckpointError`."""
+        return _inside(self.folder, name) if os.path.lexists(self.folder / name) else None
+
+    def _refuse_packed(self, name: str) -> None:
+        packed = f"{name.removesuffix('.weight')}.qweight"
+        if packed in self.tensors:
+            raise UnsupportedModelError(
+                f"tensor {name} is packed as {packed} (GPTQ or AWQ); take the unquantised checkpoint"
+            )
+
+    def _promise(self, name: str, shape: tuple[int, ...]) -> str:
+        part = self.config.get({"text": "text_config", "vision": "vision_config"}.get(name.partition(".")[0], ""))
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        return f"{layers} layers" if layers and ".layers." in name else f"it with shape {list(shape)}"
+
+
+def _middle(info: TensorInfo) -> bytes:
+    try:
+        with info.file.open("rb") as file:
+            file.seek(info.offset + max(0, info.nbytes // 2 - 32))
+            return file.read(min(64, info.nbytes))
+    except OSError as cause:
+        raise CheckpointError(f"cannot read {info.file} ({cause.strerror}); check its permissions") from cause
+
+
+def open_checkpoint(model: str, *, progress: Callable[[str], None] | None = None) -> Checkpoint:
+    """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
+
+    The config is judged before weights are downloaded. Raises `CheckpointError` for what is damaged, hostile,
+    incomplete or out of reach, `UnsupportedModelError` for another model, `DeviceError` without huggingface_hub.
+    """
+    if os.path.isdir(model):
+        folder = Path(model).resolve()
+        config = _config(folder)
+    else:
+        folder, config = _download(model, progress or (lambda line: None))
+    return Checkpoint(folder, config, _canonical(_source_tensors(folder)), _revision(folder))
+
+
+def canonical_name(name: str) -> str:
+    """Return the name vtx uses for a checkpoint's tensor; a name of no known part is returned as it is."""
+    for pattern, part in _CANONICAL:
+        renamed, found = pattern.subn(part, name)
+        if found:
+            return renamed
+    return name
+
+
+def read_json_object(path: Path, limit: int, *, error: type[VtxError] = CheckpointError) -> dict[str, Any]:
+    """Read a JSON object from a file of at most `limit` bytes; raises `error` for anything else."""
+    value = parse_json(read_bytes(path, limit, error=error), path.name, error=error)
+    if not isinstance(value, dict):
+        raise error(f"{path.name} is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def check_finite(array: NDArray[Any], name: str) -> None:
+    """Raise `CheckpointError` when a weight of any shape holds NaN or infinity: float32, float16, or uint16 for BF16.
+
+    Takes the stored bits as `open_tensor` maps them, a megabyte at a time.
+    """
+    integer, exponent = _EXPONENT[array.dtype.name]
+    bits = array.reshape(-1).view(integer)
+    bad = 0
+    for start in range(0, bits.size, _CHUNK):
+        bad += int(np.count_nonzero((bits[start : start + _CHUNK] & exponent) == exponent))
+    if bad:
+        raise CheckpointError(
+            f"tensor {name} holds NaN or infinity in {bad:,} of {bits.size:,} places; download the checkpoint again"
+        )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    if not os.path.lexists(folder / "config.json"):
+        raise CheckpointError(f"{folder} holds no config.json, so it is no Hugging Face checkpoint")
+    config = read_json_object(_inside(folder, "config.json"), MAX_CONFIG)
+    _check_model(config)
+    return config
+
+
+def _check_model(config: Mapping[str, Any]) -> None:
+    kind, listed = config.get("model_type"), config.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if kind != "llava" or (names and names != ["LlavaForConditionalGeneration"]):
+        original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)
+        hint = ". This is the original LLaVA layout; take the -hf checkpoint" if original else ""
+        raise UnsupportedModelError(
+            f"the checkpoint is model_type {shown(str(kind))} ({shown(', '.join(names))[1:-1] or 'no architecture'}); "
+            f"vtx exports LlavaForConditionalGeneration{hint}"
+        )
+    for part in (config, config.get("text_config"), config.get("vision_config")):
+        if isinstance(part, dict) and part.get("quantization_config"):
+            settings = part["quantization_config"]
+            method = settings.get("quant_method") if isinstance(settings, dict) else None
+            raise UnsupportedModelError(
+                f"the checkpoint is quantised ({shown(str(method or 'quantization_config'))[1:-1]}); "
+                "take the unquantised checkpoint"
+            )
+
+
+def _canonical(sources: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for source, info in sources.items():
+        name = canonical_name(source)
+        if name in tensors:
+            raise CheckpointError(
+                f"tensors {shown(tensors[name].name)} and {shown(source)} are two names of one weight, {shown(name)}; "
+                "keep one of them"
+            )
+        tensors[name] = info
+    return tensors
+
+
+def _source_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """Return every tensor of the checkpoint by the name its file gives it."""
+    if os.path.lexists(folder / SINGLE):
+        return read_header(_inside(folder, SINGLE)).tensors
+    if os.path.lexists(folder / INDEX):
+        return _sharded_tensors(folder, _weight_map(folder))
+    _refuse_pickles(folder)
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}, and vtx reads no other form of weights")
+
+
+def _refuse_pickles(folder: Path) -> None:
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"the weights are a pickle ({shown(pickles[0])}), which can run code and is never opened; on a machine "
+            "that trusts it, load it with transformers and call save_pretrained(..., safe_serialization=True)"
+        )
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    entries = read_json_object(_inside(folder, INDEX), MAX_INDEX).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise CheckpointError(f"{INDEX} has no weight_map; download it again")
+    for tensor, shard in entries.items():
+        if not isinstance(shard, str) or not _is_plain_path(shard):
+            raise CheckpointError(
+                f"{INDEX} puts tensor {shown(tensor)} into {shown(str(shard))}, which is no file name inside the folder"
+            )
+        if not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{INDEX} names {shown(shard)}; vtx reads .safetensors and opens nothing else")
+    return entries
+
+
+def _is_plain_path(name: str) -> bool:
+    parts = name.split("/")
+    return name.isprintable() and not re.search(r"[\\:]", name) and not {"", ".", ".."} & set(parts)
+
+
+def _sharded_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    shard_of: dict[str, str] = {}
+    for shard, count in sorted(Counter(weight_map.values()).items()):
+        if not os.path.exists(folder / shard):
+            raise CheckpointError(f"{shard} is missing, {INDEX} puts {count} tensors there; download it again")
+        for name, info in read_header(_inside(folder, shard)).tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"tensor {shown(name)} is both in {shard_of[name]} and in {shard}; keep one")
+            tensors[name], shard_of[name] = info, shard
+    for name, shard in weight_map.items():
+        if shard_of.get(name) != shard:
+            raise CheckpointError(f"tensor {shown(name)} is not in {shard}, where {INDEX} puts it; download it again")
+    return tensors
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return `folder / name` once it is known to lead nowhere else, or into the hub cache that `folder` belongs to."""
+    path = folder / name
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError) as cause:
+        raise CheckpointError(f"{path} is a link to nowhere; download it again") from cause
+    if not any(target.is_relative_to(root) for root in _roots(folder)):
+        raise CheckpointError(f"{path} is a link that leaves the checkpoint, to {target}; put the file itself there")
+    return path
+
+
+def _roots(folder: Path) -> Iterable[Path]:
+    yield folder
+    if _repo_name(folder):
+        # hub cache: models--org--name/snapshots/<commit>; files are links into blobs/, which may lead on to the
+        # store that all models of the cache share.
+        repo = folder.parent.parent
+        yield repo / "blobs"
+        yield repo.parent / "blobs"
+
+
+def _repo_name(folder: Path) -> str | None:
+    repo = folder.parent.parent.name
+    return repo if folder.parent.name == "snapshots" and repo.startswith("models--") else None
+
+
+def _revision(folder: Path) -> str | None:
+    return folder.name if _repo_name(folder) and _COMMIT.fullmatch(folder.name) else None
+
+
+def _download(model: str, progress: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Fetch settings, judge the config, then fetch the weights of the same commit."""
+    if os.path.exists(model):
+        raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{shown(model)}: no such directory, and not a hub id (org/name)")
+    progress(f"fetching the settings of {model} from the hub")
+    folder = _snapshot(model, None, _SETTINGS_FILES)
+    config = _config(folder)
+    progress(f"fetching the weights of {model}, commit {folder.name[:12]}")
+    return _snapshot(model, folder.name, _WEIGHT_FILES), config
+
+
+def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError as cause:
+        raise DeviceError(
+            f"{model} is no directory, and fetching it from the hub needs huggingface_hub; "
+            'run: pip install "vtx-edge[export]"'
+        ) from cause
+    try:
+        found = huggingface_hub.snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+        )
+    except Exception as cause:  # the hub's errors, its HTTP library's, the disk's: one line each
+        raise CheckpointError(_hub_reason(model, cause)) from cause
+    return Path(found).resolve()
+
+
+def _hub_reason(model: str, cause: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(cause, errors.GatedRepoError):
+        return f"{model} is gated; ask for access on its page on the hub, then run: hf auth login"
+    if isinstance(cause, errors.RepositoryNotFoundError):
+        return f"{model} is neither a directory here nor a model on the hub; if it is private, run: hf auth login"
+    if isinstance(cause, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        return f"{model} is not in the local cache and the hub is out of reach; go online, or name a local directory"
+    first = (str(cause).strip().splitlines() or [""])[0]
+    return f"{model} could not be fetched from the hub: {type(cause).__name__}: {first[:300]}"

@@ -1,0 +1,158 @@
+"""Image settings of a bundle, read from the image processor's configuration in a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object
+from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.image import RESAMPLING, ImageSettings
+
+_OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_OPENAI_STD = [0.26862954, 0.26130258, 0.27577711]
+_COMMON = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3}
+_CLIP = {
+    **_COMMON,
+    "size": {"shortest_edge": 224},
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+    "image_mean": _OPENAI_MEAN,
+    "image_std": _OPENAI_STD,
+}
+_SIGLIP = {
+    **_COMMON,
+    "size": {"height": 224, "width": 224},
+    "do_center_crop": False,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+# LLaVA's own processor differs from CLIP's in what do_pad means
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "CLIPImageProcessor": _CLIP,
+    "SiglipImageProcessor": _SIGLIP,
+    "LlavaImageProcessor": _CLIP,
+}
+_FILTERS = {int(member): name for name, member in RESAMPLING.items()}
+
+
+def read_image_settings(folder: Path) -> ImageSettings:
+    """Settings from `processor_config.json`'s `image_processor`, else from `preprocessor_config.json`.
+
+    Raises UnsupportedModelError for an image processor, or an option of it, that vtx does not have, and
+    CheckpointError where neither file holds one, or it is damaged.
+    """
+    nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
+    config = read_json_object(nested, MAX_CONFIG).get("image_processor") if nested.exists() else None
+    if config is None:
+        if not alone.exists():
+            raise CheckpointError(f"{folder} has no {alone.name} that says how images are prepared; download it too")
+        config = read_json_object(alone, MAX_CONFIG)
+    return image_settings(config)
+
+
+def image_settings(config: Mapping[str, Any]) -> ImageSettings:
+    """Settings from an HF image processor's configuration; keys that it lacks take the defaults of its class.
+
+    Pictures are always made RGB, `do_convert_rgb` or not. Raises as `read_image_settings` does.
+    """
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
+    kind = _kind(config)
+    values = {**_DEFAULTS[kind], **{key: value for key, value in config.items() if value is not None}}
+    square = _flag(values, "default_to_square")
+    mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
+    resize = _size(values, "size", square=square) if _flag(values, "do_resize") else None
+    crop = _size(values, "crop_size", square=True) if _flag(values, "do_center_crop") else None
+    normalize = _flag(values, "do_normalize")
+    pad = _padding(kind, values, mean)
+    if crop is None and not isinstance(resize, tuple) and not (resize and pad):
+        raise UnsupportedModelError(
+            f"{kind} without do_center_crop and with size {_show(values['size'])} gives images of several sizes; "
+            "vtx needs one: a size of height and width, or do_center_crop"
+        )
+    try:
+        return ImageSettings(
+            pad=pad,
+            resize=resize,
+            resample=_resample(values["resample"]),
+            crop=crop,
+            rescale=values["rescale_factor"] if _flag(values, "do_rescale") else 1.0,
+            mean=mean if normalize else (0.0, 0.0, 0.0),
+            std=std if normalize else (1.0, 1.0, 1.0),
+        )
+    except BundleError as error:
+        raise CheckpointError(f"{kind}: {error}") from error
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """The processor's class without its backend; without a name, what transformers takes for LLaVA."""
+    name = config.get("image_processor_type") or config.get("feature_extractor_type") or "LlavaImageProcessor"
+    if not isinstance(name, str):
+        raise CheckpointError(f"image_processor_type is {_show(name)}; it must be a class name")
+    kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    if kind not in _DEFAULTS:
+        raise UnsupportedModelError(
+            f"image processor {_show(name)} is not supported; supported: {', '.join(_DEFAULTS)}"
+        )
+    if config.get("use_square_size"):
+        raise UnsupportedModelError(f"{kind} with use_square_size is not supported; give size as height and width")
+    return kind
+
+
+def _padding(kind: str, values: Mapping[str, Any], mean: tuple[float, ...]) -> tuple[int, int, int] | None:
+    if not _flag(values, "do_pad"):
+        return None
+    if kind == "LlavaImageProcessor":
+        red, green, blue = (int(value * 255) for value in mean)
+        return red, green, blue
+    if "pad_size" in values:
+        raise UnsupportedModelError(f"{kind} with pad_size is not supported; vtx pads only as LlavaImageProcessor does")
+    return None  # pads pictures of a batch to one size, which they have
+
+
+def _size(values: Mapping[str, Any], key: str, *, square: bool) -> Any:
+    """The shortest edge as an int, or (height, width), not yet checked for range."""
+    size = values.get(key)
+    if isinstance(size, int):
+        return (size, size) if square else size
+    if isinstance(size, (list, tuple)):
+        return tuple(size)
+    if not isinstance(size, Mapping):
+        raise CheckpointError(f"{key} is {_show(size)}; it must be a whole number, or height and width")
+    size = {name: edge for name, edge in size.items() if edge is not None}
+    if set(size) == {"height", "width"}:
+        return size["height"], size["width"]
+    if set(size) == {"shortest_edge"} and key == "size":
+        return size["shortest_edge"]
+    wanted = "height and width, or shortest_edge" if key == "size" else "height and width"
+    raise UnsupportedModelError(
+        f"{key} with the keys {_show(sorted(map(str, size)))} is not supported; vtx knows {wanted}"
+    )
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{key} is {_show(value)}; it must be true or false")
+    return value
+
+
+def _triple(values: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+    value = values[key]
+    numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,) * 3
+    if len(numbers) != 3 or not all(isinstance(n, (int, float)) and abs(n) <= 1e6 for n in numbers):
+        raise CheckpointError(f"{key} is {_show(value)}; it must be 3 numbers from -1e6 to 1e6")
+    return numbers
+
+
+def _resample(value: Any) -> str:
+    if not isinstance(value, int) or isinstance(value, bool) or value not in _FILTERS:
+        known = ", ".join(f"{number} ({name})" for number, name in sorted(_FILTERS.items()))
+        raise CheckpointError(f"resample is {_show(value)}; it must be one of {known}")
+    return _FILTERS[value]
+
+
+_show = reprlib.repr

@@ -1,0 +1,216 @@
+"""vtx-bench. It parses, calls and prints; heavy imports stand inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vtx.exporter.commands.export import find_bundle
+from vtx.exporter.common.libraries import exporter
+from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+
+DEMO_KS = (8, 3, 4, 5, 6, 12, 16)  # the first is the one behind reductions
+DEMO_REDUCTIONS = (
+    "none", "lsm", "cls:keep=0.25", "cls:keep=0.5", "fastv", "fastv:k=2,ratio=0.75", "mustdrop:192", "mustdrop:128",
+    "mustdrop:64", "mustdrop:64,tau=off", "mustdrop:gamma=0.05,alpha=0.1,tau=off",
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from vtx.exporter.bench.ceilings import Ceilings
+    from vtx.exporter.bench.measure import Bench, K, Workload
+    from vtx.exporter.data.items import Data
+    from vtx.runtime.api.model import Model
+    from vtx.runtime.bundle.manifest import Manifest
+
+
+def _ks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[K, ...]:
+    words: dict[str, K] = {"none": None, "auto": "auto"}
+    try:
+        parts = value.split(",") if value else []
+        return tuple(dict.fromkeys(words[part] if part in words else int(part) for part in parts))
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, none, auto, or a list like none,17,9") from e
+
+
+@command(
+    epilog="vtx-bench\n"
+    "vtx-bench --bundle llava-7b --k none,17,9 --image photo.jpg --question 'What is on the table?' --json out.json\n"
+    "vtx-bench --prompt-tokens 640 --new-tokens 128 --repeats 15 --threads 4 --plot out.png\n"
+    "vtx-bench --methods --samples 500\n"
+    "vtx-bench --methods --bundle llava-7b --data questions.jsonl --images photos --json out.json"
+)
+@click.option(
+    "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
+)
+@click.option("--k", "ks", callback=_ks, metavar="K,K,...", help="Prebuilt K, none, auto [default: all there are].")
+@click.option("--image", type=click.Path(), help="[default: a drawn one]")
+@click.option("--question", help="[default: What is in the picture?]")
+@click.option("--prompt-tokens", type=int, help="Instead: a question so long that prompt and image have so many.")
+@click.option("--new-tokens", type=int, default=64, show_default=True, help="Of each answer, end tokens ignored.")
+@click.option("--repeats", type=int, default=5, show_default=True, help="Rounds over all K that count.")
+@click.option("--warmup", type=int, default=1, show_default=True, help="Rounds before them that do not.")
+@click.option(
+    "--methods", is_flag=True,
+    help="Compare instead all methods of the bundle, by accuracy and cost [default bundle: the demo's].",
+)  # fmt: skip
+@click.option("--data", metavar="DATA", help="With --methods: questions as vtx-calibrate takes them [default: scenes].")
+@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
+@click.option("--samples", type=int, default=200, show_default=True, help="Questions to ask, drawn from DATA.")
+@click.option("--device", default="auto", show_default=True, help="Where to compute, as vtx-run takes it.")
+@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
+@click.option("--threads", type=int, help="[default: all cores]")
+@click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here, too.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
+def bench(
+    bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
+    new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
+    device: str, compute: str | None, threads: int | None, target: Path | None, plot: Path | None,
+) -> None:  # fmt: skip
+    """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
+
+    The K take turns within one run, so that whatever else the machine does falls on all of them. Ctrl-C ends it early
+    and keeps what was measured. With --methods, all that the bundle can do to an image's tokens answers the same
+    questions, and each pruning stands beside the withdrawal that costs as much.
+    """
+    end_on_sigterm()
+    if question is not None and prompt_tokens is not None:
+        raise click.UsageError("--question and --prompt-tokens both settle the question; give one")
+    if methods and (image, question, prompt_tokens) != (None, None, None):
+        raise click.UsageError("--methods asks the questions of --data; leave out --image, --question, --prompt-tokens")
+    if not methods and (data, images) != (None, None):
+        raise click.UsageError("--data and --images go with --methods; one question to time is --image and --question")
+    from vtx.exporter.bench.measure import Workload
+    from vtx.exporter.common.plots import figures
+    from vtx.runtime.api.model import load
+    from vtx.runtime.host.machine import cores
+    from vtx.runtime.report.golden import QUESTION, golden_image
+
+    if plot:
+        figures()
+    threads = cores() if threads is None else threads
+    if methods:
+        found = _data(data, images, samples)
+        model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads)
+        interrupted = _compare(model, found, ks or _all(model.manifest), new_tokens, threads, target, plot)
+    else:
+        asked = QUESTION if question is None else question
+        work = Workload(image or golden_image(), asked, prompt_tokens, new_tokens, repeats, warmup, threads)
+        model = load(find_bundle(bundle), device=device, compute=compute, threads=threads)
+        interrupted = _measure(model, work, ks or _all(model.manifest), target, plot)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _measure(model: Model, work: Workload, ks: tuple[K, ...], target: Path | None, plot: Path | None) -> bool:
+    """Latency and memory at each K, with a forecast before and a bar during; whether it was interrupted."""
+    from vtx.exporter.bench.measure import Bench
+    from vtx.exporter.bench.plots import draw_report
+    from vtx.exporter.bench.report import in_tables, make_report
+
+    bench = Bench(model, work, ks)
+    note(f"{model.manifest.model.name} on {_place(model)}; predicted: about {bench.probe():.0f} s")
+    ceilings = _ceilings(bench)
+    with bar() as show:
+        found = bench.run(ceilings, show)
+    report = make_report(bench, found)
+    click.echo(in_tables(report))
+    _write(report, target, plot, draw_report)
+    return found.interrupted
+
+
+def _compare(
+    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threads: int, target: Path | None, plot: Path | None
+) -> bool:
+    """Every method on the same questions, with a forecast before and a bar during; whether it was interrupted."""
+    from vtx.exporter.bench.compare import in_tables, make_comparison
+    from vtx.exporter.bench.methods import Trial, find_methods
+    from vtx.exporter.bench.plots import draw_comparison
+
+    methods = find_methods(model.manifest, ks)
+    if not any(method.kind == "pruning" for method in methods):
+        note("this bundle leaves out no rows but by withdrawal; export it with --reduce to compare others")
+    trial = Trial(model, data, methods, new_tokens, threads)
+    note(
+        f"{model.manifest.model.name} on {_place(model)}: {len(methods)} methods on {len(data.items)} questions "
+        f"of {data.source}; predicted: about {trial.probe():.0f} s"
+    )
+    with bar() as show:
+        trial.run(show)
+    report = make_comparison(trial)
+    click.echo(in_tables(report))
+    _write(report, target, plot, draw_comparison)
+    return trial.interrupted
+
+
+def _place(model: Model) -> str:
+    return f"{model.backend.device} ({model.why}) in {model.backend.compute}"
+
+
+def _data(source: str | None, images: Path | None, samples: int) -> Data:
+    from vtx.exporter.data.items import SCENES, read_data
+
+    data = read_data(source or SCENES, images, samples)
+    for line in data.skipped:
+        note(f"skipped {line}")
+    return data
+
+
+def methods_bundle(named: str | None) -> Path:
+    """The bundle whose methods are compared: the one named, else the demo, exported now with all of them."""
+    if named:
+        return Path(named)
+    from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.terminal.last import home
+
+    out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-methods"
+    try:
+        Bundle.open(out)
+    except BundleError:  # not there yet, or another version's
+        note("exporting the built-in demo model with every method; --bundle takes one of your own")
+        library = exporter()
+        plan = library.plan_export(library.ExportOptions(ks=DEMO_KS, reductions=DEMO_REDUCTIONS, dialects=("ort",)))
+        with bar() as report:
+            library.run_export(plan, out, force=True, report=report)
+    return out
+
+
+def _all(manifest: Manifest) -> tuple[K, ...]:
+    """None, every prebuilt K, and the gates where there are any."""
+    gated = any(graphs.gates for graphs in manifest.dialects.values())
+    return (None, *manifest.variants, *(["auto"] if gated else []))
+
+
+def _ceilings(bench: Bench) -> Ceilings | None:
+    """What the machine can do at the most, where it is a CPU that computes."""
+    from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM, Ceilings
+    from vtx.exporter.bench.products import ENGINES, Kind
+
+    backend, manifest = bench.model.backend, bench.model.manifest
+    if backend.device not in ENGINES:
+        note(f"no ceilings: they are measured for CPUs, and this is {backend.device}")
+        return None
+    decoder, tower = (
+        Kind.of(backend.device, backend.compute, stored) for stored in (manifest.precision, manifest.vision_precision)
+    )
+    kinds = {GEMM: decoder} if tower == decoder else {GEMM: decoder, VISION_GEMM: tower}
+    rows = bench.tokens(bench.found.question)
+    try:
+        return Ceilings(kinds, rows, manifest.model.hidden, bench.worker.width, bench.work.threads)
+    except DeviceError as e:
+        note(f"no ceilings: {e}")
+        return None
+
+
+def _write(
+    report: dict[str, Any], target: Path | None, plot: Path | None, draw: Callable[[Mapping[str, Any], Path], None]
+) -> None:
+    from vtx.exporter.common.files import write_json
+
+    if target:
+        write_json(target, report)
+    if plot:
+        draw(report, plot)

@@ -1,0 +1,116 @@
+"""vtx-build. It parses, calls and prints; heavy imports stand inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
+
+if TYPE_CHECKING:
+    from vtx.exporter.tensorrt.lint import Finding
+    from vtx.exporter.tensorrt.targets import Target
+    from vtx.runtime.bundle.bundle import Bundle
+
+DEFAULT_TARGET = "this"
+
+
+@command(
+    epilog="vtx-build --bundle my-bundle\n"
+    "vtx-build --bundle my-bundle --target sm89,sm120\n"
+    "vtx-build --bundle my-bundle --target jetson-orin --check"
+)
+@click.option("--bundle", type=click.Path(path_type=Path), envvar="VTX_BUNDLE", required=True, help="[or $VTX_BUNDLE]")
+@click.option(
+    "--target", "targets", default=DEFAULT_TARGET, show_default=True, metavar="this|sm89,sm120|jetson-orin|...",
+    callback=lambda _, __, value: value.split(","),
+    help="Machines to build for; an unknown one lists all. RTX cards need no GPU here, others are built on themselves.",
+)  # fmt: skip
+@click.option("--dialect", help="Graphs to build from [default: those that the target's TensorRT reads].")
+@click.option("--workspace", type=click.IntRange(min=1), metavar="MB", help="Device memory for the builder's kernels.")
+@click.option(
+    "--timing-cache", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Measured kernels, read and written: the next build is faster. Not for RTX, which measures nothing.",
+)  # fmt: skip
+@click.option("--check", is_flag=True, help="Judge the graphs by the rules of the target's TensorRT; build nothing.")
+@click.option("--force", is_flag=True, help="Build also where the free memory looks too small.")
+def build(
+    bundle: Path, targets: list[str], dialect: str | None, workspace: int | None, timing_cache: Path | None,
+    check: bool, force: bool,
+) -> None:  # fmt: skip
+    """Build TensorRT engines from a bundle's graphs; they lie in it under engines/."""
+    end_on_sigterm()
+    from vtx.exporter.tensorrt.targets import find_target
+    from vtx.runtime.bundle.bundle import Bundle
+
+    found, opened = [find_target(name) for name in targets], Bundle.open(bundle)
+    if check:
+        _check(opened, found, dialect)
+        return
+    for target in found:
+        _build(opened, target, dialect, workspace, timing_cache, force=force)
+
+
+def _check(bundle: Bundle, targets: list[Target], dialect: str | None) -> None:
+    from vtx.exporter.tensorrt.lint import lint_bundle
+    from vtx.runtime.errors import BundleError
+
+    faults = 0
+    for target in targets:
+        written = dialect or target.release.dialect
+        findings = lint_bundle(bundle, written, target.release)
+        _show_findings(f"{written} on {target.what}, {target.release.name}", findings)
+        faults += len(findings)
+    if faults:
+        raise BundleError(f"{faults} findings, see above; build from the dialect that is named there")
+
+
+def _show_findings(title: str, findings: list[Finding]) -> None:
+    """A line for each thing found; nodes with the same one share it."""
+    click.echo(title if findings else f"{title}: every graph will do")
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for f in findings:
+        alike.setdefault((f.graph, f.rule, f.problem), []).append(f.node)
+    for (graph, rule, problem), nodes in alike.items():
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        where = f", {nodes[0]}{more}" if nodes[0] else ""
+        click.echo(f"  {graph}{where}: {problem} [{rule}]")
+    if findings:
+        click.echo(f"  the {findings[0].dialect!r} dialect is written for {findings[0].release}")
+
+
+def _build(
+    bundle: Bundle,
+    target: Target,
+    dialect: str | None,
+    workspace: int | None,
+    timing_cache: Path | None,
+    *,
+    force: bool,
+) -> None:
+    from vtx.exporter.tensorrt import build as engines
+    from vtx.exporter.tensorrt.targets import load_tensorrt
+    from vtx.runtime.errors import RequestError
+    from vtx.runtime.units import size
+
+    if timing_cache is not None and target.portable:
+        raise RequestError(f"{target.release.name} measures no kernels when it builds; leave --timing-cache out")
+    module, release = load_tensorrt(target)
+    plan = engines.plan_engines(
+        bundle, target, release, module.__version__, dialect or release.dialect,
+        workspace=None if workspace is None else workspace << 20, timing_cache=timing_cache,
+    )  # fmt: skip
+    if not force:
+        engines.check_memory(plan)
+    note(f"predicted: {size(plan.memory)} of memory at the peak, {len(plan.items)} engines for {target.what}")
+    with bar() as report:
+        outcomes = list(engines.build_engines(plan, report))
+    rows = [
+        [o.record.file, size(o.item.weights), size(o.record.bytes), *(
+            ["kept", ""] if o.built is None else [f"{o.built.seconds:.1f} s", size(o.built.memory)]
+        )]
+        for o in outcomes
+    ]  # fmt: skip
+    table(f"{plan.folder}, {release.name}", ["engine", "weights", "size", "time", "peak memory"], rows)

@@ -1,0 +1,336 @@
+"""vtx-export and vtx-plan. They parse, call and print; heavy imports stand inside them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vtx.exporter.commands.calibrate import calibrated
+from vtx.exporter.common.libraries import exporter
+from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.terminal.console import command, end_on_sigterm, note, table
+from vtx.runtime.terminal.last import home, remember, remembered
+
+if TYPE_CHECKING:
+    from vtx.exporter.bundling.activation_aware import Aware
+    from vtx.exporter.bundling.export import Plan
+    from vtx.exporter.bundling.retain import Retain
+    from vtx.exporter.data.items import Data
+    from vtx.exporter.estimate.forecast import Forecast
+    from vtx.runtime.bundle.bundle import Bundle
+
+
+def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...] | str:
+    if value == "none":
+        return ()
+    if value == "auto":
+        return value
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, a list like 8,16, auto, or none") from e
+
+
+def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", value.strip(), re.IGNORECASE)
+    if not found:
+        raise click.BadParameter(f"{value!r} is not a size such as 900MB or 2GB")
+    return int(float(found[1]) * {"MB": 10**6, "GB": 10**9}[found[2].upper()])
+
+
+def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))
+
+
+PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
+
+
+@command(
+    epilog="vtx-export --k 16 --precision fp16\n"
+    "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
+    "vtx-export --model ./my-llava --k none --precision fp32 --max-context 2048"
+)
+@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@click.option(
+    "--k", "ks", default="none", show_default=True, callback=_k_at_export, metavar="N|N,M,...|auto|none",
+    help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
+)  # fmt: skip
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), default="fp16", show_default=True, help="Of the decoder's weights."
+)
+@click.option(
+    "--vision-precision", type=click.Choice(PRECISIONS),
+    help="Of the tower and projector [default: as --precision; int8 beside int8 and int4].",
+)  # fmt: skip
+@click.option(
+    "--head-precision", type=click.Choice(PRECISIONS),
+    help="Of the output matrix [default: as --precision; int8 beside int8 and int4].",
+)  # fmt: skip
+@click.option("--kv-precision", help="Of K and V: fp32, fp16 or int8 [default: fp16; fp32 beside fp32].")
+@click.option(
+    "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own]."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION]."
+)
+@click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
+@click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto takes all of them.")
+@click.option(
+    "--calibration", metavar="DATA",
+    help="For --k auto, --retain and --activation-aware: questions as vtx-calibrate takes them, or scenes; for "
+    "--k auto also the folder of an earlier calibration.",
+)  # fmt: skip
+@click.option(
+    "--activation-aware", is_flag=True,
+    help="With int4 or int8: scale the decoder's channels, leaving what it computes, so that rounding loses least on "
+    "the questions of --calibration [for the demo: scenes].",
+)  # fmt: skip
+@click.option(
+    "--dialect", "dialects", callback=_dialects, metavar="ort,...",
+    help="Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO and others [default: all].",
+)  # fmt: skip
+@click.option(
+    "--reduce", "reductions", multiple=True, metavar="WORD",
+    help="Method that leaves out vision tokens, as mustdrop:192 or lsm+fastv:k=2,ratio=0.5; given again, one more "
+    "variant over the same weights. The first is the default.",
+)  # fmt: skip
+@click.option(
+    "--retain", type=float, metavar="TOKENS",
+    help="Scale the first --reduce's thresholds so that so many vision tokens stay, mean over layers and over the "
+    "questions of --calibration [for the demo: scenes].",
+)  # fmt: skip
+@click.option(
+    "--max-memory", callback=_bytes, metavar="SIZE", help="Refuse an export that is expected to need more, as 2GB."
+)
+@click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
+def export(
+    model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
+    kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
+    gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
+    retain: float | None, max_memory: int | None, force: bool, activation_aware: bool,
+) -> None:  # fmt: skip
+    """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
+    end_on_sigterm()
+    library = exporter()
+    template = library.load_template(chat_template) if chat_template else None
+    one_k = ks == "auto" and gates is None
+    if calibration is not None and not one_k and retain is None and not activation_aware:
+        raise click.UsageError(
+            "--calibration chooses one K, thresholds or factors; it goes with --k auto without --gates, --retain or "
+            "--activation-aware"
+        )
+    demo = model == library.DEMO
+    wanted = None if retain is None else _retain(retain, calibration, demo=demo)
+    aware = _aware(calibration, demo=demo) if activation_aware else None
+    chosen = calibrated(model, calibration, template) if calibration is not None and one_k else None
+    ks = (chosen["k"],) if chosen else ks
+    options = library.ExportOptions(
+        model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
+        head_precision, kv_precision, wanted, aware,
+    )  # fmt: skip
+    if demo:
+        note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
+    plan = library.plan_export(options)
+    for warning in plan.warnings:
+        note(f"warning: {warning}")
+    library.check_memory(plan.prediction, max_memory)
+    depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
+    export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), force=force)
+
+
+def _retain(tokens: float, calibration: str | None, *, demo: bool) -> Retain:
+    from vtx.exporter.bundling.retain import SAMPLES, Retain
+
+    return Retain(tokens, _questions("--retain counts on", calibration, SAMPLES, demo=demo))
+
+
+def _aware(calibration: str | None, *, demo: bool) -> Aware:
+    from vtx.exporter.bundling.activation_aware import SAMPLES, Aware
+
+    return Aware(_questions("--activation-aware measures", calibration, SAMPLES, demo=demo))
+
+
+def _questions(purpose: str, calibration: str | None, samples: int, *, demo: bool) -> Data:
+    from vtx.exporter.data.items import SCENES, read_data
+
+    if calibration is None and not demo:
+        raise click.UsageError(f"{purpose} questions about images; name some with --calibration DATA, or scenes")
+    return read_data(calibration or SCENES, None, samples)
+
+
+def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
+    """Export with a forecast before, a bar during, and the measured figures after."""
+    import time
+
+    from vtx.exporter.bundling.predict import peak_memory
+    from vtx.exporter.bundling.progress import export_bars
+    from vtx.runtime.report.inspect import INT8_KV
+    from vtx.runtime.units import duration, size
+
+    predicted, expected, started = plan.prediction, 0.0, 0.0
+    linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
+    note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
+    p = plan.precisions
+    expanded = sorted({part for part in (p.decoder, p.vision, p.head) if part in ("fp16", "bf16")})
+    wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
+    note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
+    if p.kv == "int8":
+        note(INT8_KV)
+    for word in plan.reductions.words:
+        note(f"reduces:   {word}")
+    with export_bars() as bars:
+
+        def expect(forecast: Forecast) -> None:
+            nonlocal expected, started
+            expected, started = forecast.seconds, time.monotonic()
+            parts = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in forecast.phases.items())
+            note(f"           about {duration(expected)} if the machine stays as busy as it is: {parts}")
+            bars.expect(forecast.phases)
+
+        bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, expect=expect)
+    seconds = time.monotonic() - started
+    weighed = sum(record.bytes for record in bundle.manifest.files.values())
+    note(
+        f"measured:  {_beside(size, weighed, predicted.disk)} of disk, "
+        f"{_beside(size, peak_memory(), predicted.export_memory)} of memory, {_beside(duration, seconds, expected)}"
+    )
+    if plan.options.retain is not None:
+        _show_retained(bundle)
+    if scaled := bundle.manifest.record.get("activation_aware"):
+        note(f"scaled by the activations of {scaled['items']} items of {scaled['data']}")
+    remember(bundle.folder)
+    depth = ", ".join(map(str, plan.ks)) or "none"
+    note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')
+    return Path(bundle.folder)
+
+
+def _beside(shown: Callable[[float], str], measured: float, predicted: float) -> str:
+    """A measured figure with what had been predicted, and by how much that was too high or too low."""
+    off = f", {predicted / measured - 1:+.0%}" if measured else ""
+    return f"{shown(measured)} (predicted {shown(predicted)}{off})"
+
+
+def _show_retained(bundle: Bundle) -> None:
+    found = bundle.manifest.record["retain"]
+    note(
+        f"retains:   {found['found']:.1f} vision tokens for {found['asked']:g} asked, mean of {found['questions']} "
+        f"questions of {found['data']}, thresholds times {found['factor']:.3g}"
+    )
+    note(f"           {bundle.manifest.reductions[0]}")
+
+
+def find_bundle(named: str | None) -> Path:
+    """The bundle to use: the one named, else the one exported last, else the demo, exported now."""
+    if named:
+        return Path(named)
+    if last := remembered():
+        if os.path.isfile(last / "vtx.json"):  # unlike Path.is_file it raises nothing
+            return last
+        note(f"the bundle exported last, {last}, is gone")
+    library = exporter()
+    out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
+    if not (out / "vtx.json").is_file():
+        note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")
+        export_with_bar(library.plan_export(library.ExportOptions(ks=(16,))), out, force=True)
+    return out
+
+
+def _ks_to_plan(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int | None, ...]:
+    try:
+        return tuple(None if part == "none" else int(part) for part in value.split(",")) if value else ()
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r} is not a number, none, or a list like none,8,16") from e
+
+
+@command(
+    epilog="vtx-plan --model llava-1.5-7b\n"
+    "vtx-plan --model llava-1.5-7b --sequence 642 --text 66 --k 17 --json\n"
+    "vtx-plan --model llava-next-7b --precision int4 --profile orin-nx-16\n"
+    "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
+)
+@click.option(
+    "--model", required=True, metavar="NAME|FOLDER", help="A known name, a checkpoint (its config.json), or a bundle."
+)
+@click.option("--sequence", type=int, help="Tokens of the prompt [default: one image and --text].")
+@click.option("--text", type=int, default=64, show_default=True, help="Tokens of it that are not of images.")
+@click.option(
+    "--k", "ks", callback=_ks_to_plan, metavar="N|none|N,M,...",
+    help="First layer without vision tokens, counted from 1 [default: none and a spread].",
+)  # fmt: skip
+@click.option(
+    "--precision", "precisions", multiple=True, help="Of the weights; may be given again.",
+    type=click.Choice(PRECISIONS), show_default="all",
+)  # fmt: skip
+@click.option(
+    "--vision-precision", type=click.Choice(PRECISIONS), help="Of the tower and projector [default: as vtx-export's]."
+)
+@click.option(
+    "--head-precision", type=click.Choice(PRECISIONS), help="Of the output matrix [default: as vtx-export's]."
+)
+@click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Of the answer, for the peak memory.")
+@click.option("--profile", metavar="NAME", help="A device: does it fit, and an estimate of the time.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
+def plan(
+    model: str, sequence: int | None, text: int, ks: tuple[int | None, ...], precisions: tuple[str, ...],
+    vision_precision: str | None, head_precision: str | None, max_new_tokens: int, profile: str | None,
+    as_json: bool, plot: Path | None,
+) -> None:  # fmt: skip
+    """Say what a model will cost: arithmetic, weights, KV cache, memory, per K and precision."""
+    from vtx.exporter.estimate.plan import Workload, find_profile, make_plan
+    from vtx.exporter.estimate.sizes import find_size
+
+    device = None if profile is None else find_profile(profile)
+    size = find_size(model)
+    image = 0 if size.vision is None else size.vision.image_tokens
+    work = Workload(text, image if sequence is None else sequence - text, max_new_tokens)
+    found = make_plan(size, work, ks, precisions or PRECISIONS, device, vision_precision, head_precision)
+    if plot is not None:
+        from vtx.exporter.estimate.plot import plot_plan
+
+        plot_plan(found, plot)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(found, ensure_ascii=False))
+        return
+    _show_plan(found)
+    if plot is not None:
+        note(f"drew {plot}")
+
+
+def _show_plan(found: dict[str, Any]) -> None:
+    from vtx.runtime.units import size
+
+    device = found["profile"]
+    click.echo(
+        f"{found['model']['name']}: {found['parameters'] / 1e9:.3g} billion parameters; a prompt of "
+        f"{found['text_tokens']} text and {found['vision_tokens']} vision tokens, {found['max_new_tokens']} new ones"
+    )
+    click.echo("weights: " + ", ".join(f"{name} {size(count)}" for name, count in found["weights_bytes"].items()))
+    rows = [
+        [str(d["k"] or "none"), str(d["full_layers"]), f"{d['calflops'] / 1e12:.3g} T ({d['calflops_ratio']:.1%})",
+         f"{d['total_flops'] / 1e12:.3g} T ({d['total_ratio']:.1%})"]
+        for d in found["depths"]
+    ]  # fmt: skip
+    table("arithmetic of the prompt", ["K", "full layers", "calflops", "total"], rows)
+    heads, rows = ["K", "precision", "KV cache", "peak memory"], []
+    if device:
+        heads += ["fits", "vision", "prefill", "per token"]
+    for depth in found["depths"]:
+        for name, memory in depth["precisions"].items():
+            row = [str(depth["k"] or "none"), name, size(memory["kv_bytes"]), size(memory["peak_bytes"])]
+            if device:
+                row += ["yes" if memory["fits"] else "NO"]
+                row += [f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms" for ms in memory["latency_ms"].values()]
+            rows.append(row)
+    table(f"memory on {device['name']}" if device else "memory", heads, rows)
+    if device:
+        click.echo(f"{device['power_mode']}, {size(device['usable_bytes'])} usable; times are {found['estimate']}")

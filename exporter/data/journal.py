@@ -1,0 +1,95 @@
+"""Results written down as they come, so that an interrupted measurement can go on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vtx.runtime.bundle.safetensors import parse_json
+from vtx.runtime.errors import ExportError, RequestError
+
+MAX_BYTES = 1 << 30
+
+
+class Journal:
+    """A JSONL file: a line that says what is measured and how, then one an item. `rows` has the items by digest.
+
+    What a kill left of a line is dropped; a file about something else is refused. One process may write at a time.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self._path, self._identity = path, json.loads(json.dumps(identity))
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> Journal:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        except OSError as e:
+            raise ExportError(f"cannot write {self._path} ({e.strerror}); name another --out") from e
+        try:
+            self._lock()
+            self._resume()
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, rows: Mapping[str, dict[str, Any]]) -> None:
+        """Write the results of some items, all of them on the disk when this returns."""
+        self._write(b"".join(_line({"item": item, **row}) for item, row in rows.items()))
+        self.rows.update(rows)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise RequestError(f"another process is writing {self._path}; wait for it, or name another --out") from e
+
+    def _resume(self) -> None:
+        if os.fstat(self._file.fileno()).st_size > MAX_BYTES:
+            raise RequestError(f"{self._path} is over {MAX_BYTES:,} bytes; name another --out")
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        self._file.truncate(whole)
+        self._file.seek(whole)
+        lines = [self._parsed(line) for line in content[:whole].splitlines()]
+        if not lines:
+            self._write(_line(self._identity))
+            return
+        self._check_identity(lines[0])
+        if not all("item" in line for line in lines[1:]):
+            raise RequestError(f"{self._path} is damaged; remove it, or name another --out")
+        self.rows = {line["item"]: {k: v for k, v in line.items() if k != "item"} for line in lines[1:]}
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        found = parse_json(line, f"a line of {self._path}", error=RequestError)
+        if not isinstance(found, dict) or not (isinstance(found.get("item"), str) or "model" in found):
+            raise RequestError(f"{self._path} is damaged or something else; remove it, or name another --out")
+        return found
+
+    def _check_identity(self, found: Mapping[str, Any]) -> None:
+        for part, value in self._identity.items():
+            if found.get(part) != value:
+                raise RequestError(
+                    f"{self._path} belongs to a measurement with another {part}; remove it, or name another --out"
+                )
+
+    def _write(self, lines: bytes) -> None:
+        try:
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as e:
+            raise ExportError(f"cannot write {self._path} ({e.strerror}); free some space and run again") from e
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,192 @@
+"""How fast this machine is at the work of an export, found by doing a little of it with the code that does it all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import BinaryIO
+
+import torch
+
+from vtx.exporter.bundling.resume import PROBE
+from vtx.exporter.graphs.builder import StoredTensor
+from vtx.exporter.weights.plan import Entry, WeightFile, laid_out, place_of
+from vtx.exporter.weights.tensors import BundleWeights
+from vtx.exporter.weights.writing import CHUNK, THREADS, forget, take_whole, write_tensor
+from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors
+
+ELEMENTS = 8 * CHUNK  # of a tensor that is tried
+TRIALS = 3  # of which the middle one counts: on a busy machine one of them may be held up
+DISK_SAMPLE = 16 << 20, 128 << 20  # bytes that the disk is tried with, by what is to be written and read
+DISK_SHARE = 32
+SPOTS = 128  # of a file, asked whether the system has them in memory
+PRODUCT_S = 0.05
+LAYER_SECONDS = 0.002  # of a layer of the reference over one prompt beside its products: what small models cost
+
+Form = tuple[str, str, int, bool]  # safetensors' words before and after, bits of a quantised matrix, file taken whole
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of the processor: `write` a source byte that is converted and hashed, `read` an element as float32."""
+
+    write: float
+    read: float
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Bytes a second from and to the disk, and seconds that a small file takes to be safe there."""
+
+    read: float
+    write: float
+    sync: float
+
+
+def form_of(file: WeightFile, entry: Entry) -> Form:
+    """What the pace of a tensor depends on."""
+    return entry.source.dtype, entry.dtype, entry.scheme.bits if entry.scheme else 0, file.whole
+
+
+def measure_paces(files: Iterable[WeightFile], folder: Path) -> dict[Form, Pace]:
+    """The pace of each form among `files`, from a part of its largest tensor, written under `folder` and read again."""
+    largest = dict[Form, tuple[WeightFile, Entry]]()
+    for file in files:
+        for entry in file.entries:
+            form = form_of(file, entry)
+            if form not in largest or entry.source.nbytes > largest[form][1].source.nbytes:
+                largest[form] = file, entry
+    with ThreadPoolExecutor(THREADS) as pool:
+        return {form: _pace(file, entry, folder / PROBE, pool) for form, (file, entry) in largest.items()}
+
+
+def _pace(file: WeightFile, entry: Entry, probe: Path, pool: ThreadPoolExecutor) -> Pace:
+    write, part = _write_whole if file.whole else _write_anew, _part(entry)
+    trials = list[Pace]()
+    for _ in range(1 + TRIALS):
+        seconds, stored = write(file, part, probe, pool)
+        reading = seconds_of(lambda place=stored: BundleWeights(probe.parent, {"": place}).read(""))  # type: ignore[misc]
+        trials.append(Pace(seconds, reading / max(1, prod(part.source.shape))))
+    tried = trials[1:]  # the first finds nothing in memory
+    return Pace(median(trial.write for trial in tried), median(trial.read for trial in tried))
+
+
+def _part(entry: Entry) -> Entry:
+    """The first rows of a tensor, one at least."""
+    shape = entry.source.shape
+    width = max(1, prod(shape[1:]))
+    part = (min(shape[0], max(1, ELEMENTS // width)), *shape[1:]) if shape else ()
+    nbytes = entry.source.nbytes * prod(part) // max(1, prod(shape))
+    return replace(entry, source=replace(entry.source, shape=part, nbytes=nbytes))
+
+
+def _write_anew(_: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExecutor) -> tuple[float, StoredTensor]:
+    """Seconds a source byte, and where the part then lies."""
+    header, [entry] = laid_out(PROBE, [(part.name, part.source)], [(part.dtype, part.scheme)])
+    open_tensor(part.source).copy()  # out of the disk
+    with probe.open("wb") as out:
+        out.write(header)
+        seconds = seconds_of(lambda: write_tensor(entry, out, hashlib.sha256(), pool, lambda _: None))
+    return seconds / max(1, part.source.nbytes), place_of(PROBE, entry)
+
+
+def _write_whole(file: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExecutor) -> tuple[float, StoredTensor]:
+    """The same of a file that is taken whole, by as many of its first bytes as the part has."""
+    start = _start_of(file, part.source.nbytes)
+    with file.source.open("rb") as source:
+        source.read(start.size)
+    seconds = seconds_of(lambda: take_whole(start, probe, pool, lambda _: None))
+    probe.unlink()
+    write_safetensors(probe, {"": open_tensor(part.source).copy()}, None)
+    [place] = read_header(probe).tensors.values()
+    return seconds / start.size, StoredTensor(PROBE, place.offset, place.nbytes, part.dtype, part.source.shape)
+
+
+def _start_of(file: WeightFile, size: int) -> WeightFile:
+    """A file that ends after `size` bytes, one at least."""
+    size = min(file.size, max(1, size))
+    entries = [
+        replace(entry, source=replace(entry.source, nbytes=min(entry.source.nbytes, (size - entry.source.offset) & ~7)))
+        for entry in file.entries
+        if entry.source.offset < size
+    ]
+    return replace(file, entries=tuple(entries), size=size)
+
+
+def measure_disk(folder: Path, sources: Iterable[Path], work: int) -> Disk:
+    """Of the disk of `folder`, and for reading that of the first of `sources` that is not in memory.
+
+    Disks are quick at first, so the sample grows with the bytes of the `work`.
+    """
+    size = min(DISK_SAMPLE[1], max(DISK_SAMPLE[0], work // DISK_SHARE))
+    cold = next((found for found in (_cold_spot(path, size) for path in sources) if found), None)
+    probe, data = folder / PROBE, os.urandom(1 << 20)
+    with probe.open("wb") as out:
+        sync = seconds_of(lambda: _write(out, data[:4096], 1))
+        write = seconds_of(lambda: _write(out, data, size // len(data)))
+        forget(out)
+    read = seconds_of(lambda: _read(*(cold or (probe, 0)), size))
+    probe.unlink()
+    return Disk(size / read, size / write, sync)
+
+
+def _write(out: BinaryIO, data: bytes, times: int) -> None:
+    for _ in range(times):
+        out.write(data)
+    out.flush()
+    os.fsync(out.fileno())
+
+
+def _read(path: Path, start: int, size: int) -> None:
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        for _ in range(size >> 20):
+            file.read(1 << 20)
+
+
+def _cold_spot(path: Path, size: int) -> tuple[Path, int] | None:
+    """Where in a file `size` bytes begin that are not in memory, if there are such, by a sample."""
+    starts = range(0, max(0, path.stat().st_size - size), size)
+    return next(((path, start) for start in starts if not any(_in_memory(path, [start, start + size // 2]))), None)
+
+
+def cached_share(path: Path) -> float:
+    """The share of a file that the system has in memory, by a sample; 0 where it does not say."""
+    size = path.stat().st_size
+    return sum(_in_memory(path, [size * spot // SPOTS for spot in range(SPOTS)])) / SPOTS
+
+
+def _in_memory(path: Path, starts: Iterable[int]) -> Iterator[bool]:
+    """Whether a byte could be read without waiting for a disk."""
+    byte = bytearray(1)
+    with path.open("rb", buffering=0) as file:
+        for start in starts:
+            found = False
+            with suppress(AttributeError, OSError):
+                found = os.preadv(file.fileno(), [byte], start, os.RWF_NOWAIT) > 0
+            yield found
+
+
+def product_speed(hidden: int, ffn: int, rows: int) -> float:
+    """FLOPs a second of a product [rows, hidden] x [hidden, ffn], whose weights are too many for processors' caches."""
+    a, b = torch.ones(rows, hidden), torch.ones(ffn, hidden)
+    torch.nn.functional.linear(a, b)
+    start, taken = time.perf_counter(), list[float]()
+    while time.perf_counter() - start < PRODUCT_S:
+        taken.append(seconds_of(lambda: torch.nn.functional.linear(a, b)))
+    return 2 * a.numel() * len(b) / median(taken)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds on the wall that `work` takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

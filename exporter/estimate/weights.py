@@ -1,0 +1,116 @@
+"""A model's weights as an export stores them: which there are, and their bytes in each precision.
+
+What is quantised, and how, `vtx.exporter.weights.precision` decides for exports and plans alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from vtx.exporter.estimate.flops import DecoderSize, VisionSize
+from vtx.exporter.estimate.sizes import ModelSize
+from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
+from vtx.exporter.weights.quantize import Scheme
+from vtx.runtime.backends.memory import resident_bytes
+from vtx.runtime.bundle.safetensors import DTYPES
+
+SCALE_BYTES = 2
+SOURCE = "F16"  # of the checkpoint; bfloat16 takes as much
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`count` weights of one `shape`, by a canonical name that stands for all of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    count: int = 1
+
+
+def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, head: str | None = None) -> Precisions:
+    """What an export of `model` stores, with the defaults of vtx-export.
+
+    Raises:
+        RequestError: no such precision, or a tied head in another precision than its table.
+
+    """
+    found = Precisions.choose(decoder, vision, head, None)
+    if not model.decoder.tied:
+        return found
+    table, _ = found.stored(EMBEDDING, (model.decoder.vocab, model.decoder.hidden), SOURCE)
+    return replace(found, head=tied_head(head, table))
+
+
+def all_weights(model: ModelSize) -> Iterator[Weights]:
+    """Every weight that an export writes."""
+    size = model.decoder
+    yield Weights(EMBEDDING, (size.vocab, size.hidden))
+    yield from layer_weights(size)
+    yield Weights("text.norm.weight", (size.small_parameters,))
+    if not size.tied:
+        yield from head_weights(size)
+    if model.vision is not None:
+        yield from vision_weights(model.vision)
+
+
+def layer_weights(size: DecoderSize) -> Iterator[Weights]:
+    """The matrices of all decoder layers."""
+    q, kv, n = size.heads * size.head_dim, size.kv_heads * size.head_dim, size.layers
+    for name, shape, count in (
+        ("self_attn.q_proj", (q, size.hidden), n),
+        ("self_attn.k_proj", (kv, size.hidden), 2 * n),
+        ("self_attn.o_proj", (size.hidden, q), n),
+        ("mlp.up_proj", (size.ffn, size.hidden), 2 * n),
+        ("mlp.down_proj", (size.hidden, size.ffn), n),
+    ):
+        yield Weights(f"text.layers.0.{name}.weight", shape, count)
+
+
+def head_weights(size: DecoderSize) -> Iterator[Weights]:
+    """The output matrix, which may be the embedding table."""
+    yield Weights(EMBEDDING if size.tied else "head.weight", (size.vocab, size.hidden))
+
+
+def vision_weights(size: VisionSize) -> Iterator[Weights]:
+    """The exported part of the towers, and the projector."""
+    hidden, layers = size.hidden, size.towers * size.used
+    matrices = (
+        Weights("vision.encoder.layers.0.self_attn.q_proj.weight", (hidden, hidden), 4 * layers),
+        Weights("vision.encoder.layers.0.mlp.fc1.weight", (size.ffn, hidden), layers),
+        Weights("vision.encoder.layers.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+        Weights("projector.linear_1.weight", (size.out, size.features * hidden)),
+        Weights("projector.linear_2.weight", (size.out, size.out)),
+    )
+    yield from matrices
+    yield Weights("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
+
+
+def stored_bytes(weights: Iterable[Weights], precisions: Precisions, *, wide: bool = False) -> int:
+    """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32."""
+    return sum(one.count * _stored(one, precisions, wide) for one in weights)
+
+
+def resident(model: ModelSize, precisions: Precisions) -> int:
+    """Bytes that onnxruntime's CPU provider holds; it leaves the embedding table in its file unless it is the head."""
+    total = 0
+    for one in all_weights(model):
+        if one.name == EMBEDDING and not model.decoder.tied:
+            continue
+        dtype, scheme = precisions.stored(one.name, one.shape, SOURCE)
+        total += one.count * resident_bytes(dtype, one.shape, _scales(one, scheme) if scheme else 0)
+    return total
+
+
+def _stored(one: Weights, precisions: Precisions, wide: bool) -> int:
+    dtype, scheme = precisions.stored(one.name, one.shape, SOURCE)
+    if scheme is None:
+        return prod(one.shape) * (4 if wide else DTYPES[dtype][0] // 8)
+    rows, width = one.shape
+    return rows * scheme.nbytes(width) + SCALE_BYTES * _scales(one, scheme)
+
+
+def _scales(one: Weights, scheme: Scheme) -> int:
+    rows, width = one.shape
+    return rows * scheme.scales(width)

@@ -1,0 +1,161 @@
+"""Fitting the gates to what was measured: every gate from every item, one gate in memory at a time.
+
+DyVTE draws one exit layer a step, since it runs the model in each. Here the model has run already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vtx.exporter.gates.workdir import Work
+from vtx.exporter.graphs.gates import FEATURES, gate_tensors
+from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.errors import RequestError, VtxError
+
+MIN_AGREEMENT = 0.99
+WARM_UP = 0.03
+FIT_BATCH = 16
+ITEMS_SEEN = 8000  # about 1% of LLaVA's instruction data, once
+RECORDED = ("vtx-edge", "torch", "numpy")
+GateWeights = tuple[NDArray[np.float32], NDArray[np.float32]]
+Report = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """How gates learn. `alpha` bounds the cross-entropy after the exit by that of the full model (DyVTE Eq. 6).
+
+    An infinite `alpha` bounds nothing: the answer alone decides (DyVTE Eq. 5).
+    `epochs` None: as many as show the gates about 8,000 items, and at least one.
+    """
+
+    alpha: float = 1.03
+    width: int = 2048
+    lr: float = 4e-5
+    epochs: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0 or not 0 < self.lr < 1:
+            raise RequestError(f"alpha is {self.alpha}, lr {self.lr}; give an alpha above 0 and a lr between 0 and 1")
+        if not 1 <= self.width <= 1 << 16:
+            raise RequestError(f"--width is {self.width}; give 1 to 65536")
+        if self.epochs is not None and self.epochs < 1:
+            raise RequestError(f"--epochs is {self.epochs}; give at least 1")
+        if not 0 <= self.seed < 1 << 32:
+            raise RequestError(f"--seed is {self.seed}; give 0 to 4294967295")
+
+    def epochs_for(self, items: int) -> int:
+        return self.epochs or max(1, ITEMS_SEEN // max(items, 1))
+
+
+def labels(agreement: NDArray[np.float32], losses: NDArray[np.float32], alpha: float) -> NDArray[np.int64]:
+    """DyVTE Eq. 6 [items, K]: 1 where the vision rows may leave before layer K.
+
+    Of `agreement` and cross-entropy [items, K and none] the last column is the full model's.
+    """
+    bounded = losses[:, :-1] < alpha * losses[:, -1:] if math.isfinite(alpha) else True
+    return ((agreement[:, :-1] > MIN_AGREEMENT) & bounded).astype(np.int64)
+
+
+def fit_gates(work: Work, ks: tuple[int, ...], options: FitOptions, report: Report) -> dict[int, GateWeights]:
+    """The gate of every K, each kept in the work folder as soon as it is fitted. `report` gets 1 a gate."""
+    y = labels(work.read("agreement", held_out=False), work.read("cross_entropy", held_out=False), options.alpha)
+    options_key = hashlib.sha256(json.dumps([work.fingerprint, asdict(options)], sort_keys=True).encode()).hexdigest()
+    gates: dict[int, GateWeights] = {}
+    for column, k in enumerate(ks):
+        path = work.folder / f"gate-{k - 2:03d}.safetensors"
+        if (found := _fitted(path, k, options_key)) is None:
+            inputs = work.read(f"inputs.{k - 2}", held_out=False)
+            found = fit_gate(inputs, y[:, column], options, options.seed + k)
+            write_safetensors(path, dict(zip(gate_tensors(k), found, strict=True)), {"fit": options_key})
+        gates[k] = found
+        report(1)
+    return gates
+
+
+def _fitted(path: Path, k: int, key: str) -> GateWeights | None:
+    """The gate that an earlier run has fitted in the same way."""
+    if not path.exists():
+        return None
+    try:
+        header = read_header(path, error=RequestError)
+        if header.metadata.get("fit") != key:
+            return None
+        first, second = (read_tensor(header.tensors[name], error=RequestError) for name in gate_tensors(k))
+        return first, second
+    except (VtxError, KeyError):
+        return None
+
+
+def fit_gate(inputs: NDArray[np.float32], wanted: NDArray[np.int64], options: FitOptions, seed: int) -> GateWeights:
+    """fc1 [width, 2 * hidden] and fc2 [2, width] from inputs [items, 2 * hidden] and labels [items] (DyVTE Eq. 7)."""
+    random = torch.Generator().manual_seed(seed)
+    x, y = torch.from_numpy(inputs), torch.from_numpy(wanted)
+    first, second = _initial(options.width, x.shape[1], random), _initial(2, options.width, random)
+    optimizer = torch.optim.AdamW([first, second], lr=options.lr, weight_decay=0.0, fused=True)
+    epochs, count = options.epochs_for(len(x)), len(x)
+    steps = epochs * math.ceil(count / FIT_BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _pace(step, steps))
+    for _ in range(epochs):
+        for chosen in torch.split(torch.randperm(count, generator=random), FIT_BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(gate_logits(x[chosen], first, second), y[chosen]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    return first.detach().numpy(), second.detach().numpy()
+
+
+def gate_logits(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """fc2(gelu(fc1(x))) of inputs [items, 2 * hidden], before the softmax: [items, 2]."""
+    return F.linear(F.gelu(F.linear(x, first)), second)
+
+
+def gate_odds(inputs: NDArray[np.float32], gate: GateWeights) -> NDArray[np.float32]:
+    """The probability of withdrawal [items] that a gate gives for inputs [items, 2 * hidden]."""
+    with torch.inference_mode():
+        logits = gate_logits(torch.from_numpy(inputs), *map(torch.from_numpy, gate))
+        found: NDArray[np.float32] = logits.softmax(-1)[:, 1].numpy()
+    return found
+
+
+def _initial(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    """Uniform within 1 / sqrt(columns), as a linear layer begins."""
+    weight = torch.rand(rows, columns, generator=random).mul_(2).sub_(1).div_(math.sqrt(columns))
+    return weight.requires_grad_()
+
+
+def _pace(step: int, steps: int) -> float:
+    """The share of the learning rate: a linear warm-up over 3% of the steps, then half a cosine down to 0."""
+    warm = math.ceil(WARM_UP * steps)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def write_gates(
+    path: Path, gates: dict[int, GateWeights], model_fingerprint: str, options: FitOptions, record: dict[str, object]
+) -> None:
+    """Write a gate file as `vtx-export --gates` takes it, with the record of its training."""
+    tensors = {name: w for k, gate in sorted(gates.items()) for name, w in zip(gate_tensors(k), gate, strict=True)}
+    alpha = options.alpha if math.isfinite(options.alpha) else None
+    training = {
+        **asdict(options),
+        "alpha": alpha,
+        **record,
+        "versions": {name: metadata.version(name) for name in RECORDED},
+    }
+    fields = {"model_fingerprint": model_fingerprint, "features": FEATURES, "training": json.dumps(training)}
+    write_safetensors(path, tensors, fields)

@@ -1,0 +1,181 @@
+"""Whether the gates earn their place: on items held out, against every fixed K at the same cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.exporter.common.plots import draw
+from vtx.exporter.data.intervals import mean_intervals, share_interval
+from vtx.exporter.estimate.flops import total_flops, withdrawn_rows
+from vtx.exporter.estimate.sizes import ModelSize
+from vtx.exporter.gates.fit import GateWeights, gate_odds
+from vtx.exporter.gates.measure import UNKNOWN
+from vtx.exporter.gates.workdir import Work
+
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Items held out: the odds of each gate [items, K], and by K (last: none) what withdrawal does.
+
+    `same` [items, K and none]: the answer is the full model's; `right` likewise, 2 where nobody knows the answer;
+    `rows` [items, 2]: text and vision tokens of the prompt.
+    """
+
+    ks: tuple[int, ...]
+    odds: NDArray[np.float32]
+    same: Bools
+    right: NDArray[np.uint8]
+    rows: NDArray[np.int64]
+
+    @classmethod
+    def measure(cls, work: Work, gates: Mapping[int, GateWeights]) -> HeldOut:
+        """Ask every gate about every item held out of `work`."""
+        ks = tuple(sorted(gates))
+        odds = np.stack([gate_odds(work.read(f"inputs.{k - 2}", held_out=True), gates[k]) for k in ks], 1)
+        same, right, rows = (work.read(name, held_out=True) for name in ("same", "right", "rows"))
+        return cls(ks, odds, same.astype(bool), right, rows)
+
+    @property
+    def layers(self) -> int:
+        return self.ks[-1]
+
+    @property
+    def known(self) -> Bools:
+        """The items with an answer to compare with."""
+        found: Bools = self.right[:, 0] != UNKNOWN
+        return found
+
+    def exits(self, threshold: float) -> NDArray[np.int64]:
+        """The column of K that each item leaves at [items]: the first gate above `threshold`, else the last, none."""
+        fires = np.concatenate([self.odds > threshold, np.ones((len(self.odds), 1), bool)], 1)
+        found: NDArray[np.int64] = fires.argmax(1)
+        return found
+
+    def full_layers(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Layers with the vision rows: K - 1, or all."""
+        return np.array([*(k - 1 for k in self.ks), self.layers])[columns]
+
+
+def judge(held: HeldOut, size: ModelSize) -> dict[str, Any]:
+    """The report as JSON: the gates at several thresholds, every fixed K, and the verdict at 0.5."""
+    gates = [_gates(held, size, threshold) for threshold in THRESHOLDS]
+    return {
+        "items": len(held.same),
+        "layers": held.layers,
+        "gates": gates,
+        "fixed": [_fixed(held, size, column) for column in range(len(held.ks) + 1)],
+        "verdict": _verdict(gates[0]),
+    }
+
+
+def _gates(held: HeldOut, size: ModelSize, threshold: float) -> dict[str, Any]:
+    """What the gates do at one threshold, and the best that fixed K do at the same cost."""
+    columns = held.exits(threshold)
+    picked = _pick(held.same, columns)
+    rival, rival_same = _best_fixed(held, float(held.full_layers(columns).mean()))
+    agreement = share_interval(int(picked.sum()), len(picked))
+    [difference] = mean_intervals((picked - rival_same)[:, None])
+    return {
+        "threshold": threshold,
+        **_outcome(held, size, columns),
+        "agreement_interval": [agreement["low"], agreement["high"]],
+        "exits": {str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
+        "fixed_at_equal_cost": {"what": rival, "agreement": float(rival_same.mean())},
+        "difference": difference["mean"],
+        "difference_interval": [difference["low"], difference["high"]],
+    }
+
+
+def _pick(table: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
+    picked: NDArray[Any] = table[np.arange(len(columns)), columns]
+    return picked
+
+
+def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict[str, Any]:
+    known = held.known
+    return {
+        "full_layers": float(held.full_layers(columns).mean()),
+        "agreement": float(_pick(held.same, columns).mean()),
+        "accuracy": float(_pick(held.right, columns)[known].mean()) if known.any() else None,
+        "total_flops": _flops(held, size, columns),
+    }
+
+
+def _fixed(held: HeldOut, size: ModelSize, column: int) -> dict[str, Any]:
+    k = held.ks[column] if column < len(held.ks) else None
+    return {"k": k, **_outcome(held, size, np.full(len(held.same), column))}
+
+
+def _flops(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> float:
+    """Mean FLOPs of a prompt, DyVTE's convention."""
+    ks: list[int | None] = [*held.ks, None]
+    work = [
+        total_flops(
+            size.decoder,
+            withdrawn_rows(held.layers, ks[column], text=int(text), vision=int(vision)),
+            size.vision,
+            size.views(int(vision)),
+        )
+        for column, (text, vision) in zip(columns, held.rows, strict=True)
+    ]
+    return float(np.mean(work))
+
+
+def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
+    """The best that fixed K give at no more than `cost` full layers, and how far each item's answer is the same.
+
+    Either one K, or its two neighbours at `cost`, each for such a share of the items that the mean is `cost`.
+    """
+    full = held.full_layers(np.arange(len(held.ks) + 1))
+    low = int(np.flatnonzero(full <= cost)[-1])
+    share = cost - full[low] if low + 1 < len(full) else 0.0
+    names = [*(f"K = {k}" for k in held.ks), "no withdrawal"]
+    rivals: list[tuple[str, NDArray[np.float64]]] = [(names[n], held.same[:, n].astype(float)) for n in range(low + 1)]
+    if share > 0:
+        mixed = (1 - share) * held.same[:, low] + share * held.same[:, low + 1]
+        rivals.append((f"{names[low]} and {names[low + 1]} in turn", mixed))
+    return max(reversed(rivals), key=lambda rival: float(rival[1].mean()))
+
+
+def _verdict(gates: Mapping[str, Any]) -> str:
+    low, high = gates["agreement_interval"]
+    least, most = gates["difference_interval"]
+    if least > 0:
+        end = "the gates are better here."
+    elif most < 0:
+        end = "a fixed K is better here."
+    else:
+        end = "no difference beyond chance, and a fixed K needs no gates."
+    rival = gates["fixed_at_equal_cost"]
+    return (
+        f"At {gates['full_layers']:.1f} full layers on average the gates agree with the full model on "
+        f"{gates['agreement']:.1%} (95% interval {low:.1%} to {high:.1%}), the best fixed K at that cost "
+        f"({rival['what']}) on {rival['agreement']:.1%}; the difference lies between {100 * least:+.1f} and "
+        f"{100 * most:+.1f} points: {end}"
+    )
+
+
+def plot_report(report: Mapping[str, Any], path: Path) -> None:
+    """Draw agreement over full layers, and where the questions leave, into `path`. Raises as `draw` does."""
+    draw(path, lambda figure: _fill(figure, report))
+
+
+def _fill(figure: Any, report: Mapping[str, Any]) -> None:
+    curve, histogram = figure.subplots(1, 2)
+    for name, points in (("fixed K", report["fixed"]), ("gates, by threshold", report["gates"])):
+        curve.plot([p["full_layers"] for p in points], [100 * p["agreement"] for p in points], marker="o", label=name)
+    curve.set(xlabel="full layers, mean", ylabel="same answer as the full model, %")
+    curve.legend()
+    exits = report["gates"][0]["exits"]
+    histogram.bar(range(len(exits)), exits.values())
+    histogram.set_xticks(range(len(exits)), list(exits), rotation=90, fontsize=7)
+    histogram.set(xlabel=f"K that the gates chose above {report['gates'][0]['threshold']:g}", ylabel="questions")

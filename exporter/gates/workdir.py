@@ -1,0 +1,152 @@
+"""The folder that training gates works in: shards of what was measured, guarded by a fingerprint.
+
+Which item lies in which shard is fixed beforehand, so whoever measures a shard, and whenever, writes the same file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.exporter.calibration.source import Source
+from vtx.exporter.data.items import MAX_SKIPPED, Item
+from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors
+from vtx.runtime.errors import RequestError, VtxError
+
+FORMAT = "2"
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    """How items are measured. `answers` are the model's own greedy ones, or the data's.
+
+    `batch` items are measured together and make one shard; own answers need their KV cache in memory.
+    """
+
+    answers: Literal["own", "reference"] = "own"
+    max_new_tokens: int = 64
+    batch: int = 8
+
+    def __post_init__(self) -> None:
+        if self.answers not in ("own", "reference"):
+            raise RequestError(f"--answers is {self.answers!r}; give own or reference")
+        if self.max_new_tokens < 1 or self.batch < 1:
+            raise RequestError(f"{self.max_new_tokens} new tokens, batches of {self.batch}; give at least 1 of each")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Some items in a row: those `numbers` of all, held out from training or not."""
+
+    number: int
+    held_out: bool
+    numbers: tuple[int, ...]
+    items: tuple[Item, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{'held-out' if self.held_out else 'train'}-{self.number:05d}.safetensors"
+
+
+def make_shards(items: Sequence[Item], batch: int, *, held_out: bool, first: int = 0) -> list[Shard]:
+    """`items`, of which the first has number `first`, in shards of `batch`."""
+    return [
+        Shard(n, held_out, tuple(range(first + at, first + at + len(part))), part)
+        for n, at in enumerate(range(0, len(items), batch))
+        if (part := tuple(items[at : at + batch]))
+    ]
+
+
+class Work:
+    """A folder with what has been measured, guarded by a fingerprint of model, data and options.
+
+    Raises `RequestError` where the folder holds another measurement.
+    """
+
+    def __init__(self, folder: Path, source: Source, options: MeasureOptions, shards: Sequence[Shard]) -> None:
+        self.folder, self.shards = folder, tuple(shards)
+        self.skipped: dict[str, list[str]] = {}
+        parts = {
+            "model": _digest([source.fingerprint, source.version()]),
+            "data": _digest([[shard.name, *(item.digest() for item in shard.items)] for shard in shards]),
+            "options": _digest([FORMAT, options.answers, options.max_new_tokens, options.batch]),
+        }
+        self.fingerprint = _digest(parts)
+        self._guard(folder / "work.json", parts)
+
+    def missing(self) -> list[Shard]:
+        """The shards that are not there yet; damaged ones are removed and count as missing."""
+        return [shard for shard in self.shards if not self._is_whole(shard)]
+
+    def write(self, shard: Shard, tensors: Tensors, skipped: Sequence[str]) -> None:
+        """Put a shard in its place in one step. Raises `RequestError` when too many items cannot be measured."""
+        metadata = {"fingerprint": self.fingerprint, "skipped": json.dumps(list(skipped))}
+        write_safetensors(self.folder / shard.name, dict(sorted(tensors.items())), metadata)
+        self.skipped[shard.name] = list(skipped)
+        self._check_skipped()
+
+    def read(self, name: str, *, held_out: bool) -> NDArray[Any]:
+        """One tensor over all shards [items, ...], of the items held out or of the others."""
+        parts = []
+        for shard in self.shards:
+            if shard.held_out == held_out:
+                tensors = read_header(self.folder / shard.name, error=RequestError).tensors
+                if name in tensors:
+                    parts.append(np.asarray(open_tensor(tensors[name], error=RequestError)))
+        if not parts:
+            raise RequestError(f"no item of {self.folder} could be measured")
+        return np.concatenate(parts)
+
+    @property
+    def all_skipped(self) -> list[str]:
+        return [line for shard in self.shards for line in self.skipped.get(shard.name, [])]
+
+    def _check_skipped(self) -> None:
+        total, skipped = sum(len(shard.items) for shard in self.shards), self.all_skipped
+        if len(skipped) > MAX_SKIPPED * total:
+            raise RequestError(
+                f"{len(skipped)} of {total} items cannot be measured, the limit is {MAX_SKIPPED:.0%}; mend the data. "
+                f"First: {skipped[0]}"
+            )
+
+    def _guard(self, path: Path, parts: Mapping[str, str]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.write_text(json.dumps(parts), encoding="utf-8")
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise RequestError(f"cannot use {self.folder} to work in ({e}); name another --work") from e
+        other = [name for name in parts if not isinstance(found, dict) or found.get(name) != parts[name]]
+        if other:
+            raise RequestError(
+                f"{self.folder} holds measurements with other {' and '.join(other)}; name another --work, or remove it"
+            )
+
+    def _is_whole(self, shard: Shard) -> bool:
+        path = self.folder / shard.name
+        if not path.exists():
+            return False
+        try:
+            header = read_header(path, error=RequestError)
+            if header.metadata.get("fingerprint") == self.fingerprint:
+                self.skipped[shard.name] = json.loads(header.metadata["skipped"])
+                return True
+        except (VtxError, ValueError, KeyError):
+            pass
+        with suppress(OSError):
+            path.unlink()
+        return False
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

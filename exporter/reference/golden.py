@@ -1,0 +1,46 @@
+"""Golden vectors: a fixed picture and question with the plain reference's logits, kept in the bundle.
+
+`vtx-doctor BUNDLE` computes them again through the bundle: the proof of parity that travels with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vtx.exporter.reference.model import Reference
+from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.prompt.text import Part, Text
+from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, key_of, seen
+from vtx.runtime.vision.image import ImageSettings, preprocess
+
+
+def golden_ids(text: Text, vision_tokens: int) -> NDArray[np.int64]:
+    """The golden prompt's token ids [tokens]."""
+    content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    return text.prompt([{"role": "user", "content": content}], vision_tokens)
+
+
+def record_golden(
+    path: Path,
+    reference: Reference,
+    text: Text,
+    settings: ImageSettings,
+    vision_tokens: int,
+    image_token_id: int,
+    ks: Sequence[int | None],
+    report: Callable[[int], None],
+) -> None:
+    """Run the reference at every K of `ks` and write what it gives to `path`."""
+    ids = golden_ids(text, vision_tokens)
+    pixels = preprocess(golden_image(), settings)
+    with torch.inference_mode():
+        features = reference.features(pixels[None])
+        logits = reference.logits(seen(ids, image_token_id), features[:SEEN_ROWS], ks, report)
+    tensors = {"ids": ids, "pixels": pixels, "features": features[:SHOWN_ROWS].numpy()}
+    tensors |= {key_of(k): row.numpy() for k, row in logits.items()}
+    write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

@@ -1,0 +1,71 @@
+"""The scales of 8-bit K and V: what each channel reaches on the rows of a real prompt, by the plain reference.
+
+K is stored rotated, and rotation turns pairs of channels into each other, further with each position. What a pair
+reaches is therefore its length, which no position changes: a scale measured on a short prompt serves a long context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vtx.exporter.reference.model import Reference, Sample
+from vtx.runtime.backends.memory import returning_memory
+from vtx.runtime.bundle import names
+from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.prompt.text import Part, Text
+from vtx.runtime.report.golden import QUESTION, golden_image
+from vtx.runtime.vision.image import ImageSettings, preprocess
+
+MARGIN = 2.0  # of the scales over what was measured; what lies beyond is clipped
+STEPS = 127  # the largest integer
+SMALLEST = 1 / 64  # of the head's largest channel: what a channel is given that hardly moved
+PASSAGE = (
+    "The market opens at seven. By then the farmers have set out apples, onions and 24 kinds of cheese, the baker's "
+    'van is late as always, and somebody has asked: "Is this the queue?" It is not! Prices (in euros) hang on paper '
+    "signs; a kilo of cherries costs 6.50, two cost 12. Rain is likely on Thursday, when fewer people come, so most "
+    "stalls close before noon and the square is quiet again."
+)
+
+
+def record_kv_scales(
+    path: Path,
+    reference: Reference,
+    text: Text,
+    settings: ImageSettings,
+    vision_tokens: int,
+    report: Callable[[int], None],
+) -> None:
+    """Run the reference over the golden picture and a passage of text, and write each layer's scales to `path`.
+
+    They are [1, kv_heads, 1, head_dim] float32 under the names that the graphs give them. `report` gets 1 a layer.
+    """
+    content: list[Part] = [{"type": "image"}, {"type": "text", "text": f"{PASSAGE} {QUESTION}"}]
+    ids = text.prompt([{"role": "user", "content": content}], vision_tokens)
+    tensors: dict[str, NDArray[np.float32]] = {}
+    with torch.inference_mode(), returning_memory():
+        features = reference.features(preprocess(golden_image(), settings)[None])
+        for layer, key, value in reference.keys_values(Sample(ids, features), report):
+            tensors[names.key_scale(layer)] = _scale(_lengths(key))
+            tensors[names.value_scale(layer)] = _scale(value.abs())
+    write_safetensors(path, tensors, {"margin": str(MARGIN), "rows": str(len(ids))})
+
+
+def _lengths(key: Tensor) -> Tensor:
+    """For both channels of each pair that is rotated together, the pair's length; the shape stays."""
+    lengths = torch.hypot(*key.chunk(2, -1))
+    return torch.cat((lengths, lengths), -1)
+
+
+def _scale(reached: Tensor) -> NDArray[np.float32]:
+    """Magnitudes [kv_heads, rows, head_dim] to scales [1, kv_heads, 1, head_dim]."""
+    most = reached.amax(1, keepdim=True)
+    floor = SMALLEST * most.amax(-1, keepdim=True)
+    most = torch.where(floor > 0, torch.maximum(most, floor), torch.ones_like(most))
+    scale: NDArray[np.float32] = (MARGIN / STEPS * most)[None].numpy()
+    return np.ascontiguousarray(scale)

@@ -1,0 +1,307 @@
+"""The model and the method stated plainly in PyTorch, one layer in memory at a time.
+
+This is what a bundle is judged by and what calibration measures: no graph, no cache, no onnxruntime. All asked
+K share one pass, since the rows that enter layer K are those of the unwithdrawn pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
+from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.weights.precision import EMBEDDING
+from vtx.exporter.weights.tensors import CheckpointWeights, Weights
+
+HEAD_ROWS = 4096  # of the output matrix, in memory at a time
+Report = Callable[[int], None]
+Watch = Callable[[int, int, Tensor], None]
+Attend = Callable[[int, int, Tensor, Tensor], None]
+Feed = Callable[[int, int, str, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence: `ids` [n], and `features` [images * vision_tokens, hidden] for its image tokens.
+
+    The hidden states of the last `last` rows are asked for: 1 is the prompt's end, more with an answer appended.
+    """
+
+    ids: NDArray[np.int64]
+    features: Tensor
+    last: int = 1
+
+
+@dataclass(slots=True)
+class _Streams:
+    """The rows of one sample on their way: `full` [n, hidden], and `tails` [K's met so far, text rows, hidden]."""
+
+    full: Tensor
+    tails: Tensor
+    is_vision: Tensor
+    positions: Tensor
+
+    @property
+    def text_positions(self) -> Tensor:
+        return self.positions[~self.is_vision]
+
+
+class Reference:
+    """A model as a function of images and token ids, in float32; `weights` are the checkpoint's unless given."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, weights: Weights | None = None) -> None:
+        self._weights, self._config = weights or CheckpointWeights(checkpoint), config
+        self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
+
+    def features(self, pixels: NDArray[np.float32]) -> Tensor:
+        """Images [images, 3, side, side] to rows [images * vision_tokens, hidden]."""
+        c, v = self._config, self._config.vision
+        w, name = self._tensor, "vision.embeddings"
+        bias = w(f"{name}.patch_embedding.bias") if v.family == "siglip" else None
+        x = F.conv2d(torch.from_numpy(pixels), w(f"{name}.patch_embedding.weight"), bias, stride=v.patch)
+        x = x.flatten(2).transpose(1, 2)
+        if v.family == "clip":
+            x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
+        x = x + w(f"{name}.position_embedding.weight")
+        if v.family == "clip":
+            x = self._layer_norm(x, "vision.pre_layrnorm")
+        states = [x]
+        for layer in range(max(c.feature_layers)):
+            states.append(self._vision_layer(states[-1], f"vision.encoder.layers.{layer}"))
+        first = int(c.select == "default")
+        chosen = torch.cat([states[number][:, first:] for number in c.feature_layers], -1)
+        hidden = _activate(self._linear(chosen, "projector.linear_1"), c.projector_activation)
+        return self._linear(hidden, "projector.linear_2").flatten(0, 1)
+
+    def hidden(
+        self,
+        samples: Sequence[Sample],
+        ks: Sequence[int | None],
+        report: Report = lambda _: None,
+        attend: Attend | None = None,
+        watch: Watch = lambda *_: None,
+        feed: Feed | None = None,
+    ) -> list[dict[int | None, Tensor]]:
+        """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
+
+        Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
+        (from 1), number of the sample, and the rotated queries and keys [1, heads, n, head_dim] without withdrawal;
+        `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
+        layer and the rows [n, in] that it is multiplied with, also without withdrawal.
+        """
+        text = self._config.text
+        depths = sorted(k for k in ks if k is not None)
+        streams = self._enter(samples)
+        for layer in range(1, text.layers + 1):
+            weights = self._layer_weights(layer, keep=len(samples) > 1)
+            for number, stream in enumerate(streams):
+                if layer in depths:
+                    stream.tails = torch.cat((stream.tails, stream.full[~stream.is_vision][None]))
+                see = partial(attend, layer, number) if attend else None
+                taken = partial(feed, layer, number) if feed else None
+                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights, see, taken)[0]
+                watch(layer, number, stream.full)
+                if len(stream.tails):
+                    stream.tails = _decoder_layer(text, stream.tails, stream.text_positions, weights)
+            del weights  # before the next layer's are read
+            report(1)
+        order: list[int | None] = [None, *depths]
+        return [
+            dict(zip(order, (s.full[-sample.last :], *s.tails[:, -sample.last :]), strict=True))
+            for s, sample in zip(streams, samples, strict=True)
+        ]
+
+    def keys_values(self, sample: Sample, report: Report = lambda _: None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of each layer, from 1 on, its number, its rotated K and its V, [kv_heads, n, head_dim], without withdrawal.
+
+        `report` gets 1 a layer.
+        """
+        (stream,) = self._enter([sample])
+        x = stream.full[None]
+        for layer in range(1, self._config.text.layers + 1):
+            cache: list[Tensor] = []
+            x = _decoder_layer(
+                self._config.text, x, stream.positions, self._layer_weights(layer, keep=False), cache=cache
+            )
+            yield layer, cache[0][0], cache[1][0]
+            report(1)
+
+    def greedy(
+        self, samples: Sequence[Sample], end_ids: Collection[int], max_new_tokens: int, report: Report = lambda _: None
+    ) -> list[list[int]]:
+        """Each sample's own greedy answer without withdrawal, up to `max_new_tokens` ids, an end token included.
+
+        Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
+        """
+        rows = [(stream.full, stream.positions) for stream in self._enter(samples)]
+        kept: list[dict[int, list[Tensor]]] = [{} for _ in samples]
+        answers: list[list[int]] = [[] for _ in samples]
+        going = list(range(len(samples)))
+        while going:
+            self._advance(rows, kept, going, report)
+            for number, token in zip(going, self._best([rows[n][0][-1] for n in going]), strict=True):
+                answers[number].append(token)
+            going = [n for n in going if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
+            for n in going:
+                rows[n] = self._weights.read(EMBEDDING, np.array(answers[n][-1:])), rows[n][1][-1:] + 1
+        return answers
+
+    def _advance(
+        self,
+        rows: list[tuple[Tensor, Tensor]],
+        kept: Sequence[dict[int, list[Tensor]]],
+        going: Sequence[int],
+        report: Report,
+    ) -> None:
+        """Run the new rows [n, hidden] at their positions [n] of the samples `going` through all layers."""
+        for layer in range(1, self._config.text.layers + 1):
+            weights = self._layer_weights(layer, keep=True)
+            for n in going:
+                x, positions = rows[n]
+                cache = kept[n].setdefault(layer, [])
+                rows[n] = _decoder_layer(self._config.text, x[None], positions, weights, cache=cache)[0], positions
+            report(1)
+
+    def _best(self, rows: Sequence[Tensor]) -> list[int]:
+        best: list[int] = self.head(torch.stack(list(rows))).argmax(-1).tolist()
+        return best
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Hidden states [..., hidden] to logits [..., vocab]."""
+        text = self._config.text
+        name, x = EMBEDDING if text.tied else "head.weight", _rms(rows, self._tensor("text.norm.weight"), text.eps)
+        starts = range(0, self._weights.rows(name), HEAD_ROWS)
+        return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
+
+    def logits(
+        self, ids: NDArray[np.int64], features: Tensor, ks: Sequence[int | None], report: Report = lambda _: None
+    ) -> dict[int | None, Tensor]:
+        """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
+        hidden = self.hidden([Sample(ids, features)], ks, report)[0]
+        rows = self.head(torch.cat([hidden[k] for k in ks]))
+        return dict(zip(ks, rows, strict=True))
+
+    def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
+        streams = []
+        for sample in samples:
+            is_vision = torch.from_numpy(sample.ids == self._config.image_token_id)
+            rows = self._weights.read(EMBEDDING, sample.ids)
+            rows[is_vision] = sample.features
+            tails = rows.new_zeros(0, int((~is_vision).sum()), rows.shape[1])
+            streams.append(_Streams(rows, tails, is_vision, torch.arange(len(rows))))
+        return streams
+
+    def _vision_layer(self, x: Tensor, name: str) -> Tensor:
+        v = self._config.vision
+        y = self._layer_norm(x, f"{name}.layer_norm1")
+        q, k, w = (
+            self._linear(y, f"{name}.self_attn.{part}_proj").reshape(*y.shape[:2], v.heads, -1).transpose(1, 2)
+            for part in "qkv"
+        )
+        y = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
+        x = x + self._linear(y, f"{name}.self_attn.out_proj")
+        y = self._linear(self._layer_norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")
+        return x + self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
+
+    def _layer_norm(self, x: Tensor, name: str) -> Tensor:
+        weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")
+        return F.layer_norm(x, x.shape[-1:], weight, bias, self._config.vision.eps)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        bias = f"{name}.bias"
+        return F.linear(x, self._tensor(f"{name}.weight"), self._tensor(bias) if bias in self._names else None)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._weights.read(name)
+
+    def _layer_weights(self, layer: int, *, keep: bool) -> Mapping[str, Tensor]:
+        """The weights of one decoder layer, counted from 1, by their names inside it: read now, or whenever used."""
+        prefix = f"text.layers.{layer - 1}."
+        names = {n.removeprefix(prefix): n for n, _ in layer_tensors(self._config.text, layer)}
+        weights = _Layer(names, self._tensor)
+        return dict(weights) if keep else weights
+
+
+class _Layer(Mapping[str, Tensor]):
+    """A layer's weights, read each time that they are asked for and held by nobody."""
+
+    def __init__(self, names: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _decoder_layer(
+    c: TextConfig,
+    x: Tensor,
+    positions: Tensor,
+    weights: Mapping[str, Tensor],
+    see: Callable[[Tensor, Tensor], None] | None = None,
+    taken: Callable[[str, Tensor], None] | None = None,
+    *,
+    cache: list[Tensor] | None = None,
+) -> Tensor:
+    """One layer of the llama family over rows [batch, n, hidden] at `positions` [n]; causal among these rows.
+
+    `see` gets the rotated queries and keys, `taken` each matrix's name and the rows [n, in] it is given. Where `cache`
+    holds keys and values, they stand before those of the one new row; the new ones are added to it.
+    """
+
+    def linear(y: Tensor, name: str) -> Tensor:
+        if taken:
+            taken(name, y[0])
+        return F.linear(y, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def heads(y: Tensor) -> Tensor:
+        return y.reshape(*y.shape[:2], -1, c.head_dim).transpose(1, 2)
+
+    y = _rms(x, weights["input_layernorm.weight"], c.eps)
+    q, k, v = (heads(linear(y, f"self_attn.{part}_proj")) for part in "qkv")
+    q, k = _rotate(c, q, positions), _rotate(c, k, positions)
+    if cache is not None:
+        k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
+        cache[:] = k, v
+    groups = c.heads // c.kv_heads
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if see:
+        see(q, k)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+    x = x + linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
+    y = _rms(x, weights["post_attention_layernorm.weight"], c.eps)
+    return x + linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _rotate(c: TextConfig, x: Tensor, positions: Tensor) -> Tensor:
+    angles = positions[:, None].float() * torch.tensor(c.rope.inverse_frequencies)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    from transformers.activations import ACT2FN
+
+    function: Any = ACT2FN[name]
+    out: Tensor = function(x)
+    return out

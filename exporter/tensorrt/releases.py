@@ -1,0 +1,118 @@
+"""What each release of TensorRT reads: opsets, operators and element types, as its own documents say.
+
+Sources: onnx-tensorrt's `docs/operators.md` and `docs/Changelog.md` of the releases named below, NVIDIA's operator
+pages (KVCacheUpdate, Attention) and, for TensorRT-RTX, the parser of 1.7.1, which tells what it reads.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
+from vtx.runtime.errors import RequestError
+
+TENSORRT, RTX = "tensorrt", "tensorrt_rtx"
+Version = tuple[int, int]
+_WORDS = re.compile(r"\w+")
+
+# operators.md: "9 to 20" in 10.0, "9 to 22" in 10.6, "9 to 24" in 10.15 and 11.2. Releases between say nothing new.
+_CEILINGS: tuple[tuple[Version, int], ...] = (((10, 0), 20), ((10, 6), 22), ((10, 15), 24))
+FLOOR = 9
+# Documented to 20, 10.0 lists INT4 all the same, which ONNX has only from 21 on. Of the other operators, 21 gave all
+# but one further element types and nothing else; that one 10.9 learnt.
+INT4_OPSET, CHANGED_IN_21 = 21, "GroupNormalization"
+
+# Marked Y in operators.md of 10.6, less what came after 10.0.
+_BASE = frozenset(
+    _WORDS.findall(
+        """
+    Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh AveragePool BatchNormalization Cast CastLike
+    Ceil Celu Clip Concat Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum DepthToSpace
+    DequantizeLinear Div Dropout Einsum Elu Equal Erf Exp Expand EyeLike Flatten Floor Gather
+    GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool Greater GreaterOrEqual
+    GridSample GroupNormalization GRU HardSigmoid HardSwish Hardmax Identity If InstanceNormalization
+    IsInf IsNaN LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax Loop LRN LSTM LpNormalization
+    LpPool MatMul Max MaxPool Mean MeanVarianceNormalization Min Mish Mod Mul Neg NonMaxSuppression
+    NonZero Not OneHot Or Pad Pow PRelu QuantizeLinear RandomNormal RandomNormalLike RandomUniform
+    RandomUniformLike Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
+    ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Resize ReverseSequence RNN RoiAlign Round
+    Scan Scatter ScatterElements ScatterND Selu Shape Shrink Sigmoid Sign Sin Sinh Size Slice Softmax
+    Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh ThresholdedRelu Tile TopK Transpose
+    Trilu Unsqueeze Upsample Where Xor
+    """
+    )
+)
+# Changelog.md and the release notes of 11.0 and 11.2.
+_SINCE: dict[str, Version] = {
+    "DeformConv": (10, 1),
+    "BlackmanWindow": (10, 4),
+    "HammingWindow": (10, 4),
+    "HannWindow": (10, 4),
+    "STFT": (10, 5),
+    "Attention": (10, 14),
+    "RMSNormalization": (10, 15),
+    "RotaryEmbedding": (10, 15),
+    "TensorScatter": (10, 15),
+    "Swish": (11, 0),
+    "DFT": (11, 2),
+}
+# What the parser of TensorRT-RTX 1.7.1 says of ONNX's own operators (`OnnxParser.supports_operator`).
+_RTX_LACKS = frozenset({"DeformConv", "DFT"})
+_RTX_ALSO = frozenset({"CausalConvWithState", "LinearAttention"})
+
+_TYPES = frozenset(_WORDS.findall("FLOAT FLOAT16 BFLOAT16 DOUBLE INT64 INT32 INT8 INT4 UINT8 BOOL FLOAT8E4M3FN"))
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One release of one flavour: `flavour` is the Python module's name."""
+
+    flavour: str
+    version: Version
+
+    @property
+    def name(self) -> str:
+        return f"{FLAVOUR_NAMES[self.flavour]} {self.version[0]}.{self.version[1]}"
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether it updates a KV cache in place (TensorScatter) and attends by a mask (Attention)."""
+        return self.flavour == RTX or self.version >= _SINCE["TensorScatter"]
+
+    @property
+    def dialect(self) -> str:
+        """The dialect of vtx that is written for it."""
+        return "trt" if self.has_caches else "plain"
+
+    @property
+    def opset(self) -> int:
+        """The highest opset that it is documented to read."""
+        if self.flavour == RTX:
+            return 24
+        return [ceiling for since, ceiling in _CEILINGS if self.version >= since][-1]
+
+    @property
+    def types(self) -> frozenset[str]:
+        """ONNX's words for the element types that a value may have."""
+        has_fp4 = self.flavour == RTX or self.version >= (10, 8)
+        return _TYPES | {"FLOAT4E2M1"} if has_fp4 else _TYPES
+
+    def since(self, operator: str) -> Version | None:
+        """The release of this flavour that first read ONNX's `operator`; None where none does."""
+        if self.flavour == RTX:
+            known = ((_BASE | _SINCE.keys()) - _RTX_LACKS) | _RTX_ALSO
+            return (1, 7) if operator in known else None
+        return (10, 0) if operator in _BASE else _SINCE.get(operator)
+
+
+def parse_release(flavour: str, text: str) -> Release:
+    """The release of a version such as 10.3.0.30 or 11; only major and minor count."""
+    numbers = [int(part) if part.isdigit() else -1 for part in text.split(".")[:2]] + [0]
+    version = (numbers[0], numbers[1])
+    oldest = (1, 7) if flavour == RTX else (10, 0)
+    if min(version) < 0 or version < oldest:
+        raise RequestError(
+            f"{FLAVOUR_NAMES[flavour]} {text} is not supported; use {oldest[0]}.{oldest[1]} or a newer release"
+        )
+    return Release(flavour, version)

@@ -1,0 +1,136 @@
+"""What a bundle takes in memory once it is loaded on a CPU, and how no more is taken."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.manifest import KV_BYTES
+from vtx.runtime.bundle.safetensors import TensorInfo, read_header
+from vtx.runtime.errors import BundleError
+
+# A scale is kept in float32 twice, beside and inside of the packed matrix, and with it the sum of its block.
+SCALE_BYTES = 12
+KERNEL_BLOCK = 64  # int8 matrices, with a scale a row, are computed in blocks of this size at most
+SCALES = ".scales"
+TABLE = "embed_tokens.weight"
+HEAD = "head.weight"
+TOWER = ("vision.", "projector.")  # graphs of fixed sizes: OpenVINO packs their floats in the type that it computes in
+# Bytes in memory of a float of each of safetensors' types. onnxruntime's CPU provider computes in float32 and expands
+# narrower floats to it; OpenVINO packs them as they are, and all of them in bfloat16 where that is what it computes in.
+EXPANDED: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 4, "BF16": 4})
+KEPT: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
+NARROWED: Mapping[str, int] = MappingProxyType({"F32": 2, "F16": 2, "BF16": 2})
+RUN_BASE = 110 << 20  # what Python, numpy and onnxruntime take before any weight
+QUESTION_ROWS = 256  # of text that a forecast counts with
+PREFILL_BUFFERS = 16  # of a prompt's rows by the hidden size, in float32, that a prefill takes
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
+
+
+def resident_bytes(dtype: str, shape: tuple[int, ...], scales: int = 0, floats: Mapping[str, int] = EXPANDED) -> int:
+    """Bytes of a weight in memory: `dtype` is safetensors' word or I4; `scales` of a quantised one are counted.
+
+    Quantised matrices stay as they are; `floats` says what others take.
+    """
+    count = math.prod(shape)
+    if not scales:
+        return floats[dtype] * count
+    blocks = max(scales, -(-count // KERNEL_BLOCK)) if dtype == "I8" else scales
+    return (count if dtype == "I8" else count // 2) + SCALE_BYTES * blocks
+
+
+def weights_in_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> int:
+    """Bytes that all graphs of a bundle keep resident. The embedding table stays in its file unless it is the head."""
+    tensors: dict[str, TensorInfo] = {}
+    for name in bundle.manifest.files:
+        if name.startswith("weights/"):
+            tensors |= read_header(bundle.path(name), error=BundleError).tensors
+    tied = not any(name.endswith(HEAD) for name in tensors)
+    return sum(_resident(info, tensors, floats) for name, info in tensors.items() if tied or not name.endswith(TABLE))
+
+
+def answering_memory(
+    *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, vision_tokens: int, max_context: int,
+    kv_bytes: int,
+) -> int:  # fmt: skip
+    """Bytes beside the weights while one image is asked about and all layers see it.
+
+    They are K and V of `kv_bytes` a number, the scores of one layer's attention, and the rows in work.
+    """
+    rows = min(max_context, vision_tokens + QUESTION_ROWS)
+    kv = 2 * layers * kv_heads * head_dim * kv_bytes * rows
+    return RUN_BASE + kv + 4 * rows * (heads * rows + PREFILL_BUFFERS * hidden)
+
+
+def needed_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> int:
+    """Bytes that a bundle needs to be loaded and asked about an image."""
+    m = bundle.manifest
+    return weights_in_memory(bundle, floats) + answering_memory(
+        layers=m.model.layers, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,
+        head_dim=m.model.head_dim, vision_tokens=m.model.vision_tokens, max_context=m.max_context,
+        kv_bytes=KV_BYTES[m.kv_dtype],
+    )  # fmt: skip
+
+
+def _resident(info: TensorInfo, tensors: Mapping[str, TensorInfo], floats: Mapping[str, int]) -> int:
+    if info.name.endswith(SCALES):
+        return 0  # counted with its matrix
+    scales = tensors.get(info.name + SCALES)
+    if scales is None:
+        return resident_bytes("F32" if info.name.startswith(TOWER) else info.dtype, info.shape, floats=floats)
+    octets = math.prod(info.shape)
+    count, dtype = (octets, "I8") if info.dtype == "I8" else (2 * octets, "I4")
+    return resident_bytes(dtype, (count,), math.prod(scales.shape))
+
+
+def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeros that take memory where they are written, page by page of the smallest size.
+
+    A cache [..., heads, capacity, head_dim] that is filled in part has its rows in as many places as it has heads.
+    In pages of 2 MiB, which numpy asks Linux for, all of it would become resident.
+
+    Raises:
+        MemoryError: the address space or the system's limit is exhausted.
+
+    """
+    if sys.platform != "linux":
+        return np.zeros(shape, dtype)
+    count = math.prod(shape)
+    try:
+        memory = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:
+        raise MemoryError(f"no memory for an array of {shape}") from e
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, count).reshape(shape)
+
+
+@contextmanager
+def returning_memory() -> Iterator[None]:
+    """What is freed meanwhile goes back to the system at once, where the C library is glibc.
+
+    Loading frees each weight after it is packed. The allocator would keep most of that, and the process would be
+    twice as large as what it holds.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(library, "mallopt"):
+        yield
+        return
+    assert library is not None
+    library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc's own adjustment ends
+        library.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        library.malloc_trim(0)

@@ -1,0 +1,80 @@
+"""onnxruntime's CUDA provider: the same graphs as on the CPU, K and V in the GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.backends.ort.backend import OrtBackend, OrtStageCache, load_onnxruntime
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.rope import read_rope
+from vtx.runtime.errors import DeviceError
+from vtx.runtime.vision.encoded import Ids
+
+PROVIDER = "CUDAExecutionProvider"
+
+
+def obstacle(kv_dtype: str) -> str | None:
+    """Why onnxruntime cannot answer on a GPU here, and the cure; None where it can."""
+    if PROVIDER not in load_onnxruntime().get_available_providers():
+        return (
+            "this onnxruntime has no CUDA provider; pip uninstall -y onnxruntime, then "
+            'pip install "vtx-edge[gpu]", on a machine with an NVIDIA driver'
+        )
+    if kv_dtype != "float16":
+        return (
+            f"onnxruntime attends in float16 on CUDA, the K and V of this bundle are {kv_dtype}; "
+            "export with --kv-precision fp16"
+        )
+    return None
+
+
+class OrtCudaBackend(OrtBackend):
+    """`Backend` on onnxruntime's CUDA provider. Whatever it cannot run there, onnxruntime runs on the CPU."""
+
+    device = "cuda"
+    providers = (PROVIDER, "CPUExecutionProvider")
+    memory = "cuda"  # onnxruntime's word for where K and V lie
+
+    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+        super().__init__(bundle, threads)
+        make = self._ort.OrtValue.ortvalue_from_numpy
+        cos, sin = (make(table, self.memory, 0) for table in read_rope(bundle))
+        self._rope = cos, sin
+
+    def stage(self, index: int, capacity: int) -> OrtCudaCache:
+        try:
+            return OrtCudaCache(self, self._stages[index], self._specs[index], capacity)
+        except Exception as e:  # onnxruntime's own, without a type
+            raise DeviceError(
+                f"no KV cache of {capacity} slots on the GPU ({type(e).__name__}: {str(e)[:200]}); end other programs "
+                "on it, or export a smaller --max-context"
+            ) from e
+
+
+class OrtCudaCache(OrtStageCache):
+    """`StageCache` whose buffers lie on the GPU; slots are set aside and put back through the host.
+
+    Binding an input copies it to the GPU there and then, so every run is bound anew.
+    """
+
+    bound_once = False
+
+    def _allocate(self, shape: tuple[int, ...], kv_type: np.dtype[Any]) -> Iterator[tuple[Any, Any]]:
+        assert isinstance(self._backend, OrtCudaBackend)
+        place, make = self._backend.memory, self._backend._ort.OrtValue.ortvalue_from_numpy
+        for _ in range(shape[0]):
+            yield make(np.zeros(shape[2:], kv_type), place, 0), make(np.zeros(shape[2:], kv_type), place, 0)
+
+    def read(self, slots: Ids) -> NDArray[Any]:
+        return np.stack([np.take(buffer.numpy(), slots, axis=-2) for _, _, buffer in self._buffers])
+
+    def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
+        for (_, _, buffer), part in zip(self._buffers, kv, strict=True):
+            content = buffer.numpy()
+            content[..., slots, :] = part
+            buffer.update_inplace(content)
+        self.length = length

@@ -1,0 +1,80 @@
+"""One TensorRT engine: read from disk, its contexts, and what is bound to them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
+from vtx.runtime.errors import BundleError, DeviceError
+
+Shape = tuple[int, ...]
+
+
+class Engine:
+    """A deserialised engine; the file is mapped, not read, so that no copy of it stays in memory."""
+
+    def __init__(self, trt: Any, runtime: Any, path: Path, cuda: Cuda, cure: str) -> None:
+        self._trt, self._cuda, self.name = trt, cuda, path.name
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            self._engine = runtime.deserialize_cuda_engine(content)
+        if self._engine is None:
+            reason = getattr(runtime.logger, "first", "")
+            raise BundleError(f"TensorRT does not take {path.name}{': ' + reason if reason else ''}; {cure}")
+        self.scratch = max(self._scratch(profile) for profile in range(self._engine.num_optimization_profiles))
+        names = [self._engine.get_tensor_name(number) for number in range(self._engine.num_io_tensors)]
+        is_input = trt.TensorIOMode.INPUT
+        self.inputs = [name for name in names if self._engine.get_tensor_mode(name) == is_input]
+        self.outputs = [name for name in names if name not in self.inputs]
+
+    def _scratch(self, profile: int) -> int:
+        return int(self._engine.get_device_memory_size_for_profile_v2(profile))
+
+    def context(self, profile: int, scratch: Buffer) -> Context:
+        """A context of its own for one of the engine's profiles (-1: the last), on memory that others use in turn."""
+        profile %= self._engine.num_optimization_profiles
+        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self._engine.create_execution_context(strategy)
+        if context is None or not context.set_optimization_profile_async(profile, self._cuda.stream):
+            raise DeviceError(f"TensorRT makes no context for {self.name}; too little device memory is free")
+        self._cuda.wait()
+        context.set_device_memory(scratch.address, scratch.nbytes)
+        return Context(self, context, self._cuda)
+
+
+class Context:
+    """One engine with one profile; shapes and addresses are set where they change."""
+
+    def __init__(self, engine: Engine, context: Any, cuda: Cuda) -> None:
+        self.engine, self._context, self._cuda = engine, context, cuda
+        self._shapes: dict[str, Shape] = {}
+        self._addresses: dict[str, int] = {}
+
+    def bind(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+        """Shapes of the inputs that have free sizes, and the address of every tensor that is not bound yet."""
+        for name, shape in shapes.items():
+            if self._shapes.get(name) != shape:
+                if not self._context.set_input_shape(name, shape):
+                    raise DeviceError(f"{self.engine.name} takes no {name} of shape {shape}; build the engines again")
+                self._shapes[name] = shape
+        for name, address in addresses.items():
+            if self._addresses.get(name) != address:
+                if not self._context.set_tensor_address(name, address):
+                    raise AssertionError(f"{self.engine.name} has no tensor {name}")
+                self._addresses[name] = address
+
+    def shape(self, name: str) -> Shape:
+        """A tensor's shape with the inputs as they are set."""
+        return tuple(self._context.get_tensor_shape(name))
+
+    def enqueue(self) -> None:
+        if not self._context.execute_async_v3(self._cuda.stream):
+            raise DeviceError(f"TensorRT cannot run {self.engine.name}; run vtx-doctor")
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its work can be recorded into a CUDA graph; releases that cannot tell can do it."""
+        ask = getattr(self._context, "is_stream_capturable", None)
+        return ask is None or bool(ask(self._cuda.stream))

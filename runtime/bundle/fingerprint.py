@@ -1,0 +1,197 @@
+"""`engines.json`: what the engines of one target were built from and for, and whether they fit this machine.
+
+    engines/<target>/engines.json    this record, written last
+    engines/<target>/<graph>.engine  one engine a graph
+
+TensorRT says of an engine that does not fit at most that it does not. Here it is said what was built, what this
+machine is, and the command that mends it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle, sha256
+from vtx.runtime.bundle.manifest import check_inside
+from vtx.runtime.bundle.safetensors import parse_json, read_bytes
+from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.host.gpu import Gpu
+
+FOLDER = "engines"
+RECORD = "engines.json"
+FORMAT = 1
+MAX_BYTES = 4 << 20
+FLAVOUR_NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
+Range = tuple[int, int, int]  # the smallest, the most likely, the largest size
+Profile = Mapping[str, Range]  # of each free size of a graph, such as rows
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRecord:
+    """One engine: the bundle's files it was built from with their SHA-256, its own, and the sizes it takes."""
+
+    file: str
+    bytes: int
+    sha256: str
+    sources: dict[str, str]
+    profiles: tuple[dict[str, Range], ...]
+
+    def longest(self, size: str) -> int:
+        """The largest value of a free size that any profile takes."""
+        return max(profile[size][2] for profile in self.profiles)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSet:
+    """The engines of one target, by the graph each was built from.
+
+    `flavour` is the Python module's name, `version` its whole version, `capability` the GPU's as in (8, 9).
+    """
+
+    format: int
+    target: str
+    flavour: str
+    version: str
+    capability: tuple[int, int]
+    dialect: str
+    precision: str
+    workspace: int | None
+    engines: dict[str, EngineRecord]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @property
+    def made_for(self) -> str:
+        flavour = FLAVOUR_NAMES.get(self.flavour, self.flavour)
+        return f"{flavour} {self.version} and compute capability {_dot(self.capability)}"
+
+
+def read_engines(bundle: Bundle, target: str) -> EngineSet:
+    """The engines of a target, as recorded; the files themselves are looked at by `check_file`.
+
+    Raises:
+        BundleError: there are none, or the record is damaged.
+
+    """
+    where, cure = f"{FOLDER}/{target}/{RECORD}", build_command(bundle, target)
+    path = bundle.path(where)
+    if not path.is_file():
+        raise BundleError(f"{bundle.folder} holds no engines for {target}; {cure}")
+    try:
+        data = parse_json(read_bytes(path, MAX_BYTES, error=BundleError), where, error=BundleError)
+        found = _engine_set(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise BundleError(f"{where} is damaged ({type(e).__name__}: {e}); {cure}") from e
+    if found.format != FORMAT:
+        raise BundleError(f"{where} has format {found.format}, this vtx reads {FORMAT}; {cure}")
+    for record in found.engines.values():
+        check_inside(record.file)
+    return found
+
+
+def targets(bundle: Bundle) -> list[str]:
+    """The targets that the bundle holds engines for."""
+    return sorted(path.parent.name for path in bundle.path(FOLDER).glob(f"*/{RECORD}"))
+
+
+def check_machine(bundle: Bundle, engines: EngineSet, flavour: str, version: str, gpu: Gpu | None) -> None:
+    """Raise DeviceError unless these engines run with this TensorRT on this GPU."""
+    if gpu is None:
+        raise DeviceError(
+            "no NVIDIA GPU answers here: its driver is not installed, or this is a container without it; "
+            "install the driver (nvidia-smi shows it), or use --device cpu"
+        )
+    here = f"{FLAVOUR_NAMES[flavour]} {version} and compute capability {_dot(gpu.capability)} ({gpu.name})"
+    if engines.flavour == flavour and engines.version == version and engines.capability == gpu.capability:
+        return
+    raise DeviceError(
+        f"the engines in {FOLDER}/{engines.target} were built for {engines.made_for}; "
+        f"here is {here}; {build_command(bundle, 'this')}"
+    )
+
+
+def check_sources(bundle: Bundle, engines: EngineSet, graph: str) -> EngineRecord:
+    """The record of a graph's engine, or BundleError where there is none or the bundle changed since it was built."""
+    cure = build_command(bundle, engines.target)
+    record = engines.engines.get(graph)
+    if record is None:
+        raise BundleError(f"{FOLDER}/{engines.target} holds no engine of {graph}; {cure}")
+    for name, digest in record.sources.items():
+        known = bundle.manifest.files.get(name)
+        if known is None or known.sha256 != digest:
+            raise BundleError(f"the engine {record.file} was built from another {name} than this bundle's; {cure}")
+    return record
+
+
+def check_file(bundle: Bundle, engines: EngineSet, record: EngineRecord, *, whole: bool = False) -> Path:
+    """The engine's path, its size and, up to 64 MB or with `whole`, its checksum compared with the record."""
+    path, cure = bundle.path(f"{FOLDER}/{engines.target}") / record.file, build_command(bundle, engines.target)
+    if not path.resolve().is_relative_to(bundle.folder.resolve()):
+        raise BundleError(f"{record.file} is a link that leaves the bundle; do not use this bundle")
+    try:
+        size = os.stat(path).st_size
+        if size != record.bytes:
+            problem = "it is cut short" if size < record.bytes else "it is too long"
+            raise BundleError(f"{record.file} holds {size:,} bytes of {record.bytes:,}, {problem}; {cure}")
+        if (whole or size <= QUICK_BYTES) and sha256(path) != record.sha256:
+            raise BundleError(f"{record.file} was altered after it was built (its SHA-256 differs); {cure}")
+    except OSError as e:
+        raise BundleError(f"{record.file} cannot be read ({e.strerror}); {cure}") from e
+    return path
+
+
+def build_command(bundle: Bundle, target: str) -> str:
+    return f"build them with: vtx-build --bundle {bundle.folder} --target {target}"
+
+
+def _dot(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _engine_set(data: Any) -> EngineSet:
+    fields = {field.name for field in dataclasses.fields(EngineSet)}
+    if set(data) != fields:
+        raise ValueError(f"its keys are not {sorted(fields)}")
+    major, minor = data["capability"]
+    engines = {_text(graph): _engine_record(entry) for graph, entry in data["engines"].items()}
+    texts = {key: _text(data[key]) for key in ("target", "flavour", "version", "dialect", "precision")}
+    workspace = None if data["workspace"] is None else _number(data["workspace"])
+    return EngineSet(
+        format=_number(data["format"]),
+        capability=(_number(major), _number(minor)),
+        workspace=workspace,
+        engines=engines,
+        **texts,
+    )
+
+
+def _engine_record(entry: Any) -> EngineRecord:
+    sources = {_text(name): _text(digest) for name, digest in entry["sources"].items()}
+    profiles = tuple({_text(size): _range(bounds) for size, bounds in profile.items()} for profile in entry["profiles"])
+    return EngineRecord(_text(entry["file"]), _number(entry["bytes"]), _text(entry["sha256"]), sources, profiles)
+
+
+def _range(bounds: Any) -> Range:
+    low, likely, high = (_number(bound) for bound in bounds)
+    if not 0 <= low <= likely <= high:
+        raise ValueError(f"{bounds} does not rise")
+    return low, likely, high
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"{value!r} is not a whole number from 0 on")
+    return value

@@ -1,0 +1,39 @@
+"""Pruning before the decoder: the patches that the tower's class token looks at most enter, the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.base import Entry, Needs, Reduction
+from vtx.runtime.policies.spec import reduction
+from vtx.runtime.vision.encoded import Encoded, Ids, highest, share
+
+
+@reduction("cls")
+@dataclass(frozen=True, slots=True)
+class Cls(Reduction):
+    """Of each image the share `keep` of its rows, rounded up, enters the decoder, in the order it has."""
+
+    keep: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise RequestError(f"cls: keep is {self.keep}; give the share to keep, above 0 and up to 1")
+
+    @property
+    def tau(self) -> None:
+        return None
+
+    def needs(self) -> Needs:
+        return Needs(attention=True)
+
+    def entry(self) -> Entry | None:
+        return self
+
+    def enters(self, image: Encoded) -> Ids | None:
+        attention = image.patches.attention
+        assert attention is not None
+        return np.flatnonzero(highest(attention, share(self.keep, len(attention))))

@@ -1,0 +1,33 @@
+"""FastV: after one layer, the vision rows that the prompt's last row looks at least are left out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.base import Boundary, Needs, Reduction
+from vtx.runtime.policies.spec import reduction
+from vtx.runtime.vision.encoded import Mask, highest
+
+
+@reduction("fastv")
+@dataclass(frozen=True, slots=True)
+class FastV(Reduction):
+    """After layer `k`, `ratio` of the vision rows leave, rounded down; positions are kept (FastV section 4.1)."""
+
+    k: int = 2
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise RequestError(f"fastv: k is {self.k}; give the layer after which rows leave, from 1 on")
+        if not 0 <= self.ratio <= 1:
+            raise RequestError(f"fastv: ratio is {self.ratio}; give the share to leave out, from 0 to 1")
+
+    def needs(self) -> Needs:
+        return Needs(cuts=(self.k + 1,), queries=(self.k,))
+
+    def keeps(self, boundary: Boundary) -> Mask | None:
+        leave = math.floor(round(self.ratio * boundary.count, 9))
+        return highest(boundary.attention(last_only=True)[0], boundary.count - leave) if leave else None

@@ -1,0 +1,43 @@
+"""LSM, local spatial merging: windows of like patches become one row in the tower (MustDrop Eq. 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.base import Entry, Needs, Reduction
+from vtx.runtime.policies.spec import reduction
+from vtx.runtime.vision.encoded import Encoded, Ids
+
+
+@reduction("lsm")
+@dataclass(frozen=True, slots=True)
+class Lsm(Reduction):
+    """Non-overlapping 3x3 windows whose mean pairwise cosine is at least `tau` merge into their mean.
+
+    A merged row stands at its window's first patch, or with order=merged-first before all others, as in the code
+    that came with the paper.
+    """
+
+    tau: float = 0.8
+    order: Literal["raster", "merged-first"] = "raster"
+
+    def __post_init__(self) -> None:
+        check_tau("lsm", self.tau)
+
+    def needs(self) -> Needs:
+        return Needs(merging=True)
+
+    def entry(self) -> Entry | None:
+        return self
+
+    def enters(self, image: Encoded) -> Ids | None:
+        return None if self.order == "raster" else np.argsort(~image.patches.merged, kind="stable").astype(np.int64)
+
+
+def check_tau(name: str, tau: float) -> None:
+    if not -1 <= tau <= 1:
+        raise RequestError(f"{name}: tau is {tau}; give a cosine from -1 to 1")

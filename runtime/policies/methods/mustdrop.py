@@ -1,0 +1,79 @@
+"""MustDrop: windows merge in the tower, rows leave by dual attention, early caches shrink to the survivors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
+from vtx.runtime.policies.methods.lsm import Lsm, check_tau
+from vtx.runtime.policies.spec import reduction
+from vtx.runtime.vision.encoded import Mask, Patches, keys
+
+
+@reduction("mustdrop")
+@dataclass(frozen=True, slots=True)
+class MustDrop(Reduction):
+    """Dual-attention filtering after each of `layers`, key rows spared, and the output-aware cache.
+
+    After a layer, vision row j with sum V_j and maximum A_j of the question's attention leaves when
+    V_j < `gamma` * sum V and A_j < `alpha` (MustDrop Eq. 8 to 10), unless it is among the share `key` of its image's
+    rows that the class token looks at most. Presets are named by the rows that the paper keeps of 576.
+    positions=renumber and order=merged-first are what the paper's code does, for comparison.
+    """
+
+    gamma: float = 0.001
+    alpha: float = 0.001
+    tau: float | None = 0.8
+    key: float = 0.08
+    layers: tuple[int, ...] = (3, 7, 11, 15)
+    positions: Literal["keep", "renumber"] = "keep"
+    order: Literal["raster", "merged-first"] = "raster"
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "192": {"gamma": 0.001, "alpha": 0.001},
+        "128": {"gamma": 0.0012, "alpha": 0.001},
+        "64": {"gamma": 0.011, "alpha": 0.01},
+        "vizwiz-64": {"gamma": 0.005, "alpha": 0.001},
+    }
+
+    def __post_init__(self) -> None:
+        if self.tau is not None:
+            check_tau("mustdrop", self.tau)
+        if not 0 <= self.key <= 1:
+            raise RequestError(f"mustdrop: key is {self.key}; give the share never to drop, from 0 to 1")
+        for name in ("gamma", "alpha"):
+            if getattr(self, name) < 0:
+                raise RequestError(f"mustdrop: {name} is {getattr(self, name)}; give a threshold from 0 on")
+        if not self.layers or self.layers[0] < 1 or any(a >= b for a, b in pairwise(self.layers)):
+            raise RequestError(
+                f"mustdrop: layers are {'/'.join(map(str, self.layers))}; give rising numbers from 1 on, as 3/7/11/15"
+            )
+
+    @property
+    def renumbers(self) -> bool:
+        return self.positions == "renumber"
+
+    def needs(self) -> Needs:
+        return Needs(
+            cuts=tuple(layer + 1 for layer in self.layers),
+            queries=self.layers,
+            shrinks=self.layers[0],
+            merging=self.tau is not None,
+            attention=self.key > 0,
+        )
+
+    def entry(self) -> Entry | None:
+        return None if self.tau is None else Lsm(self.tau, self.order)
+
+    def marks(self, images: Sequence[Patches]) -> Mask | None:
+        return keys(images, self.key) if self.key else None
+
+    def keeps(self, boundary: Boundary) -> Mask | None:
+        total, most = boundary.attention()
+        kept: Mask = (total >= self.gamma * total.sum()) | (most >= self.alpha)
+        marked = self.marks(boundary.images)
+        return kept if marked is None else kept | marked[boundary.present]

@@ -1,0 +1,25 @@
+"""VTW: all vision rows leave before a fixed layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vtx.runtime.policies.base import Boundary, Needs, Reduction
+from vtx.runtime.vision.encoded import Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw(Reduction):
+    """The vision rows leave before layer `k`, positions kept (VTW section 3.3, "keep")."""
+
+    k: int
+    name = "withdrawal"
+    whole = True
+
+    def needs(self) -> Needs:
+        return Needs(cuts=(self.k,))
+
+    def keeps(self, boundary: Boundary) -> Mask | None:
+        return np.zeros(boundary.count, bool)

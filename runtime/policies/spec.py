@@ -1,0 +1,153 @@
+"""Words for reductions, `name:preset,key=value` joined by `+`, to objects and back; who is registered under which."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.base import Reduction
+
+R = TypeVar("R", bound=Reduction)
+OFF = "off"
+MAX_WORD = 1000
+_kinds: dict[str, type[Reduction]] = {}
+
+
+def reduction(name: str) -> Callable[[type[R]], type[R]]:
+    """Register a method, a frozen dataclass, under its word; its fields are the word's options.
+
+    A field is an int, a float, a float or None ("off"), a tuple of ints ("3/7/11") or a Literal of strings, and has
+    a default. Its `__post_init__` raises RequestError for values out of range.
+    """
+
+    def register(kind: type[R]) -> type[R]:
+        assert dataclasses.is_dataclass(kind), f"{kind.__name__} is no dataclass; put @dataclass below @reduction"
+        assert name not in _kinds, f"two reductions are called {name}"
+        kind.name = name
+        _kinds[name] = kind
+        return kind
+
+    return register
+
+
+def kinds() -> dict[str, type[Reduction]]:
+    """Every registered method by its word; the files of this package are read for it."""
+    import vtx.runtime.policies.methods as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    return dict(sorted(_kinds.items()))
+
+
+def parse(text: str) -> tuple[Reduction, ...]:
+    """The methods that a word names, in the order in which they work; "none" names none.
+
+    Raises:
+        RequestError: unknown names, options or values, or methods that do not go together.
+
+    """
+    if len(text) > MAX_WORD:
+        raise RequestError(f"the reduction's word has {len(text):,} characters, the limit is {MAX_WORD:,}; shorten it")
+    parts = () if text.strip() == "none" else tuple(_one(part) for part in text.split("+"))
+    check_together(parts)
+    return tuple(sorted(parts, key=_first_cut))
+
+
+def word(parts: Sequence[Reduction]) -> str:
+    """The canonical word: every option spelled out. Parsing it gives the same methods again."""
+    return "+".join(map(_word, parts)) or "none"
+
+
+def check_together(parts: Sequence[Reduction]) -> None:
+    """Raise RequestError where methods do not go together."""
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(f"{name} stands twice in --reduce {'+'.join(names)}; name it once")
+    merging = [part.name for part in parts if (entry := part.entry()) and entry.tau is not None]
+    if len(merging) > 1:
+        raise RequestError(f"{merging[0]} and {merging[1]} both merge windows; leave one out, or give one tau={OFF}")
+    for before, after in pairwise(parts):
+        if before.needs().cuts and not after.needs().cuts:
+            raise RequestError(
+                f"{after.name} works before the decoder and {before.name} within it; write {after.name} first"
+            )
+
+
+def _first_cut(part: Reduction) -> int:
+    return min(part.needs().cuts, default=0)
+
+
+def _one(text: str) -> Reduction:
+    name, _, rest = (part.strip() for part in text.partition(":"))
+    known = kinds()
+    if name not in known:
+        raise RequestError(f"no reduction is called {name[:40]!r}; there are {', '.join(known)}, and none")
+    kind = known[name]
+    options: dict[str, Any] = {}
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, kind))}
+    for number, item in enumerate(rest.split(",") if rest else ()):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals and not number:
+            options.update(_preset(kind, key))
+            continue
+        if key not in fields or not equals:
+            raise RequestError(f"{name} has no option {key[:40]!r}; it has {', '.join(fields) or 'none'}")
+        if any(other.partition("=")[0].strip() == key for other in rest.split(",")[:number]):
+            raise RequestError(f"{name}: {key} is given twice; give it once")
+        options[key] = _value(fields[key], value, f"{name}: {key}")
+    return kind(**options)
+
+
+def _preset(kind: type[Reduction], name: str) -> dict[str, Any]:
+    if name not in kind.presets:
+        there = f"it has {', '.join(kind.presets)}" if kind.presets else "it has none; write key=value"
+        raise RequestError(f"{kind.name} has no preset {name[:40]!r}; {there}")
+    return kind.presets[name]
+
+
+def _value(hint: Any, text: str, where: str) -> Any:
+    """`text` as the type that a field has."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return None if text == OFF else _value(args[0], text, f"{where} ({OFF} turns it off)")
+    if origin is typing.Literal:
+        if text not in args:
+            raise RequestError(f"{where} is {text[:40]!r}; it is one of {', '.join(args)}")
+        return text
+    if origin is tuple:
+        return tuple(_value(args[0], part, where) for part in text.split("/"))
+    try:
+        value = hint(text)
+    except ValueError as e:
+        raise RequestError(f"{where} is {text[:40]!r}; give {_NUMBERS[hint]}") from e
+    if not math.isfinite(value):
+        raise RequestError(f"{where} is {text[:40]!r}; give {_NUMBERS[hint]}")
+    return value
+
+
+_NUMBERS = {int: "a whole number", float: "a number"}
+
+
+def _word(part: Reduction) -> str:
+    fields = dataclasses.fields(typing.cast(Any, part))
+    options = ",".join(f"{field.name}={_text(getattr(part, field.name))}" for field in fields)
+    return f"{part.name}:{options}" if options else part.name
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return OFF
+    if isinstance(value, tuple):
+        return "/".join(map(_text, value))
+    # Without the plus of an exponent, which would join two words.
+    return repr(value).removesuffix(".0").replace("e+", "e") if isinstance(value, float) else str(value)

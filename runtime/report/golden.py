@@ -1,0 +1,104 @@
+"""The parity certificate: golden vectors recorded at export, computed again by the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.safetensors import read_header, read_tensor
+from vtx.runtime.errors import BundleError
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.prompt.text import Part
+from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.image import preprocess
+
+QUESTION = "What is in the picture?"
+SHOWN_ROWS = 8
+SEEN_ROWS = 128  # of the image, from its first on: what the decoder is checked with costs an export no more than that
+# Largest difference allowed, as a share of the largest magnitude of the reference, which computes in float32 with the
+# weights as the bundle stores them: narrow K and V round, and quantised matrices are multiplied with rows of 8 bits.
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.15, "int4": 0.15}
+KV_TOLERANCE = {"float32": 0.0, "float16": 5e-3, "int8": 0.15}  # by the type of K and V; the larger counts
+COMPUTE_TOLERANCE = {"f32": 0.0, "bf16": 5e-2}  # by arithmetic; the larger counts
+PIXEL_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison: the largest difference, relative to the reference's largest magnitude, and its limit."""
+
+    name: str
+    difference: float
+    limit: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.limit
+
+
+def golden_image() -> Image.Image:
+    """A fixed picture, 200 x 150, of smooth colours and sharp edges."""
+    y, x = np.mgrid[0:150, 0:200]
+    red, green = x * 255 // 199, y * 255 // 149
+    blue = np.where((x // 25 + y // 25) % 2, 220, 30)
+    return Image.fromarray(np.stack((red, green, blue), -1).astype(np.uint8))
+
+
+def key_of(k: int | None) -> str:
+    """Name of the tensor with the logits at `k`."""
+    return f"logits.{k or 'none'}"
+
+
+def seen(ids: NDArray[np.int64], image_token_id: int) -> NDArray[np.int64]:
+    """The golden prompt as the decoder gets it: of the image's tokens, only the first `SEEN_ROWS`."""
+    is_vision = ids == image_token_id
+    kept: NDArray[np.int64] = ids[~is_vision | (is_vision.cumsum() <= SEEN_ROWS)]
+    return kept
+
+
+def check_golden(model: Model) -> Iterator[Check]:
+    """Recompute every golden vector through the bundle.
+
+    Raises:
+        BundleError: the golden file lacks a vector.
+
+    """
+    manifest = model.manifest
+    stored = read_header(model.bundle.path(manifest.golden), error=BundleError).tensors
+    ks: list[int | None] = [None, *manifest.variants]
+    missing = {"ids", "pixels", "features", *map(key_of, ks)} - set(stored)
+    if missing:
+        raise BundleError(f"{manifest.golden} lacks {sorted(missing)[0]!r}; export the bundle again")
+    ids, pixels, features = (read_tensor(stored[name]) for name in ("ids", "pixels", "features"))
+    content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    own_ids = model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens)
+    yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
+    own_pixels = preprocess(golden_image(), manifest.image)
+    yield Check("image preprocessing", _distance(own_pixels, pixels), PIXEL_TOLERANCE)
+    computed = COMPUTE_TOLERANCE[model.backend.compute]
+    encoded = model.backend.vision(own_pixels[None])
+    difference = _distance(encoded.rows[:SHOWN_ROWS], features)
+    yield Check("vision features", difference, max(computed, TOLERANCE[manifest.vision_precision]))
+    parts = manifest.precision, manifest.vision_precision, manifest.head_precision
+    limit = max(computed, KV_TOLERANCE[manifest.kv_dtype], *(TOLERANCE[part] for part in parts))
+    prompt_ids = seen(own_ids, manifest.text.image_token_id)
+    rows = encoded.take(np.arange(min(SEEN_ROWS, len(encoded.rows))))
+    for k in ks:
+        session = Session(model.backend, manifest)
+        prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: rows),))
+        got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits
+        want = read_tensor(stored[key_of(k)])
+        same = "same top token" if got.argmax() == want.argmax() else "another top token"
+        yield Check(f"logits at K = {k or 'none'}", _distance(got, want), limit, same)
+
+
+def _distance(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
+    if got.shape != want.shape:
+        return float("inf")
+    return float(np.abs(got - want).max() / max(1e-9, float(np.abs(want).max())))

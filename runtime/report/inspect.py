@@ -1,0 +1,64 @@
+"""What is in a bundle, as plain data: for `vtx-inspect`, and for anyone who reads its JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.names import kv_type
+
+TEXT_TOKENS = 64
+INT8_KV = (
+    "K and V: int8 on a CPU, by measured scales with onnxruntime and by its own with OpenVINO; float16 with TensorRT"
+)
+
+
+def kv_bytes(manifest: Manifest, k: int | None, *, text: int, vision: int) -> int:
+    """Bytes of filled KV slots after a prompt of `text` and `vision` tokens: layers 1..K-1 hold both."""
+    layers = manifest.model.layers
+    full = layers if k is None else k - 1
+    return manifest.kv_slot_bytes() * (full * (text + vision) + (layers - full) * text)
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """Sizes, stages, variants and KV bytes of a bundle, ready for JSON."""
+    manifest = bundle.manifest
+    model, sizes = manifest.model, {name: record.bytes for name, record in manifest.files.items()}
+    vision, rest = model.vision_tokens, max(0, manifest.max_context - model.vision_tokens)
+    depths: list[int | None] = [None, *manifest.variants]
+    return {
+        "bundle": str(bundle.folder),
+        "format": manifest.format,
+        "model": dataclasses.asdict(model),
+        "precision": manifest.precision,
+        "kv_dtype": manifest.kv_dtype,
+        "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
+        "max_context": manifest.max_context,
+        "default_k": manifest.default_k,
+        "activation_aware": _questions_measured(manifest),
+        "reductions": list(manifest.reductions),
+        "bytes": {"weights": sum(b for n, b in sizes.items() if n.startswith("weights/")), "all": sum(sizes.values())},
+        "stages": [
+            {"first": s.first, "last": s.last, "graph": s.graph, "graph_bytes": sizes[s.graph]}
+            for s in manifest.dialects["ort"].stages
+        ],
+        "variants": [
+            {
+                "k": k,
+                "full_layers": model.layers if k is None else k - 1,
+                "kv_bytes_one_image": kv_bytes(manifest, k, text=TEXT_TOKENS, vision=vision),
+                "kv_bytes_full_context": kv_bytes(manifest, k, text=rest, vision=min(vision, manifest.max_context)),
+            }
+            for k in depths
+        ],
+        "record": manifest.record,
+    }
+
+
+def _questions_measured(manifest: Manifest) -> int | None:
+    """How many questions' activations the quantised channels were scaled by; None where they were not."""
+    aware = manifest.record.get("activation_aware")
+    items = aware.get("items") if isinstance(aware, dict) else None
+    return items if isinstance(items, int) else None

@@ -1,0 +1,31 @@
+"""The bundle that was exported last, remembered for vtx-run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vtx.runtime.terminal.console import note
+
+
+def home(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or Path.home() / default)
+
+
+def _file() -> Path:
+    return home("XDG_STATE_HOME", ".local/state") / "vtx" / "last-bundle"
+
+
+def remembered() -> Path | None:
+    try:
+        return Path(os.fsdecode(_file().read_bytes().strip()))
+    except OSError:
+        return None
+
+
+def remember(folder: Path) -> None:
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        _file().write_bytes(os.fsencode(folder))
+    except OSError:
+        note(f"could not note this bundle as the last one; name it with --bundle {folder}")

@@ -1,0 +1,99 @@
+"""An image as the decoder sees it: its rows, and where in the picture each of them comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.bundle import names
+
+Rows = NDArray[np.float32]
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Scores = tuple[NDArray[np.float32], NDArray[np.float32]]
+NEVER = 2.0  # a cosine that no window of patches reaches
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patches:
+    """Where the rows of one image come from; arrays [rows], in the order of the rows.
+
+    `places`: the patch in raster order (of a merged window its first one; -1 the tower's class token).
+    `merged`: whether the row is a merged window. `attention`: what the tower's class token gives to the row,
+    mean over heads, or None where the bundle's vision graph does not say.
+    """
+
+    places: Ids
+    merged: Mask
+    attention: NDArray[np.float32] | None
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def take(self, which: Ids) -> Patches:
+        attention = None if self.attention is None else self.attention[which]
+        return Patches(self.places[which], self.merged[which], attention)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """Rows [rows, hidden] float32 that the tower and projector made of one image, and their patches.
+
+    `idle` counts rows that the vision graph computed beside these: of merged windows, where its sizes are fixed.
+    """
+
+    rows: Rows
+    patches: Patches
+    idle: int = 0
+
+    @classmethod
+    def of(cls, found: Mapping[str, NDArray[Any]]) -> Encoded:
+        """The outputs of a vision graph for one image, by name; rows that say they are gone are left out."""
+        features = found[names.FEATURES]
+        rows: Rows = features.reshape(-1, features.shape[-1])
+        plain = cls.plain(rows).patches
+        places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
+        there = np.flatnonzero(merged >= 0)
+        patches = Patches(places, merged > 0, found.get(names.CLS_ATTENTION))
+        if len(there) == len(rows):
+            return cls(rows, patches)
+        return cls(rows[there], patches.take(there), len(rows) - len(there))
+
+    @classmethod
+    def plain(cls, rows: Rows) -> Encoded:
+        """Rows of a vision graph that does not merge: one a patch of a square, in raster order.
+
+        One row more than a square is the class token, first.
+        """
+        count = len(rows)
+        places = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
+        return cls(rows, Patches(places, np.zeros(count, bool), None))
+
+    def take(self, which: Ids) -> Encoded:
+        return Encoded(self.rows[which], self.patches.take(which))
+
+
+def share(part: float, count: int) -> int:
+    """ceil(part * count), free of the rounding of binary fractions: 0.1 of 30 is 3."""
+    return math.ceil(round(part * count, 9))
+
+
+def highest(values: NDArray[np.float32], count: int) -> Mask:
+    """Which are the `count` largest of `values` [n]; of equal ones the earlier."""
+    chosen = np.zeros(len(values), bool)
+    chosen[np.argsort(-values, kind="stable")[:count]] = True
+    return chosen
+
+
+def keys(images: Sequence[Patches], part: float) -> Mask:
+    """MustDrop's key rows: of each image the `part` that its class token looks at most (MustDrop Eq. 6 and 7)."""
+    found = [np.zeros(0, bool)]
+    for image in images:
+        assert image.attention is not None
+        found.append(highest(image.attention, share(part, len(image))))
+    return np.concatenate(found)

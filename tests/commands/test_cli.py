@@ -1,0 +1,560 @@
+"""The commands: what they print, where, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import vtx
+from tests.support import bundles
+from tests.support.tiny import Tiny, random_image
+from vtx import cli
+from vtx.runtime.errors import VtxError
+from vtx.runtime.terminal import console
+
+Make = Callable[..., Path]
+FIELDS = {
+    "text", "token_ids", "k", "full_layers", "exit_layer", "prompt_tokens", "vision_tokens", "vision_tokens_kept",
+    "kv_slots", "kv_bytes", "reused_image", "device", "compute", "precision", "timings_ms", "reduce",
+}  # fmt: skip
+TIMINGS = {"load", "vision", "prefill", "first_token", "decode_per_token"}
+COMMANDS = ("export", "run", "inspect", "doctor")
+QUESTION = "what is it?"
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("cli") / "bundle").folder
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("image") / "image.png"
+    random_image(0).save(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Path) -> Iterator[Path]:
+    """An empty home, no bundle in the environment, one thread pool for this process, and signals as they were."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("VTX_BUNDLE", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("COLUMNS", "160")
+    vtx.load(bundle, threads=1)
+    before = signal.getsignal(signal.SIGTERM)
+    yield home
+    signal.signal(signal.SIGTERM, before)
+
+
+def invoke(command: str, *words: object, data: bytes | None = None) -> Result:
+    """Run a command in this process; anything that is not an exit comes out as it is."""
+    runner = CliRunner()
+    return runner.invoke(getattr(cli, command), [str(w) for w in words], input=data, catch_exceptions=False)
+
+
+def fails(command: str, *words: object, code: int = 1) -> str:
+    """The one line on stderr of a command that fails with `code`."""
+    result = invoke(command, *words)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    if code == 1:
+        assert result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def process(*words: object, **options: Any) -> subprocess.Popen[bytes]:
+    """A command in a process and a process group of its own; `words` as after `vtx`."""
+    code = "import sys; from vtx.cli import main; sys.argv[0] = 'vtx'; main()"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)], **{**streams, "start_new_session": True, **options}
+    )
+
+
+# ---- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_examples_and_every_option_has_a_word(command: str) -> None:
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert f"vtx-{command}" in result.stdout.partition("Examples")[2]
+    assert invoke(command, "-h").stdout == result.stdout
+
+
+def test_vtx_lists_the_commands() -> None:
+    listed = invoke("main", "--help").stdout
+    assert all(re.search(rf"^  {command} ", listed, re.MULTILINE) for command in COMMANDS)
+
+
+def test_help_loads_none_of_the_large_libraries() -> None:
+    code = (
+        "import sys, vtx\n"
+        "from vtx.cli import run\n"
+        "try: run.main(['--help'])\n"
+        "except SystemExit as e: assert not e.code\n"
+        "large = {'numpy', 'onnxruntime', 'PIL', 'rich', 'torch', 'transformers', 'onnx', 'onnx_ir', 'tokenizers'}\n"
+        "assert not large & set(sys.modules), large & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("run", []),
+        ("run", ["image.png"]),
+        ("run", ["image.png", "q", "--k", "three"]),
+        ("run", ["image.png", "q", "--max-new-tokens", "many"]),
+        ("run", ["image.png", "q", "--nothing"]),
+        ("export", ["--k", "8,"]),
+        ("export", ["--k", "x"]),
+        ("export", ["--precision", "int3"]),
+        ("export", ["--max-memory", "much"]),
+        ("export", ["surplus"]),
+        ("inspect", []),
+        ("doctor", ["a", "b"]),
+        ("main", ["nothing"]),
+    ],
+)
+def test_wrong_usage_exits_with_two(command: str, words: list[str]) -> None:
+    assert "Usage" in fails(command, *words, code=2)
+
+
+# ---- vtx-run ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_alone_stands_on_stdout(bundle: Path, image: Path) -> None:
+    result = invoke("run", image, QUESTION, "--bundle", bundle, "--max-new-tokens", 8)
+    assert result.exit_code == 0
+    with vtx.load(bundle, threads=1).open(image) as opened:
+        assert result.stdout == opened.ask(QUESTION, options=vtx.Options(max_new_tokens=8)).text + "\n"
+    assert "cpu" in result.stderr
+
+
+def test_json_has_the_promised_fields_and_stands_alone_on_stdout(bundle: Path, image: Path) -> None:
+    words = [image, QUESTION, "which shape?", "--bundle", bundle, "--json", "--max-new-tokens", 5, "--ignore-eos"]
+    result = invoke("run", *words)
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    for answer in (first, second):
+        assert set(answer) == FIELDS
+        assert set(answer["timings_ms"]) == TIMINGS
+        assert all(value >= 0 for value in answer["timings_ms"].values())
+        assert len(answer["token_ids"]) == 5
+        assert (answer["k"], answer["full_layers"], answer["exit_layer"]) == (3, 2, 2)
+        assert answer["vision_tokens"] == 16
+        assert answer["vision_tokens_kept"] == [16, 16, 0, 0, 0, 0, 0, 0]
+        n = answer["prompt_tokens"]
+        assert answer["kv_slots"] == [n, n, *[n - 16] * 6]
+        assert answer["kv_bytes"] == sum(answer["kv_slots"]) * 2 * 2 * 16 * 4
+        assert (answer["device"], answer["precision"]) == ("cpu", "fp32")
+    assert (first["reused_image"], second["reused_image"]) == (False, True)
+    assert result.stderr == ""
+
+
+def test_json_without_withdrawal_has_no_exit_layer(bundle: Path, image: Path) -> None:
+    answer = json.loads(invoke("run", image, QUESTION, "--bundle", bundle, "--json", "--k", "none").stdout)
+    assert (answer["k"], answer["full_layers"], answer["exit_layer"]) == (None, 8, None)
+    assert answer["vision_tokens_kept"] == [16] * 8
+
+
+def test_an_image_comes_from_stdin(bundle: Path, image: Path) -> None:
+    words = [QUESTION, "--bundle", bundle, "--json", "--max-new-tokens", 5]
+    piped = json.loads(invoke("run", "-", *words, data=image.read_bytes()).stdout)
+    assert piped["token_ids"] == json.loads(invoke("run", image, *words).stdout)["token_ids"]
+
+
+def test_nothing_on_stdin_is_one_line(bundle: Path) -> None:
+    result = invoke("run", "-", QUESTION, "--bundle", bundle, data=b"")
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_questions_without_an_image_and_with_two(bundle: Path, image: Path) -> None:
+    words = ["--bundle", bundle, "--json", "--max-new-tokens", 3]
+    assert json.loads(invoke("run", "--text-only", QUESTION, *words).stdout)["vision_tokens"] == 0
+    assert json.loads(invoke("run", image, "--image", image, QUESTION, *words).stdout)["vision_tokens"] == 32
+
+
+def test_the_turns_of_a_chat_build_on_each_other(bundle: Path, image: Path) -> None:
+    words = [image, QUESTION, QUESTION, "--bundle", bundle, "--json", "--max-new-tokens", 3]
+    alone, talk = (
+        [json.loads(line)["prompt_tokens"] for line in invoke("run", *words, *more).stdout.splitlines()]
+        for more in ([], ["--chat"])
+    )
+    assert alone[0] == alone[1] == talk[0] < talk[1]
+
+
+def test_a_seed_makes_a_sampled_answer_reproducible(bundle: Path, image: Path) -> None:
+    words = [image, QUESTION, "--bundle", bundle, "--json", "--max-new-tokens", 20, "--temperature", 2]
+    ids = [json.loads(invoke("run", *words, "--seed", seed).stdout)["token_ids"] for seed in (1, 1, 2)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--k", "1"], r"outside 2\.\.8"),
+        (["--k", "9"], r"outside 2\.\.8"),
+        (["--k", "-3"], r"outside 2\.\.8"),
+        (["--k", "4"], "has 3, 5;"),
+        (["--k", "auto"], "gates"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--max-new-tokens", "-1"], "max_new_tokens is -1"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--temperature", "inf"], "temperature"),
+        (["--top-p", "0"], "top-p"),
+        (["--top-p", "2"], "top-p"),
+        (["--top-p", "nan"], "top-p"),
+        (["--top-k", "-1"], "top-k"),
+        (["--seed", "-1"], "seed"),
+        (["--threads", "0"], "threads"),
+        (["--threads", "-4"], "threads"),
+        (["--device", "abacus"], "abacus.*cpu"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_one_line(bundle: Path, image: Path, words: list[str], named: str) -> None:
+    assert re.search(named, fails("run", image, QUESTION, "--bundle", bundle, "--json", *words))
+
+
+@pytest.mark.parametrize("question", ["", "   ", "\n\t"])
+def test_an_empty_question_is_one_line(bundle: Path, image: Path, question: str) -> None:
+    assert "empty" in fails("run", image, question, "--bundle", bundle, "--json")
+
+
+def test_a_question_too_long_says_how_many_tokens_fit(bundle: Path, image: Path) -> None:
+    message = fails("run", image, "what " * 500, "--bundle", bundle, "--json")
+    assert "255 fit" in message
+    assert "16 of them for images" in message
+    assert "--max-context" in message
+
+
+def test_a_context_just_full_gives_one_token_and_one_more_does_not_fit(bundle: Path, image: Path) -> None:
+    def prompt(count: int) -> int:
+        return len(model.text.prompt([{"role": "user", "content": [
+            {"type": "image"}, {"type": "text", "text": "?" * count}]}], 16))  # fmt: skip
+
+    model = vtx.load(bundle, threads=1)
+    count = next(count for count in range(1, 400) if prompt(count) == 255)
+    with model.open(image) as opened:
+        answer = opened.ask("?" * count, options=vtx.Options(ignore_eos=True))
+        assert (len(answer.token_ids), answer.stopped) == (1, "context")
+        with pytest.raises(VtxError, match="by 1 tokens"):
+            opened.ask("?" * (count + 1))
+        two = opened.ask("?" * (count - 1), options=vtx.Options(ignore_eos=True))
+        assert (len(two.token_ids), two.stopped) == (2, "context")
+    result = invoke("run", image, "?" * count, "--bundle", bundle, "--ignore-eos")
+    assert "context is full" in result.stderr
+
+
+@pytest.mark.parametrize("typed", ["<image>", "</s>", "<s>", "<unk>", "<image><image></s>"])
+def test_special_tokens_in_a_question_are_text(bundle: Path, image: Path, typed: str) -> None:
+    answer = json.loads(invoke("run", image, f"what {typed} is it", "--bundle", bundle, "--json").stdout)
+    assert answer["vision_tokens"] == 16
+    model = vtx.load(bundle, threads=1)
+    content: Any = [{"type": "image"}, {"type": "text", "text": f"what {typed} is it"}]
+    ids = model.text.prompt([{"role": "user", "content": content}], 16).tolist()
+    assert (ids.count(319), ids.count(2), ids.count(1)) == (16, 0, 1)
+    assert len(ids) == answer["prompt_tokens"]
+
+
+def _bad_images(folder: Path) -> dict[str, Path]:
+    (folder / "text.jpg").write_text("no image")
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "directory").mkdir()
+    size = (60_000).to_bytes(4, "big")
+    (folder / "huge.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR" + size * 2 + b"\x08\x02\0\0\0" + b"\0" * 32)
+    return {name: folder / name for name in ("missing.png", "text.jpg", "empty.png", "directory", "huge.png")}
+
+
+@pytest.mark.parametrize("name", ["missing.png", "text.jpg", "empty.png", "directory", "huge.png"])
+def test_an_image_that_is_none_is_one_line(bundle: Path, tmp_path: Path, name: str) -> None:
+    assert name in fails("run", _bad_images(tmp_path)[name], QUESTION, "--bundle", bundle, "--json")
+
+
+# ---- which bundle ----------------------------------------------------------------------------------------------------
+
+
+def test_the_bundle_is_the_one_named_else_the_environment_s_else_the_last_exported(
+    bundle: Path, image: Path, tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, out = [image, QUESTION, "--json", "--max-new-tokens", 1], tmp_path / "mine"
+    made = invoke("export", "--model", tiny_checkpoint(), "--k", "5,3", "--precision", "fp32", "--out", out)
+    assert made.exit_code == 0, made.output
+    assert json.loads(invoke("run", *words).stdout)["k"] == 5
+    monkeypatch.setenv("VTX_BUNDLE", str(bundle))
+    assert json.loads(invoke("run", *words).stdout)["k"] == 3
+    assert json.loads(invoke("run", *words, "--bundle", out).stdout)["k"] == 5
+
+
+@pytest.mark.parametrize("name", ["missing", "home", "image.png"])
+def test_a_bundle_that_is_none_is_one_line(image: Path, tmp_path: Path, name: str) -> None:
+    shutil.copy(image, tmp_path / "image.png")
+    assert "vtx-export" in fails("run", image, QUESTION, "--bundle", tmp_path / name)
+    assert name in fails("inspect", tmp_path / name)
+    assert name in fails("doctor", tmp_path / name)
+
+
+@pytest.mark.parametrize("noted", [b"/nowhere/at/all", b"\xff\xfe\n", b"", b"x" * 5000, b"a\0b"])
+def test_a_note_of_the_last_bundle_that_leads_nowhere_gives_the_demo(
+    home: Path, bundle: Path, image: Path, monkeypatch: pytest.MonkeyPatch, noted: bytes
+) -> None:
+    note = home / ".local/state/vtx/last-bundle"
+    note.parent.mkdir(parents=True)
+    note.write_bytes(noted)
+    shutil.copytree(bundle, home / ".cache/vtx/demo-k16-fp16")
+    result = invoke("run", image, QUESTION, "--json", "--max-new-tokens", 1)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["k"] == 3
+
+
+def test_where_the_last_bundle_cannot_be_noted_the_export_says_so(
+    home: Path, tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    (home / ".local").write_text("a file in the way")
+    result = invoke("export", "--model", tiny_checkpoint(), "--precision", "fp32", "--out", tmp_path / "b")
+    assert result.exit_code == 0
+    assert "--bundle" in result.stderr
+
+
+# ---- vtx-export ------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke("export", "--model", tiny_checkpoint(), "--k", "3", "--precision", "fp16")
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    for word in ("predicted:", "measured:", "disk", "memory", "vtx-run", "weights", "reference", "in all"):
+        assert word in result.stderr
+    assert re.search(r"about [\d.]+ s if the machine stays as busy as it is: graphs [\d.]+ s, weights", result.stderr)
+    compared = re.search(r"measured:.*\n?.*\n?", result.stderr)
+    assert compared
+    assert len(re.findall(r"\(predicted [\d.]+ \w+, [+-]\d+%\)", compared[0])) == 3
+    (made,) = tmp_path.glob("vtx-*")
+    assert made.name == f"vtx-{tiny_checkpoint().name}-k3-fp16"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--k", "1"], r"outside 2\.\.8"),
+        (["--k", "3,99"], r"outside 2\.\.8"),
+        (["--k", "3,3"], "twice"),
+        (["--k", "auto"], "gates"),
+        (["--max-context", "10000"], "256"),
+        (["--max-context", "1"], "at least 2"),
+        (["--chat-template", "missing.jinja"], r"missing\.jinja"),
+        (["--model", "no such/dir ectory"], "no such"),
+        (["--out", "taken"], "exists already; --force"),
+        (["--out", "taken", "--force"], "no bundle"),
+    ],
+)
+def test_an_export_that_cannot_be_done_is_one_line(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/thesis.txt").write_text("years of work")
+    result = invoke("export", "--model", tiny_checkpoint(), *words)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.search(named, result.stderr)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("export: ")]
+    assert len(errors) == 1
+    assert errors == result.stderr.splitlines()[-1:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "taken"]
+
+
+def test_what_transformers_has_to_say_about_a_model_stays_out_of_the_one_line(
+    tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_scaling"] = {"rope_type": "linear", "factor": -1}
+    (folder / "config.json").write_text(json.dumps(config))
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    done = process("export", "--model", folder, "--out", tmp_path / "b", env=environment)
+    _, stderr = done.communicate(timeout=120)
+    assert done.returncode == 1
+    assert stderr.count(b"\n") == 1, stderr.decode()
+    assert b"factor is -1" in stderr
+
+
+# ---- vtx-inspect and vtx-doctor --------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_stages_variants_and_kv_bytes(bundle: Path) -> None:
+    shown = invoke("inspect", bundle).stdout
+    for word in ("1..2", "3..4", "5..8", "stage-05-08.ort.onnx", "3 (default)", "none", "fp32", "256"):
+        assert word in shown
+
+
+def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    model, out = tiny_checkpoint(), tmp_path / "b"
+    said = invoke("export", "--model", model, "--kv-precision", "int8", "--out", out).stderr
+    assert 0 < said.index("float16 with TensorRT") < said.index("measured:"), "before it happens"
+    assert "float16 with TensorRT" in invoke("inspect", out).stdout
+
+
+def test_inspect_gives_the_same_as_json(bundle: Path) -> None:
+    result = invoke("inspect", bundle, "--json")
+    facts = json.loads(result.stdout)
+    assert result.stdout.count("\n") == 1
+    assert [(s["first"], s["last"]) for s in facts["stages"]] == [(1, 2), (3, 4), (5, 8)]
+    slot = 2 * 2 * 16 * 4
+    by_k = {v["k"]: v["kv_bytes_one_image"] for v in facts["variants"]}
+    assert by_k == {
+        None: slot * 8 * 80,
+        3: slot * (2 * 80 + 6 * 64),
+        5: slot * (4 * 80 + 4 * 64),
+    }
+    files = [path for path in bundle.rglob("*") if path.is_file() and path.name != "vtx.json"]
+    assert facts["bytes"]["all"] == sum(path.stat().st_size for path in files)
+
+
+def test_doctor_looks_at_the_machine() -> None:
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    for word in ("Python", "processor", "memory", "onnxruntime", "CPU", "[export]"):
+        assert word in result.stdout
+
+
+def test_doctor_without_onnxruntime_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vtx.runtime.host import machine
+
+    def without(*engines: str) -> None:
+        monkeypatch.setattr(machine, "version", lambda name: None if name.startswith(engines) else "1.0")
+
+    without("onnxruntime", "openvino")
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "pip install" in result.stdout
+    assert "onnxruntime" in result.stderr
+    without("onnxruntime")  # OpenVINO answers alone
+    assert invoke("doctor").exit_code == 0
+    monkeypatch.setattr(machine, "version", lambda name: "1.0")
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "pip uninstall" in result.stdout
+
+
+def test_doctor_certifies_a_sound_bundle(bundle: Path) -> None:
+    result = invoke("doctor", bundle)
+    assert result.exit_code == 0, result.output
+    for word in ("checksums: all", "logits at K = none", "logits at K = 5", "same top token", "ok"):
+        assert word in result.stdout
+    assert "FAILED" not in result.stdout
+
+
+def test_doctor_names_every_altered_file(bundle: Path, tmp_path: Path) -> None:
+    folder = bundles.copy(bundle, tmp_path / "b")
+    bundles.flip(folder / "head.ort.onnx")
+    (folder / "rope.safetensors").unlink()
+    result = invoke("doctor", folder)
+    assert result.exit_code == 1
+    assert "head.ort.onnx was altered" in result.stderr
+    assert "rope.safetensors is missing" in result.stderr
+    assert "2 of " in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["golden.safetensors", "weights/00001-of-00001.safetensors"])
+def test_doctor_is_not_deceived_by_checksums_that_were_made_to_match(bundle: Path, tmp_path: Path, name: str) -> None:
+    folder = bundles.copy(bundle, tmp_path / "b")
+    content = (folder / name).read_bytes()
+    half = len(content) // 2 // 4 * 4
+    (folder / name).write_bytes(content[:half] + b"\0" * (len(content) - half))
+    bundles.reseal(folder, name)
+    result = invoke("doctor", folder)
+    assert result.exit_code == 1
+    assert "FAILED" in result.stdout
+    assert "differ beyond the limit" in result.stderr.splitlines()[-1]
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (VtxError("two\nlines"), 1, "two lines"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 1, "out of memory"),
+    ],
+)
+def test_every_end_is_one_line_and_its_exit_code(error: BaseException, code: int, line: str) -> None:
+    @click.command(cls=console.Command)
+    def command() -> None:
+        raise error
+
+    result = CliRunner().invoke(command, [])
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.count("\n") == 1
+    assert line in result.stderr
+
+
+@pytest.fixture(scope="module")
+def talker(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose answers take seconds."""
+    folder = tiny_checkpoint(Tiny(context=16_384))
+    return bundles.export(folder, tmp_path_factory.mktemp("talker") / "b", max_context=16_384).folder
+
+
+def talk(talker: Path, image: Path, **options: Any) -> subprocess.Popen[bytes]:
+    words = ["run", image, QUESTION, "--bundle", talker, "--threads", 1]
+    return process(*words, "--ignore-eos", "--max-new-tokens", 16_000, **options)
+
+
+def test_ctrl_c_during_an_answer_exits_with_130(talker: Path, image: Path) -> None:
+    running = talk(talker, image)
+    assert running.stdout
+    assert running.stdout.read(1)
+    os.killpg(running.pid, signal.SIGINT)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 130, stderr.decode()
+    assert stderr.decode().splitlines()[-1].endswith("interrupted")
+    assert b"Traceback" not in stderr
+
+
+def test_a_reader_that_goes_away_ends_an_answer_without_a_traceback(talker: Path, image: Path) -> None:
+    running = talk(talker, image)
+    assert running.stdout
+    assert running.stderr
+    assert running.stdout.read(1)
+    running.stdout.close()
+    stderr = running.stderr.read().decode()
+    running.stderr.close()
+    assert running.wait(timeout=60) == 1
+    assert len(stderr.splitlines()) <= 1, stderr  # the line that says what it runs on
+    assert "cpu" in stderr
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--json"], ["doctor"]])
+def test_a_closed_pipe_ends_a_report_without_a_traceback(bundle: Path, words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    running = process(*words, bundle, stdout=write)
+    os.close(write)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert b"Traceback" not in stderr
+    assert b"Exception ignored" not in stderr

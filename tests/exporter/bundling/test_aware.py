@@ -1,0 +1,480 @@
+"""Activation-aware scaling: it leaves the function alone, finds what a plain statement finds, and loses less."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import vtx
+from tests.support import bundles
+from tests.support.exported import THREADS
+from tests.support.reference import Reference as Judge
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx import cli
+from vtx.exporter.bundling import activation_aware as measuring
+from vtx.exporter.bundling import build
+from vtx.exporter.bundling.activation_aware import Aware, drawn, exact_factors, measure_factors, shares
+from vtx.exporter.bundling.export import ExportOptions, Plan, plan_export, run_export
+from vtx.exporter.bundling.resume import Journal
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.loader import open_checkpoint
+from vtx.exporter.data.items import Data, Item
+from vtx.exporter.data.prompts import messages
+from vtx.exporter.estimate import forecast as forecasting
+from vtx.exporter.estimate.rates import Pace
+from vtx.exporter.reference.model import Reference
+from vtx.exporter.weights import writing
+from vtx.exporter.weights.awq import factors_of
+from vtx.exporter.weights.plan import plan_weights
+from vtx.exporter.weights.quantize import dequantise, quantise, scheme
+from vtx.exporter.weights.scaling import Scaling, channels, scalings
+from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights, Rows
+from vtx.runtime.errors import CheckpointError, RequestError
+from vtx.runtime.report.golden import check_golden
+
+Make = Callable[..., Path]
+MHA = Tiny(layers=4, kv_heads=4, attention_bias=True, mlp_bias=True)
+GQA = Tiny(layers=4, attention_bias=True, mlp_bias=True)
+QWEN2 = Tiny(layers=4, text="qwen2", tied=True)
+WORDS = ("red?", "how many circles?", "what is left?", "describe the picture")
+DATA = Data("a few pictures", tuple(Item((random_image(n),), words) for n, words in enumerate(WORDS[:3])))
+QUESTION = "What is the colour of the square in the picture?"
+ROOM = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+class Scaled:
+    """A checkpoint's weights, multiplied and not rounded."""
+
+    def __init__(self, weights: CheckpointWeights, by: Mapping[str, Scaling]) -> None:
+        self._weights, self._by = weights, by
+
+    def rows(self, name: str) -> int:
+        return self._weights.rows(name)
+
+    def read(self, name: str, rows: Rows = slice(None)) -> torch.Tensor:
+        whole = self._weights.read(name)
+        if name in self._by:
+            whole = torch.from_numpy(self._by[name].apply(whole.numpy(), 0))
+        return whole[rows]
+
+
+def options(folder: Path, precision: str = "int4", data: Data = DATA, **more: Any) -> ExportOptions:
+    return ExportOptions(str(folder), (3,), precision, dialects=("ort",), aware=Aware(data), **more)
+
+
+def change(folder: Path, target: Path, change: Callable[[str, np.ndarray], None]) -> Path:
+    """A copy of a float32 checkpoint; `change` gets every tensor of the decoder, and may write into it."""
+    copy = bundles.copy(folder, target)
+    for name, info in open_checkpoint(str(copy)).tensors.items():
+        if name.startswith("text."):
+            mapped = np.memmap(info.file, np.float32, "r+", info.offset, tuple(info.shape))
+            change(name, mapped)
+            mapped.flush()
+    return copy
+
+
+OUTLIERS = [3, 17, 30]
+
+
+def with_outliers(folder: Path, target: Path) -> Path:
+    """The same model by other weights: a few channels carry rows 30 times as large to weights 30 times as small."""
+
+    def louder(name: str, values: np.ndarray) -> None:
+        if name.endswith(("layernorm.weight", "up_proj.weight", "up_proj.bias")):
+            values[OUTLIERS] *= 30
+        if name.endswith("_proj.weight") and "o_proj" not in name:
+            values[:, OUTLIERS] /= 30
+
+    return change(folder, target, louder)
+
+
+# ---- the function ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiny", [MHA, GQA, QWEN2], ids=["mha", "gqa", "qwen2"])
+def test_factors_without_rounding_leave_the_model_as_it_is(
+    tiny_checkpoint: Make, reference: Callable[..., Judge], tiny: Tiny
+) -> None:
+    checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
+    config, rng = ModelConfig.from_hf(checkpoint.config), np.random.default_rng(0)
+    groups = [group for layer in range(1, 5) for group in channels(config.text, layer)]
+    factors = {g.source: np.exp(rng.standard_normal(g.width // g.sharing)).astype(np.float32) for g in groups}
+    by = scalings(config.text, factors)
+    found = Reference(checkpoint, config, Scaled(CheckpointWeights(checkpoint), by))
+    judge = reference(tiny)
+    inputs = judge.inputs(prompt_messages(QUESTION), [random_image(0)])
+    with torch.inference_mode():
+        features = found.features(inputs["pixel_values"].numpy())
+        logits = found.logits(inputs["input_ids"][0].numpy(), features, (None, 3))
+        for k in (None, 3):
+            np.testing.assert_allclose(logits[k], judge.logits(inputs, k), atol=ROOM, rtol=0)
+
+
+def test_heads_that_read_the_same_values_share_factors(tiny_checkpoint: Make) -> None:
+    config = ModelConfig.from_hf(open_checkpoint(str(tiny_checkpoint(GQA))).config).text
+    group = channels(config, 1)[1]
+    factors = np.arange(32, dtype=np.float32)
+    spread = group.spread(factors).reshape(4, 16)
+    assert np.array_equal(spread[0], spread[1])
+    assert np.array_equal(spread[2], factors[16:])
+    assert np.array_equal(group.pooled(group.spread(factors)), factors)
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def inputs_of_matrices(judge: Judge, data: Data) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The rows [n, in] that transformers' own modules are called with, by name, and which of them are of an image."""
+    seen: dict[str, list[np.ndarray]] = {}
+    vision: list[np.ndarray] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        return lambda _, inputs: seen.setdefault(name, []).append(inputs[0][0].numpy().copy())
+
+    modules = judge.model.model.language_model.named_modules()
+    hooks = [m.register_forward_pre_hook(watch(n)) for n, m in modules if n.endswith("_proj")]
+    with torch.inference_mode():
+        for item in data.items:
+            inputs = judge.inputs(messages(item), list(item.images))
+            vision.append((inputs["input_ids"][0] == judge.image_token).numpy())
+            judge.model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return {f"text.{name}.weight": np.concatenate(rows) for name, rows in seen.items()}, np.concatenate(vision)
+
+
+def stated_search(
+    readers: list[np.ndarray], x: np.ndarray, vision: np.ndarray, precision: str, heads: tuple[int, int] | None
+) -> tuple[dict[float, float], dict[float, np.ndarray]]:
+    """The error and the readers' factors of every alpha; `heads` are those of o and of v where they differ."""
+    size = (np.abs(x[vision]).mean(0) + np.abs(x[~vision]).mean(0)) / 2
+    if heads:
+        kv = size.reshape(heads[1], heads[0] // heads[1], -1).mean(1)
+        size = np.concatenate([kv[h * heads[1] // heads[0]] for h in range(heads[0])])
+    errors, factors = {}, {}
+    for alpha in np.arange(11) / 10:
+        s = (size / np.exp(np.log(size).mean())) ** alpha
+        error = 0.0
+        for w in readers:
+            how = scheme(precision, w.shape)
+            assert how is not None
+            rounded = dequantise(*quantise((w * s).astype(np.float32), how, "w"), how)
+            y, got = x @ w.T, (x / s) @ rounded.T
+            error += np.mean([np.sum((a - b) ** 2) / np.sum(a**2) for a, b in zip(y, got, strict=True)])
+        errors[float(alpha)], factors[float(alpha)] = error, s
+    return errors, factors
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("tiny", [MHA, GQA], ids=["mha", "gqa"])
+def test_the_search_finds_what_a_plain_statement_over_transformers_rows_finds(
+    tiny_checkpoint: Make, tmp_path: Path, tiny: Tiny, precision: str
+) -> None:
+    folder = with_outliers(tiny_checkpoint(tiny), tmp_path / "ck")
+    plan = plan_export(options(folder, precision))
+    found = measure_factors(plan, Aware(DATA), bundles.IGNORE)
+    assert (found.record["items"], found.record["data"]) == (3, "a few pictures")
+    rows, vision = inputs_of_matrices(Judge(folder), DATA)
+    assert found.record["rows"] == len(vision)
+    weights, text, scaled = CheckpointWeights(plan.checkpoint), plan.config.text, 0
+    for group in itertools.chain.from_iterable(channels(text, layer) for layer in range(1, 5)):
+        matrices = [weights.read(name).numpy() for name in group.readers]
+        heads = (text.heads, text.kv_heads) if "v_proj" in group.source else None
+        errors, factors = stated_search(matrices, rows[group.readers[0]], vision, precision, heads)
+        best = min(errors, key=errors.__getitem__)
+        if group.source not in found.by_source:
+            assert errors[0.0] <= errors[best] * (1 + 1e-4)
+            continue
+        scaled += 1
+        assert best > 0
+        got = group.spread(found.by_source[group.source])
+        np.testing.assert_allclose(got, factors[best], rtol=2e-3)
+    assert scaled >= 12
+
+
+def test_channels_without_a_row_keep_their_size_and_the_others_their_balance() -> None:
+    sizes = np.array([0, 1, 4, 0, 16], np.float32)
+    assert factors_of(sizes, 0.5).tolist() == [1, 0.5, 1, 1, 2]
+    assert factors_of(np.zeros(3, np.float32), 0.5).tolist() == [1, 1, 1]
+    wild = factors_of(np.array([1e-30, 1, 1e30], np.float32), 1)
+    assert wild.tolist() == [1 / 128, 1, 128]
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_a_norm_is_divided_into_numbers_that_can_be_stored(dtype: str) -> None:
+    from vtx.exporter.weights.writing import narrow_bf16
+    from vtx.runtime.bundle.safetensors import widen_bf16
+
+    rng = np.random.default_rng(0)
+    norm = np.append(rng.standard_normal(500), [0, 1e-9, -3e4]).astype(np.float32)
+    wanted = np.exp(rng.standard_normal(503)).astype(np.float32)
+    found = exact_factors(norm, wanted, dtype)
+    stored = norm * np.reciprocal(found)
+    kept = stored.astype(np.float16).astype(np.float32) if dtype == "F16" else widen_bf16(narrow_bf16(stored))
+    np.testing.assert_allclose((kept * found)[:500], norm[:500], rtol=1e-6)
+    np.testing.assert_allclose(found[:500], wanted[:500], rtol=8e-3)
+    assert found[500] == 1
+    assert np.isfinite(found).all()
+    assert (found > 0).all()
+
+
+def test_text_and_image_count_half_each_and_no_row_is_drawn_twice() -> None:
+    is_vision = [np.arange(700) >= 50, np.arange(30) < 20, np.zeros(10, bool)]
+    weights, rows = shares(is_vision), drawn(is_vision)
+    text = sum(float(w[torch.from_numpy(~v)].sum()) for w, v in zip(weights, is_vision, strict=True))
+    assert text == pytest.approx(0.5, abs=1e-5)
+    assert sum(float(w.sum()) for w in weights) == pytest.approx(1, abs=1e-5)
+    assert sum(map(len, rows)) == 256
+    assert all(len(set(r)) == len(r) and max(r) < len(v) for r, v in zip(rows, is_vision, strict=True))
+    assert sum(int((~v[r]).sum()) for r, v in zip(rows, is_vision, strict=True)) == 70
+    assert shares([np.zeros(4, bool)])[0].tolist() == [0.25] * 4
+
+
+# ---- what it is worth ------------------------------------------------------------------------------------------------
+
+
+def error_of_logits(plan: Plan, folder: Path) -> float:
+    """What rounding the weights of a bundle does to the logits of questions that were not measured, as a share."""
+    text = vtx.load(folder, threads=THREADS).text
+    whole = Reference(plan.checkpoint, plan.config)
+    rounded = Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored))
+    lost = spread = 0.0
+    with torch.inference_mode():
+        for seed in range(100, 106):
+            ids = text.prompt(prompt_messages(WORDS[seed % 4]), plan.config.vision_tokens)
+            features = whole.features(random_noise(seed))
+            a, b = (model.logits(ids, features, [None])[None] for model in (whole, rounded))
+            lost, spread = lost + float((a - b).square().sum()), spread + float((a - a.mean()).square().sum())
+    return lost / spread
+
+
+def random_noise(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((1, 3, 56, 56)).astype(np.float32)
+
+
+def test_where_a_few_channels_carry_most_it_loses_much_less(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = with_outliers(tiny_checkpoint(replace(GQA, layers=3)), tmp_path / "ck")
+    aware = options(folder, vision_precision="fp32", head_precision="fp32")
+    plain = replace(aware, aware=None)
+    made = [bundles.export_with(each, tmp_path / name).folder for name, each in (("a", aware), ("p", plain))]
+    scaled, left = (error_of_logits(plan_export(each), at) for each, at in zip((aware, plain), made, strict=True))
+    assert scaled < 0.5 * left
+
+
+# ---- bundles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("tiny", [MHA, QWEN2, replace(GQA, ffn=100, dtype="bfloat16")], ids=["mha", "qwen2", "odd"])
+def test_a_bundle_computes_what_its_stored_weights_say_and_tells_how_they_came(
+    tiny_checkpoint: Make, tmp_path: Path, tiny: Tiny, precision: str
+) -> None:
+    made = bundles.export_with(options(tiny_checkpoint(tiny), precision), tmp_path / "b")
+    assert all(check.passed for check in check_golden(vtx.load(made.folder, threads=THREADS)))
+    record = made.manifest.record["activation_aware"]
+    assert (record["items"], record["skipped"], record["data"]) == (3, 0, "a few pictures")
+    assert set(made.manifest.files) == {
+        path.relative_to(made.folder).as_posix() for path in made.folder.rglob("*") if path.is_file()
+    } - {"vtx.json"}
+    shown = CliRunner().invoke(cli.inspect, [str(made.folder)])
+    assert "activation-aware: channels scaled by what 3 questions" in shown.output
+
+
+def test_without_it_nothing_is_said(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    made = bundles.export(tiny_checkpoint(), tmp_path / "b", (), "int4")
+    assert "activation" not in CliRunner().invoke(cli.inspect, [str(made.folder)]).output
+
+
+def test_weights_in_small_pieces_are_scaled_alike(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint(MHA)
+    whole = bundles.export_with(options(folder), tmp_path / "a").manifest.files
+    monkeypatch.setattr(writing, "CHUNK", 200)
+    pieces = bundles.export_with(options(folder), tmp_path / "b").manifest.files
+    weights = [name for name in whole if name.startswith("weights/")]
+    assert weights
+    assert all(whole[name] == pieces[name] for name in weights)
+
+
+def test_a_file_with_a_scaled_tensor_is_written_anew(tiny_checkpoint: Make) -> None:
+    checkpoint = open_checkpoint(str(tiny_checkpoint(Tiny(dtype="float16", shards=3))))
+    needed = [(name, info.shape) for name, info in checkpoint.tensors.items()]
+    name = "text.layers.0.input_layernorm.weight"
+    precisions = ExportOptions(precision="fp16").precisions()
+    files = plan_weights(checkpoint, needed, precisions, {name}).files
+    assert [file.whole for file in files].count(False) == 1
+    assert name in {entry.name for file in files if not file.whole for entry in file.entries}
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+def stopped(plan: Plan, out: Path) -> None:
+    def stop(phase: str, done: int, total: int) -> None:
+        if phase == "weights" and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_export(plan, out, force=False, report=stop)
+
+
+def test_an_interrupted_export_goes_on_with_the_same_factors(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_export(options(tiny_checkpoint(GQA)))
+    whole = run_export(plan, tmp_path / "whole", force=False, report=bundles.IGNORE).manifest
+    stopped(plan, tmp_path / "b")
+    monkeypatch.setattr(build, "measure_factors", None)
+    again = plan_export(options(tiny_checkpoint(GQA)))
+    made = run_export(again, tmp_path / "b", force=False, report=bundles.IGNORE).manifest
+    assert made.files == whole.files
+    assert made.record["activation_aware"] == whole.record["activation_aware"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "whole"]
+
+
+@pytest.mark.parametrize("other", [None, Data("others", DATA.items[:2])], ids=["without", "other data"])
+def test_other_questions_or_none_start_afresh(tiny_checkpoint: Make, tmp_path: Path, other: Data | None) -> None:
+    folder = tiny_checkpoint(GQA)
+    stopped(plan_export(options(folder)), tmp_path / "b")
+    changed = replace(options(folder), aware=Aware(other) if other else None)
+    said: list[str] = []
+    made = run_export(plan_export(changed), tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
+    assert any("starting afresh" in line for line in said)
+    assert made.manifest.record.get("activation_aware", {}).get("items") == (2 if other else None)
+
+
+# ---- odd and hostile -------------------------------------------------------------------------------------------------
+
+
+def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    def mute(name: str, values: np.ndarray) -> None:
+        if name.endswith(("layernorm.weight", "up_proj.weight")):
+            values[[0, 5]] = 0
+
+    folder = change(tiny_checkpoint(Tiny(layers=3)), tmp_path / "ck", mute)
+    plan = plan_export(options(folder))
+    found = measure_factors(plan, Aware(DATA), bundles.IGNORE).by_source
+    norms = [factors for name, factors in found.items() if name.endswith("layernorm.weight")]
+    assert norms
+    assert all(factors[0] == factors[5] == 1 for factors in norms)
+    made = run_export(plan, tmp_path / "b", force=False, report=bundles.IGNORE)
+    assert all(check.passed for check in check_golden(vtx.load(made.folder, threads=THREADS)))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("text.layers.1.mlp.up_proj.weight", r"tensor text\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
+        ("text.embed_tokens.weight", r"rows that enter text\.layers\.0\..* are NaN or infinite.*without"),
+    ],
+)
+def test_nan_is_refused_and_nothing_is_left(tiny_checkpoint: Make, tmp_path: Path, name: str, says: str) -> None:
+    def spoil(tensor: str, values: np.ndarray) -> None:
+        if tensor == name:
+            values[:, 1] = np.nan
+
+    folder = change(tiny_checkpoint(Tiny(layers=3)), tmp_path / "ck", spoil)
+    with pytest.raises(CheckpointError, match=says):
+        bundles.export_with(options(folder), tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_weights_that_are_not_rounded_to_integers_are_refused(tiny_checkpoint: Make, precision: str) -> None:
+    with pytest.raises(RequestError, match=rf"{precision} weights are not rounded.*--precision int4 or int8"):
+        options(tiny_checkpoint(), precision)
+
+
+def test_questions_that_do_not_fit_are_counted_and_too_many_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    long = Item((random_image(9),), "what " * 300)
+    few = Data("mixed", (*DATA.items, DATA.items[0], DATA.items[1], long))
+    plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=few))
+    assert measure_factors(plan, Aware(few), bundles.IGNORE).record["skipped"] == 1
+    with pytest.raises(RequestError, match="cannot be used"):
+        measure_factors(plan, Aware(Data("mixed", (DATA.items[0], long))), bundles.IGNORE)
+
+
+def export(checkpoint: Path, out: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(
+        cli.export,
+        ["--model", str(checkpoint), "--precision", "int4", "--activation-aware", "--out", str(out), *arguments],
+    )
+
+
+def test_the_command_measures_a_file_of_questions_and_names_what_it_skips(
+    tiny_checkpoint: Make, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = [{"image": f"{n}.png", "question": "red?", "answer": "a circle"} for n in range(6)]
+    (data / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for n in range(5):
+        random_image(n).save(data / f"{n}.png")
+    (data / "5.png").write_bytes(b"no picture")
+    done = export(tiny_checkpoint(Tiny(layers=3)), tmp_path / "b", "--calibration", str(data))
+    assert done.exit_code == 0, done.stderr
+    assert "skipped line 6" in done.stderr
+    assert "by the activations of 5 items of questions.jsonl" in done.stderr
+    assert bundles.manifest(tmp_path / "b")["record"]["activation_aware"]["items"] == 5
+    (data / "0.png").write_bytes(b"")
+    spoiled = export(tiny_checkpoint(Tiny(layers=3)), tmp_path / "c", "--calibration", str(data))
+    assert spoiled.exit_code == 1
+    assert "2 of 6 items" in spoiled.stderr
+    shutil.rmtree(data)
+    data.mkdir()
+    empty = export(tiny_checkpoint(Tiny(layers=3)), tmp_path / "c", "--calibration", str(data))
+    assert empty.exit_code == 1
+    assert "holds 0 .jsonl files" in empty.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "data"]
+
+
+def test_the_command_needs_data_for_a_model_of_the_user_s(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    done = export(tiny_checkpoint(), tmp_path / "b")
+    assert done.exit_code == 2
+    assert "--calibration" in done.stderr
+
+
+def test_the_forecast_of_memory_counts_a_layer_and_the_rows(tiny_checkpoint: Make) -> None:
+    aware = options(tiny_checkpoint(Tiny(hidden=256, ffn=4096)))
+    measured, plain = (plan_export(each).prediction for each in (aware, replace(aware, aware=None)))
+    layer = 4 * 256 * (3 * 4096 + 2 * 256)
+    assert measured.export_memory > plain.export_memory
+    assert measured.export_memory > layer + measuring.SAMPLES
+    assert replace(measured, export_memory=0) == replace(plain, export_memory=0)
+
+
+def test_the_forecast_of_time_counts_the_reading_and_the_search_until_factors_are_found(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a second an element read and one a source byte converted, products being free."""
+    plan = plan_export(options(tiny_checkpoint(GQA)))
+    monkeypatch.setattr(forecasting, "product_speed", lambda *_: 1e18)
+    monkeypatch.setattr(forecasting, "measure_paces", lambda *_: defaultdict(lambda: Pace(1.0, 1.0)))
+    elements = sum(np.prod(tensor.shape) for name, tensor in plan.weights.stored.items() if is_read(name))
+    phases = forecasting.forecast(plan, tmp_path, Journal(tmp_path)).phases
+    assert phases["activations"] == pytest.approx(elements * (1 + 11 * writing.THREADS * 4), rel=1e-3)
+    journal = Journal(tmp_path)
+    journal.add_factors()
+    assert "activations" not in forecasting.forecast(plan, tmp_path, journal).phases
+
+
+def is_read(name: str) -> bool:
+    return name.startswith("text.layers.") and name.endswith("proj.weight")

@@ -1,0 +1,145 @@
+"""Exporting for reductions: where the decoder is cut, which graphs there are, and what is refused first."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import onnx
+import pytest
+from click.testing import CliRunner
+
+from tests.support.bundles import IGNORE
+from tests.support.tiny import Tiny
+from vtx.cli import export as export_command
+from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.errors import RequestError, UnsupportedModelError, VtxError
+
+Checkpoints = Callable[..., Path]
+MUSTDROP = "mustdrop:gamma=0.001,alpha=0.001,tau=0.8,key=0.08,layers=2/5,positions=keep,order=raster"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing that a command remembers stays, nor does its handling of signals."""
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def make(
+    checkpoint: Path, out: Path, *words: str, ks: tuple[int, ...] = (), dialects: tuple[str, ...] = ("ort",)
+) -> Bundle:
+    options = ExportOptions(str(checkpoint), ks, "fp32", dialects=dialects, reductions=words)
+    return run_export(plan_export(options), out, force=False, report=IGNORE)
+
+
+def outputs(bundle: Bundle, graph: str) -> set[str]:
+    return {value.name for value in onnx.load(bundle.path(graph), load_external_data=False).graph.output}
+
+
+def test_the_decoder_is_cut_for_every_k_and_every_reduction(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    bundle = make(tiny_checkpoint(), tmp_path / "b", "mustdrop:192,layers=2/5", "fastv:k=3,ratio=0.25", ks=(4, 7))
+    graphs = bundle.manifest.dialects["ort"]
+    found = [(stage.first, stage.last, stage.query) for stage in graphs.stages]
+    assert found == [(1, 1, False), (2, 2, True), (3, 3, True), (4, 5, True), (6, 6, False), (7, 8, False)]
+    assert bundle.manifest.variants == (4, 7)
+    assert bundle.manifest.reductions == (MUSTDROP, "fastv:k=3,ratio=0.25")
+    assert (graphs.vision_merges, graphs.vision_attention) == (True, True)
+    assert [stage.graph for stage in graphs.stages if "query" in outputs(bundle, stage.graph)] == [
+        stage.graph for stage in graphs.stages if stage.query
+    ]
+    assert outputs(bundle, str(graphs.score)) == {"attention_sum", "attention_max"}
+
+
+@pytest.mark.parametrize(
+    ("word", "merges", "attention", "scored"),
+    [("lsm", True, False, False), ("cls", False, True, False), ("fastv", False, False, True),
+     ("mustdrop:192,tau=off,key=0", False, False, True), ("mustdrop:192,key=0", True, False, True),
+     ("none", False, False, False)],
+)  # fmt: skip
+def test_a_bundle_has_what_its_reductions_need_and_no_more(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, word: str, merges: bool, attention: bool, scored: bool
+) -> None:
+    bundle = make(tiny_checkpoint(Tiny(layers=16)), tmp_path / "b", word)
+    graphs = bundle.manifest.dialects["ort"]
+    extras = ({"places", "merged"} if merges else set()) | ({"cls_attention"} if attention else set())
+    assert outputs(bundle, graphs.vision) == {"image_features"} | extras
+    assert (graphs.vision_merges, graphs.vision_attention, graphs.score is not None) == (merges, attention, scored)
+    assert any(stage.query for stage in graphs.stages) == scored
+
+
+def test_reductions_add_no_weight_and_change_no_other_graph(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    plain = make(tiny_checkpoint(), tmp_path / "plain", ks=(3,))
+    reduced = make(tiny_checkpoint(), tmp_path / "reduced", "lsm", "fastv:k=2,ratio=0.5", ks=(3,))
+    before, after = plain.manifest.files, reduced.manifest.files
+    assert {name for name in after if name not in before} == {"score.ort.onnx"}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"vision.ort.onnx", "stage-01-02.ort.onnx"}
+    assert not any(name.startswith("weights/") for name in changed)
+
+
+def test_every_dialect_has_what_reductions_need(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    options = ExportOptions(str(tiny_checkpoint()), (), "fp32", reductions=("mustdrop:192,layers=2/5",))
+    plan = plan_export(options)
+    assert not plan.warnings
+    bundle = run_export(plan, tmp_path / "b", force=False, report=IGNORE)
+    assert set(bundle.manifest.dialects) == set(DIALECTS)
+    for graphs in bundle.manifest.dialects.values():
+        assert graphs.score
+        assert graphs.vision_merges
+        assert graphs.vision_attention
+        assert outputs(bundle, graphs.vision) == {"image_features", "places", "merged", "cls_attention"}
+
+
+@pytest.mark.parametrize(
+    ("tiny", "words", "error", "says"),
+    [
+        (Tiny(), ("mustdorp",), RequestError, "no reduction is called 'mustdorp'"),
+        (Tiny(), ("mustdrop:193",), RequestError, "no preset '193'"),
+        (Tiny(), ("fastv:k=two",), RequestError, "give a whole number"),
+        (Tiny(), ("mustdrop:192",), RequestError, "8 layers"),
+        (Tiny(), ("fastv:k=8",), RequestError, "8 layers"),
+        (Tiny(), ("lsm+mustdrop:192,layers=2",), RequestError, "both merge windows"),
+        (Tiny(), ("lsm", "lsm:tau=0.8"), RequestError, "given twice"),
+        (Tiny(vision="siglip"), ("cls",), UnsupportedModelError, "no class token"),
+        (Tiny(vision="siglip"), ("mustdrop:192,layers=2",), UnsupportedModelError, "key=0"),
+        (Tiny(image=28), ("lsm",), UnsupportedModelError, "2 x 2"),
+        (Tiny(feature_layer=(0, 2)), ("lsm",), UnsupportedModelError, "vision_feature_layer 0"),
+        (Tiny(feature_layer=1), ("lsm", "cls"), UnsupportedModelError, "one layer of its tower"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, words: tuple[str, ...], error: type[VtxError], says: str
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        make(tiny_checkpoint(tiny), tmp_path / "b", *words)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_takes_several_words_and_says_what_it_took(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    out = tmp_path / "b"
+    arguments = [
+        "--model",
+        str(tiny_checkpoint()),
+        "--k",
+        "4",
+        "--reduce",
+        "lsm",
+        "--reduce",
+        "fastv",
+        "--out",
+        str(out),
+    ]
+    done = CliRunner().invoke(export_command, arguments)
+    assert done.exit_code == 0, done.output
+    for word in Bundle.open(out).manifest.reductions:
+        assert word in done.stderr
+    assert Bundle.open(out).manifest.reductions[0] == "lsm:tau=0.8,order=raster"

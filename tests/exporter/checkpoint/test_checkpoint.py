@@ -1,0 +1,575 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from vtx.exporter.checkpoint.loader import (
+    INDEX,
+    SINGLE,
+    canonical_name,
+    check_finite,
+    open_checkpoint,
+    read_json_object,
+)
+from vtx.runtime.bundle.safetensors import open_tensor, read_header
+from vtx.runtime.errors import BundleError, CheckpointError, DeviceError, UnsupportedModelError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONFIG: dict[str, Any] = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "text_config": {"model_type": "llama", "num_hidden_layers": 2},
+    "vision_config": {"model_type": "clip_vision_model", "num_hidden_layers": 1},
+}
+Q_PROJ = "language_model.model.layers.0.self_attn.q_proj.weight"
+WEIGHTS: dict[str, np.ndarray[Any, Any]] = {
+    Q_PROJ: np.ones((4, 4), np.float16),
+    "language_model.lm_head.weight": np.ones((8, 4), np.float16),
+    "vision_tower.vision_model.embeddings.position_ids": np.arange(3),
+    "multi_modal_projector.linear_1.weight": np.ones((4, 2), np.float32),
+}
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def make(folder: Path, config: object = CONFIG, weights: dict[str, np.ndarray[Any, Any]] | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    safetensors.numpy.save_file(WEIGHTS if weights is None else weights, folder / SINGLE)
+    return folder
+
+
+def make_sharded(folder: Path, weight_map: dict[str, Any] | None = None) -> Path:
+    make(folder).joinpath(SINGLE).unlink()
+    halves = [dict(list(WEIGHTS.items())[:2]), dict(list(WEIGHTS.items())[2:])]
+    for shard, half in zip(SHARDS, halves, strict=True):
+        safetensors.numpy.save_file(half, folder / shard)
+    real = {name: shard for shard, half in zip(SHARDS, halves, strict=True) for name in half}
+    put_index(folder, {"weight_map": real | (weight_map or {})})
+    return folder
+
+
+def put_index(folder: Path, index: object) -> None:
+    (folder / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("source", "canonical"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "text.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "text.layers.0.mlp.up_proj.weight"),
+        ("language_model.model.embed_tokens.weight", "text.embed_tokens.weight"),
+        ("model.language_model.norm.weight", "text.norm.weight"),
+        ("language_model.lm_head.weight", "head.weight"),
+        ("lm_head.weight", "head.weight"),
+        ("vision_tower.vision_model.pre_layrnorm.bias", "vision.pre_layrnorm.bias"),
+        ("model.vision_tower.vision_model.pre_layrnorm.bias", "vision.pre_layrnorm.bias"),
+        ("model.vision_tower.pre_layrnorm.bias", "vision.pre_layrnorm.bias"),
+        ("vision_tower.head.probe", "vision.head.probe"),
+        ("multi_modal_projector.linear_1.weight", "projector.linear_1.weight"),
+        ("model.multi_modal_projector.linear_2.bias", "projector.linear_2.bias"),
+        ("image_newline", "image_newline"),
+        ("my_language_model.norm.weight", "my_language_model.norm.weight"),
+        ("lm_headless.weight", "lm_headless.weight"),
+    ],
+)
+def test_every_known_spelling_has_one_canonical_name(source: str, canonical: str) -> None:
+    assert canonical_name(source) == canonical
+
+
+@pytest.fixture(scope="module")
+def saved_by_transformers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same kind of model as transformers saves it by default, with its own new names, and in shards."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    size = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.SiglipVisionConfig(**size, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(**size, vocab_size=32, num_key_value_heads=1),
+        image_token_index=31,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).half()
+    folder = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder / "default")
+    model.save_pretrained(folder / "sharded", max_shard_size="4KB")
+    # What a release that does not map names back would have written: the modules' own names.
+    shutil.copytree(folder / "default", folder / "modules")
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    safetensors.numpy.save_file(state, folder / "modules" / SINGLE)
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["default", "sharded", "modules"])
+def test_what_transformers_saves_opens_with_canonical_names(saved_by_transformers: dict[str, Path], kind: str) -> None:
+    folder = saved_by_transformers[kind]
+    assert (folder / INDEX).exists() == (kind == "sharded")
+    found = open_checkpoint(str(folder))
+    for name, shape in {
+        "text.embed_tokens.weight": (32, 8),
+        "text.layers.0.self_attn.q_proj.weight": (8, 8),
+        "text.layers.0.self_attn.k_proj.weight": (4, 8),
+        "text.norm.weight": (8,),
+        "head.weight": (32, 8),
+        "projector.linear_1.weight": (8, 8),
+        "vision.embeddings.patch_embedding.weight": (8, 3, 4, 4),
+        "vision.encoder.layers.0.self_attn.out_proj.bias": (8,),
+        "vision.post_layernorm.weight": (8,),
+    }.items():
+        assert found.require(name, shape).dtype == "F16"
+    assert {name.partition(".")[0] for name in found.tensors} == {"text", "head", "projector", "vision"}
+
+
+# Opening
+
+
+def test_one_file_and_shards_hold_the_same_tensors(tmp_path: Path) -> None:
+    one, many = open_checkpoint(str(make(tmp_path / "one"))), open_checkpoint(str(make_sharded(tmp_path / "many")))
+    assert one.tensors.keys() == many.tensors.keys()
+    assert one.config == many.config == CONFIG
+    assert one.revision is None
+    np.testing.assert_array_equal(open_tensor(many.tensors["projector.linear_1.weight"]), np.ones((4, 2)))
+    assert many.tensors["vision.embeddings.position_ids"].dtype == "I64"
+
+
+def test_the_fingerprint_follows_config_and_headers_not_the_place(tmp_path: Path) -> None:
+    first = open_checkpoint(str(make(tmp_path / "a"))).fingerprint()
+    assert open_checkpoint(str(make(tmp_path / "b"))).fingerprint() == first
+    assert open_checkpoint(str(make(tmp_path / "c", CONFIG | {"pad_token_id": 0}))).fingerprint() != first
+    wider = WEIGHTS | {Q_PROJ: np.ones((4, 4), np.float32)}
+    assert open_checkpoint(str(make(tmp_path / "d", weights=wider))).fingerprint() != first
+    assert len(first) == 64
+
+
+def test_custom_code_beside_the_weights_is_ignored(tmp_path: Path) -> None:
+    folder = make(tmp_path, CONFIG | {"auto_map": {"AutoModel": "modeling.Evil"}})
+    (folder / "modeling.py").write_text("raise SystemExit('executed')")
+    assert open_checkpoint(str(folder)).tensors
+
+
+def test_a_config_without_architectures_is_judged_by_its_model_type(tmp_path: Path) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    assert open_checkpoint(str(make(tmp_path, config))).tensors
+
+
+def test_files_of_the_checkpoint_are_found_by_name(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make(tmp_path)))
+    assert checkpoint.file("config.json") == tmp_path / "config.json"
+    assert checkpoint.file("chat_template.jinja") is None
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "config.json is not sound JSON"),
+        ("[1]", "config.json is a JSON list, not an object"),
+        ('{"a":' * 5000, "nested more than 64"),
+        ("{" + " " * 2**20 + "}", "holds 1,048,578 bytes, vtx reads at most 1,048,576"),
+    ],
+)
+def test_a_damaged_config_is_refused(tmp_path: Path, config: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(str(make(tmp_path, config)))
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    (make(tmp_path) / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]},
+            r"model_type 'qwen2_vl' \(Qwen2VLForConditionalGeneration\); vtx exports LlavaForConditionalGeneration$",
+        ),
+        ({"architectures": ["LlavaLlamaForCausalLM"]}, "original LLaVA layout; take the -hf checkpoint"),
+        ({"model_type": "llava_llama", "architectures": None}, "original LLaVA layout; take the -hf checkpoint"),
+        ({"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}, "Generation$"),
+        ({"model_type": None, "architectures": 3}, r"model_type 'None' \(no architecture\)"),
+        ({"model_type": ["\n"], "architectures": ["\n", {}]}, "model_type"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\); take the unquantised checkpoint"),
+        ({"text_config": {"quantization_config": [1]}}, r"quantised \(quantization_config\)"),
+    ],
+)
+def test_another_model_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        open_checkpoint(str(make(tmp_path, CONFIG | changes)))
+    assert str(caught.value).isprintable()
+
+
+def test_a_json_object_reader_raises_the_error_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert read_json_object(tmp_path / "a.json", 8) == {"a": 1}
+    with pytest.raises(BundleError):
+        read_json_object(tmp_path / "a.json", 7, error=BundleError)
+
+
+# The weights
+
+
+def test_a_missing_shard_is_named_with_what_it_holds(tmp_path: Path) -> None:
+    (make_sharded(tmp_path) / SHARDS[1]).unlink()
+    with pytest.raises(CheckpointError, match=f"{SHARDS[1]} is missing, {INDEX} puts 2 tensors there"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
+    shard = make_sharded(tmp_path) / SHARDS[1]
+    shard.write_bytes(shard.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=f"{SHARDS[1]} holds .* bytes, its header says .*; download it again"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("no JSON", "not sound JSON"),
+        ([], "not an object"),
+        ({}, "has no weight_map"),
+        ({"weight_map": []}, "has no weight_map"),
+        ({"weight_map": {}}, "has no weight_map"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' is there twice"),
+        (" " * (2**23 + 1), "vtx reads at most 8,388,608"),
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path: Path, index: object, message: str) -> None:
+    put_index(make_sharded(tmp_path), index)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        3,
+        None,
+        "",
+        "../model.safetensors",
+        "a/../../model.safetensors",
+        "./model.safetensors",
+        "/etc/model.safetensors",
+        "a\\model.safetensors",
+        "C:model.safetensors",
+        "a\0.safetensors",
+        "a\n.safetensors",
+    ],
+)
+def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path, shard: object) -> None:
+    with pytest.raises(CheckpointError, match=r"'w' into .*, which is no file name inside the folder"):
+        open_checkpoint(str(make_sharded(tmp_path, {"w": shard})))
+
+
+def test_an_index_cannot_name_a_pickle(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"names 'pytorch_model\.bin'"):
+        open_checkpoint(str(make_sharded(tmp_path, {"w": "pytorch_model.bin"})))
+
+
+def test_a_tensor_the_index_promises_in_vain_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"tensor 'w' is not in {SHARDS[0]}, where {INDEX} puts it"):
+        open_checkpoint(str(make_sharded(tmp_path, {"w": SHARDS[0]})))
+
+
+def test_a_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"tensor '{Q_PROJ}' is not in {SHARDS[1]}"):
+        open_checkpoint(str(make_sharded(tmp_path, {Q_PROJ: SHARDS[1]})))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    make_sharded(tmp_path)
+    safetensors.numpy.save_file(WEIGHTS, tmp_path / SHARDS[1])
+    with pytest.raises(CheckpointError, match=f"is both in {SHARDS[0]} and in {SHARDS[1]}"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_two_spellings_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    weights = WEIGHTS | {"lm_head.weight": np.ones((8, 4), np.float16)}
+    with pytest.raises(CheckpointError, match=r"two names of one weight, 'head\.weight'"):
+        open_checkpoint(str(make(tmp_path, weights=weights)))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "llava.pt", "w.pth", "w.ckpt"])
+def test_a_pickle_is_refused_unopened_and_says_how_to_convert(tmp_path: Path, name: str) -> None:
+    (make(tmp_path) / SINGLE).unlink()
+    (tmp_path / name).mkdir()  # opening it would fail in another way
+    with pytest.raises(CheckpointError, match=r"pickle .*never opened.*safe_serialization=True"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (make(tmp_path) / SINGLE).unlink()
+    with pytest.raises(CheckpointError, match=f"holds neither {SINGLE} nor {INDEX}"):
+        open_checkpoint(str(tmp_path))
+
+
+# Links
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE])
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    folder = make(tmp_path / "model")
+    shutil.move(folder / name, tmp_path / "outside")
+    (folder / name).symlink_to("../outside")
+    with pytest.raises(CheckpointError, match=f"{name} is a link that leaves the checkpoint, to {tmp_path}/outside"):
+        open_checkpoint(str(folder))
+
+
+def test_other_files_are_refused_too_when_they_are_links_out_of_the_folder(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make(tmp_path / "model")))
+    (tmp_path / "model/tokenizer.json").symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match="leaves the checkpoint"):
+        checkpoint.file("tokenizer.json")
+
+
+def test_a_linked_directory_does_not_lead_a_shard_out(tmp_path: Path) -> None:
+    folder = make_sharded(tmp_path / "model")
+    shutil.move(folder / SHARDS[0], tmp_path / SHARDS[0])
+    (folder / "sub").symlink_to("..")
+    put_index(folder, {"weight_map": {Q_PROJ: f"sub/{SHARDS[0]}"}})
+    with pytest.raises(CheckpointError, match="leaves the checkpoint"):
+        open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("target", ["nowhere", SINGLE])
+def test_a_dangling_link_or_a_circle_is_refused(tmp_path: Path, target: str) -> None:
+    (make(tmp_path) / SINGLE).unlink()
+    (tmp_path / SINGLE).symlink_to(target)
+    with pytest.raises(CheckpointError, match="link to nowhere"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_links_inside_the_folder_and_links_to_the_folder_are_fine(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    (folder / SINGLE).rename(folder / "weights.safetensors")
+    (folder / SINGLE).symlink_to("weights.safetensors")
+    (tmp_path / "link").symlink_to("model")
+    assert open_checkpoint(str(tmp_path / "link")).tensors
+
+
+def make_cache(cache: Path, shared: bool = False) -> Path:
+    """A hub cache as huggingface_hub lays it out: snapshots link to blobs, blobs maybe to the cache's common store."""
+    source = make_sharded(cache / "source")
+    repo = cache / "models--org--name"
+    snapshot = repo / "snapshots" / COMMIT
+    for folder in (snapshot, repo / "blobs", cache / "blobs" / "ab"):
+        folder.mkdir(parents=True)
+    for number, path in enumerate(sorted(source.iterdir())):
+        blob = repo / "blobs" / f"{number:040x}"
+        if shared:
+            blob.symlink_to(f"../../blobs/ab/{number:064x}")
+        shutil.move(path, (cache / "blobs" / "ab" / f"{number:064x}") if shared else blob)
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
+    return snapshot
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_hub_cache_s_own_links_are_fine_and_tell_the_commit(tmp_path: Path, shared: bool) -> None:
+    snapshot = make_cache(tmp_path, shared)
+    checkpoint = open_checkpoint(str(snapshot))
+    assert checkpoint.revision == COMMIT
+    assert checkpoint.tensors["head.weight"].file == snapshot / SHARDS[0]
+    assert checkpoint.fingerprint() == open_checkpoint(str(make_sharded(tmp_path / "plain"))).fingerprint()
+
+
+def test_a_snapshot_cannot_link_into_another_model(tmp_path: Path) -> None:
+    snapshot = make_cache(tmp_path)
+    other = tmp_path / "models--org--other" / "blobs" / "0"
+    other.parent.mkdir(parents=True)
+    shutil.copy(snapshot / SHARDS[0], other)
+    (snapshot / SHARDS[0]).unlink()
+    (snapshot / SHARDS[0]).symlink_to(other)
+    with pytest.raises(CheckpointError, match="leaves the checkpoint"):
+        open_checkpoint(str(snapshot))
+
+
+# require and check_finite
+
+
+def test_a_required_tensor_must_be_there_in_the_promised_shape(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make(tmp_path)))
+    assert checkpoint.require("text.layers.0.self_attn.q_proj.weight", (4, 4)).name == Q_PROJ
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is missing; .* promises 2 layers"):
+        checkpoint.require("text.layers.1.mlp.up_proj.weight", (4, 4))
+    with pytest.raises(CheckpointError, match=r"tensor text\.norm\.weight is missing; .* with shape \[4\]"):
+        checkpoint.require("text.norm.weight", (4,))
+    with pytest.raises(CheckpointError, match=r"has shape \[8, 4\], the config promises \[9, 4\]"):
+        checkpoint.require("head.weight", (9, 4))
+
+
+@pytest.mark.parametrize("part", [None, 3, {}, {"num_hidden_layers": [1]}])
+def test_a_missing_tensor_is_named_whatever_the_config_holds(tmp_path: Path, part: object) -> None:
+    checkpoint = open_checkpoint(str(make(tmp_path, CONFIG | {"text_config": part})))
+    with pytest.raises(CheckpointError, match="is missing"):
+        checkpoint.require("text.layers.1.mlp.up_proj.weight", (4, 4))
+
+
+def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
+    eights = make(tmp_path / "int8", weights=WEIGHTS | {Q_PROJ: np.ones((4, 4), np.int8)})
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight is stored as I8.*take the unquantised"):
+        open_checkpoint(str(eights)).require("text.layers.0.self_attn.q_proj.weight", (4, 4))
+    packed = {Q_PROJ.replace(".weight", ".qweight"): np.ones((1, 4), np.int32)}
+    with pytest.raises(UnsupportedModelError, match=r"packed as .*qweight.*take the unquantised"):
+        open_checkpoint(str(make(tmp_path / "gptq", weights=packed))).require(
+            "text.layers.0.self_attn.q_proj.weight", (4, 4)
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_found_and_counted(dtype: str, value: float) -> None:
+    weights = np.full((3, 200_001), np.finfo(dtype).max, dtype)
+    check_finite(weights, "w")
+    weights[0, 0] = weights[2, -1] = value
+    with pytest.raises(CheckpointError, match="tensor w holds NaN or infinity in 2 of 600,003 places"):
+        check_finite(weights, "w")
+
+
+def test_bf16_is_checked_by_its_bits() -> None:
+    finite = np.array([0x7F7F, 0xFF7F, 0, 0x8000, 1, 0x3F80], np.uint16)
+    check_finite(finite, "w")
+    check_finite(np.zeros((), np.uint16), "w")
+    for bits in (0x7F80, 0xFF80, 0x7FC0, 0xFF81):
+        with pytest.raises(CheckpointError, match="in 1 of 7 places"):
+            check_finite(np.append(finite, np.uint16(bits)), "w")
+
+
+def test_a_mapped_tensor_at_an_odd_offset_is_checked(tmp_path: Path) -> None:
+    header = {
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "w": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+    }
+    raw = json.dumps(header).encode()
+    data = b"\0" + np.array([1, np.nan], np.float32).tobytes()
+    (tmp_path / "m").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    with pytest.raises(CheckpointError, match="in 1 of 2 places"):
+        check_finite(open_tensor(read_header(tmp_path / "m").tensors["w"]), "w")
+
+
+# The hub
+
+
+@pytest.mark.parametrize(
+    "model", ["", ".", "..", "./here", "../here", "a/b/c", "/no/where", "a b", "a\0b", "~/x", "é/b"]
+)
+def test_what_is_neither_directory_nor_hub_id_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no such directory, and not a hub id|holds no config\.json"):
+        open_checkpoint(model)
+
+
+def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    with pytest.raises(CheckpointError, match="is a file; name the directory"):
+        open_checkpoint(str(folder / SINGLE))
+
+
+@pytest.fixture
+def hub() -> Any:
+    return pytest.importorskip("huggingface_hub")
+
+
+def test_a_hub_model_is_fetched_settings_first_and_weights_at_the_same_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
+) -> None:
+    snapshot = make_cache(tmp_path)
+    calls: list[tuple[str, str | None, list[str]]] = []
+
+    def download(
+        repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str] | None
+    ) -> str:
+        calls.append((repo, revision, allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    lines: list[str] = []
+    assert open_checkpoint("org/name", progress=lines.append).revision == COMMIT
+    assert [call[:2] for call in calls] == [("org/name", None), ("org/name", COMMIT)]
+    assert not any("safetensors" in pattern for pattern in calls[0][2])
+    patterns = [pattern for call in calls for pattern in call[2]]
+    assert not any(pattern.endswith(("bin", "py", "pt", "*")) for pattern in patterns)
+    assert len(lines) == 2
+
+
+def test_a_hub_model_that_cannot_be_exported_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
+) -> None:
+    folder = make(tmp_path, CONFIG | {"model_type": "qwen2_vl"})
+    calls: list[object] = []
+
+    def download(*arguments: object, **_: object) -> str:
+        calls.append(arguments)
+        return str(folder)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(UnsupportedModelError, match="qwen2_vl"):
+        open_checkpoint("org/name")
+    assert len(calls) == 1
+
+
+def test_without_a_network_the_hub_is_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
+) -> None:
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="not in the local cache and the hub is out of reach; go online"):
+        open_checkpoint("org/name")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("GatedRepoError", "is gated; ask for access"),
+        ("RepositoryNotFoundError", "neither a directory here nor a model on the hub"),
+        ("LocalEntryNotFoundError", "go online, or name a local directory"),
+        ("HFValidationError", "could not be fetched from the hub: HFValidationError: first line$"),
+        ("OSError", "could not be fetched from the hub: OSError: first line$"),
+    ],
+)
+def test_every_hub_error_is_one_line(monkeypatch: pytest.MonkeyPatch, hub: Any, kind: str, message: str) -> None:
+    cause = OSError if kind == "OSError" else getattr(hub.errors, kind)
+    raised = cause.__new__(cause)  # their constructors want a live HTTP response
+    raised.args = ("first line\nsecond line",)
+
+    def download(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint("org/name")
+    assert caught.value.__cause__ is raised
+    assert "\n" not in str(caught.value)
+
+
+def test_without_huggingface_hub_a_hub_id_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[export\]"'):
+        open_checkpoint("org/name")
+
+
+def test_opening_reads_no_weights(tmp_path: Path) -> None:
+    """A sparse file of 4 GiB opens at once, and its pages stay unread."""
+    header = {"lm_head.weight": {"dtype": "F16", "shape": [2**31], "data_offsets": [0, 2**32]}}
+    raw = json.dumps(header).encode()
+    path = make(tmp_path) / SINGLE
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    os.truncate(path, 8 + len(raw) + 2**32)
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.require("head.weight", (2**31,)).nbytes == 2**32
+    assert checkpoint.fingerprint()

@@ -1,0 +1,320 @@
+"""What a checkpoint's config.json may say, and what is refused by name before anything is written."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.tiny import Tiny
+from vtx.exporter.bundling.export import ExportOptions, Plan, plan_export
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError, VtxError
+
+Make = Callable[..., Path]
+TEXTS = ("llama", "mistral", "qwen2")
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return value
+
+
+@pytest.fixture
+def configs(tiny_checkpoint: Make) -> Callable[..., dict[str, Any]]:
+    """`configs(text)`: the config.json of a sound checkpoint, to be changed."""
+    return lambda text="llama": config_of(tiny_checkpoint(Tiny(text=text)))
+
+
+def changed(config: dict[str, Any], *way: str, to: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    part = config
+    for step in way[:-1]:
+        part = part[step]
+    part[way[-1]] = to
+    return config
+
+
+def refused(config: dict[str, Any], error: type[VtxError] = CheckpointError) -> str:
+    with pytest.raises(error) as caught:
+        ModelConfig.from_hf(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
+
+
+def plan(folder: Path, **options: Any) -> Plan:
+    return plan_export(ExportOptions(str(folder), **{"precision": "fp32", **options}))
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_sizes_are_read_as_they_stand(configs: Any, text: str) -> None:
+    config = ModelConfig.from_hf(configs(text))
+    assert (config.text.family, config.text.layers, config.text.hidden, config.text.ffn) == (text, 8, 64, 96)
+    assert (config.text.heads, config.text.kv_heads, config.text.head_dim, config.text.vocab) == (4, 2, 16, 320)
+    assert (config.vision.layers, config.vision.hidden, config.vision.image, config.vision.patch) == (4, 32, 56, 14)
+    assert (config.vision_tokens, config.image_token_id, config.feature_layers) == (16, 319, (3,))
+    assert (config.text.qkv_bias, config.text.o_bias) == (text == "qwen2", False)
+
+
+def test_the_public_7b_config_is_read_with_the_defaults_it_leaves_out() -> None:
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "llava",
+            "image_token_index": 32000,
+            "projector_hidden_act": "gelu",
+            "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064},
+            "vision_config": {
+                "model_type": "clip_vision_model", "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
+                "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+            },
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+        }
+    )  # fmt: skip
+    assert (config.text.kv_heads, config.text.head_dim, config.text.max_positions) == (32, 128, 4096)
+    assert config.feature_layers == (23,)
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [(-1, (4,)), (0, (0,)), (4, (4,)), (-5, (0,)), ([-2], (3,)), ([1, -1], (1, 4)), ([2, 2], (2, 2))],
+)
+def test_feature_layers_count_from_either_end(configs: Any, value: Any, layers: tuple[int, ...]) -> None:
+    assert ModelConfig.from_hf(changed(configs(), "vision_feature_layer", to=value)).feature_layers == layers
+
+
+@pytest.mark.parametrize(("scaling", "low"), [({"type": "linear", "factor": 4.0}, 0.25), (None, 1.0)])
+def test_rope_rates_follow_the_scaling(configs: Any, scaling: Any, low: float) -> None:
+    rope = ModelConfig.from_hf(changed(configs(), "text_config", "rope_scaling", to=scaling)).text.rope
+    want = low * 10_000.0 ** (-np.arange(0, 16, 2) / 16)
+    np.testing.assert_allclose(rope.inverse_frequencies, want, rtol=1e-6)
+
+
+def test_the_context_ends_where_mistral_s_sliding_window_does(tiny_checkpoint: Make) -> None:
+    folder = tiny_checkpoint(Tiny(text="mistral", sliding_window=64))
+    assert plan(folder).max_context == 64
+    with pytest.raises(RequestError, match="64"):
+        plan(folder, max_context=65)
+
+
+def test_a_window_that_no_layer_uses_does_not_limit_the_context(configs: Any) -> None:
+    config = changed(configs("qwen2"), "text_config", "sliding_window", to=32)
+    assert ModelConfig.from_hf(changed(config, "text_config", "use_sliding_window", to=False)).text.max_positions == 256
+    used = changed(config, "text_config", "use_sliding_window", to=True)
+    assert ModelConfig.from_hf(changed(used, "text_config", "max_window_layers", to=4)).text.max_positions == 32
+
+
+def test_unknown_keys_are_ignored(configs: Any) -> None:
+    config = configs()
+    more = changed(changed(config, "surprise", to={"a": 1}), "text_config", "another", to=[1])
+    assert ModelConfig.from_hf(more) == ModelConfig.from_hf(config)
+
+
+# ---- what is refused by name -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "opt", "qwen2_moe", "mixtral", "gpt2", "../llama", ""])
+def test_other_text_models_are_refused_by_name(configs: Any, family: str) -> None:
+    message = refused(changed(configs(), "text_config", "model_type", to=family), UnsupportedModelError)
+    assert repr(family) in message
+    assert "qwen2" in message
+
+
+@pytest.mark.parametrize("family", ["siglip2_vision_model", "dinov2", "vit", "pixtral", "clip"])
+def test_other_towers_are_refused_by_name(configs: Any, family: str) -> None:
+    message = refused(changed(configs(), "vision_config", "model_type", to=family), UnsupportedModelError)
+    assert repr(family) in message
+    assert "siglip" in message
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope"])
+def test_other_rope_variants_are_refused_by_name(configs: Any, key: str, kind: str) -> None:
+    scaling = {key: kind, "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+    scaling["original_max_position_embeddings"] = 128
+    assert kind in refused(changed(configs(), "text_config", "rope_scaling", to=scaling), UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_type": "default"}},
+    ],
+    ids=["partial", "per layer"],
+)
+def test_rope_that_vtx_would_compute_otherwise_is_refused(configs: Any, parameters: dict[str, Any]) -> None:
+    refused(changed(configs(), "text_config", "rope_parameters", to=parameters), UnsupportedModelError)
+
+
+@pytest.mark.parametrize("head_dim", [4, 12, 20, -8])
+def test_a_head_dim_that_is_no_multiple_of_eight_is_refused(configs: Any, head_dim: int) -> None:
+    message = refused(changed(configs(), "text_config", "head_dim", to=head_dim), UnsupportedModelError)
+    assert str(head_dim) in message
+
+
+def test_a_tower_that_does_not_see_rgb_is_refused(configs: Any) -> None:
+    assert "4 channels" in refused(changed(configs(), "vision_config", "num_channels", to=4), UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    "way", [("projector_hidden_act",), ("text_config", "hidden_act"), ("vision_config", "hidden_act")]
+)
+def test_an_unknown_activation_is_refused_by_name(tiny_checkpoint: Make, tmp_path: Path, way: tuple[str, ...]) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
+    (folder / "config.json").write_text(json.dumps(changed(config_of(folder), *way, to="wobble")))
+    with pytest.raises(VtxError, match="wobble"):
+        plan(folder)
+
+
+def test_a_quantised_checkpoint_is_refused_by_name(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
+    settings_ = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps({**config_of(folder), "quantization_config": settings_}))
+    with pytest.raises(UnsupportedModelError, match="bitsandbytes"):
+        plan(folder)
+
+
+@pytest.mark.parametrize("strategy", ["cls", "patch", "", 1, None, ["default"]])
+def test_an_unknown_select_strategy_is_refused(configs: Any, strategy: Any) -> None:
+    assert "select_strategy" in refused(changed(configs(), "vision_feature_select_strategy", to=strategy))
+
+
+def test_an_image_processor_of_another_size_is_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
+    path = folder / "preprocessor_config.json"
+    processor = json.loads(path.read_text())
+    processor |= {"size": {"shortest_edge": 70}, "crop_size": {"height": 70, "width": 70}}
+    path.write_text(json.dumps(processor))
+    with pytest.raises(UnsupportedModelError, match=r"70 x 70.*56 x 56"):
+        plan(folder)
+
+
+# ---- sizes that lie --------------------------------------------------------------------------------------------------
+
+SIZES = [
+    ("text_config", name)
+    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size",
+                 "num_key_value_heads", "max_position_embeddings", "head_dim")
+] + [
+    ("vision_config", name)
+    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "image_size",
+                 "patch_size")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", SIZES, ids=".".join)
+def test_a_size_that_is_none_is_refused(configs: Any, way: tuple[str, str]) -> None:
+    for text in TEXTS:
+        for value in ("8", -1, -(10**20), True, 1.5, [8], {"a": 8}):
+            refused(changed(configs(text), *way, to=value))
+
+
+@pytest.mark.parametrize("way", [way for way in SIZES if way[1] != "head_dim"], ids=".".join)
+def test_zero_is_no_size(configs: Any, way: tuple[str, str]) -> None:
+    refused(changed(configs(), *way, to=0))
+
+
+@pytest.mark.parametrize("way", SIZES, ids=".".join)
+def test_an_absurd_size_is_refused_at_once(configs: Any, way: tuple[str, str]) -> None:
+    for text in TEXTS:
+        for value in (10**9, 10**400):
+            config, start = changed(configs(text), *way, to=value), time.monotonic()
+            refused(config)
+            assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("part", [(), ("text_config",), ("vision_config",)])
+def test_a_billion_labels_take_no_time(configs: Any, part: tuple[str, ...]) -> None:
+    start = time.monotonic()
+    ModelConfig.from_hf(changed(configs(), *part, "num_labels", to=10**9))
+    assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "named"),
+    [
+        (("text_config", "num_key_value_heads"), 3, "4 heads are not a multiple of 3"),
+        (("vision_config", "num_attention_heads"), 3, "not a multiple of"),
+        (("vision_config", "patch_size"), 57, "smaller than patch_size 57"),
+        (("image_token_index",), 320, "320"),
+        (("image_token_index",), -1, "-1"),
+        (("image_token_index",), "319", "image_token_index"),
+        (("vision_feature_layer",), 5, "5 hidden states"),
+        (("vision_feature_layer",), -6, "5 hidden states"),
+        (("vision_feature_layer",), [1, 5], "5 hidden states"),
+        (("vision_feature_layer",), [], "empty"),
+        (("vision_feature_layer",), [True], "vision_feature_layer"),
+        (("vision_feature_layer",), 10**400, "hidden states"),
+        (("text_config", "rms_norm_eps"), 0.0, "rms_norm_eps"),
+        (("text_config", "rms_norm_eps"), -1.0, "rms_norm_eps"),
+        (("text_config", "rms_norm_eps"), float("inf"), "rms_norm_eps"),
+        (("vision_config", "layer_norm_eps"), 1e300, "layer_norm_eps"),
+        (("text_config", "rope_theta"), 0, "rope_theta"),
+        (("text_config", "rope_theta"), -1e4, "rope_theta"),
+        (("text_config", "rope_theta"), 1e300, "rope_theta"),
+        (("text_config", "rope_theta"), 10**400, "rope_theta"),
+        (("text_config", "rope_scaling"), {"rope_type": "linear", "factor": 0}, "factor"),
+        (("text_config", "rope_scaling"), {"rope_type": "linear", "factor": "4"}, "factor"),
+        (("text_config", "rope_scaling"), {"rope_type": "linear", "factor": 1e-300}, "factor"),
+        (("text_config", "rope_scaling"), {"rope_type": "linear"}, "factor"),
+        (("text_config", "rope_scaling"), {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 64}, "high_freq_factor"),
+        (("text_config",), "llama", "part"),
+        (("vision_config",), [1], "part"),
+    ],
+)  # fmt: skip
+def test_values_that_lie_are_named(configs: Any, way: tuple[str, ...], value: Any, named: str) -> None:
+    assert named in refused(changed(configs(), *way, to=value))
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "named"),
+    [
+        (("text_config", "num_hidden_layers"), 9, "9 layers"),
+        (("vision_config", "num_hidden_layers"), 6, "6 layers"),
+        (("text_config", "hidden_size"), 128, "128"),
+        (("text_config", "vocab_size"), 640, "640"),
+        (("text_config", "attention_bias"), True, "bias is missing"),
+        (("text_config", "model_type"), "qwen2", "bias is missing"),
+        (("vision_config", "patch_size"), 28, "28"),
+        (("vision_feature_layer",), [-2, -1], "64"),
+    ],
+)
+def test_a_config_that_promises_more_than_the_shards_hold_is_refused(
+    tiny_checkpoint: Make, tmp_path: Path, way: tuple[str, ...], value: Any, named: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
+    (folder / "config.json").write_text(json.dumps(changed(config_of(folder), *way, to=value)))
+    with pytest.raises(CheckpointError, match=named):
+        plan(folder)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), value=SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size=8), SCALARS))
+def test_one_value_replaced_gives_a_model_or_a_checkpoint_error(
+    tiny_checkpoint: Make, data: st.DataObject, value: Any
+) -> None:
+    config = config_of(tiny_checkpoint())
+    parts = [(), ("text_config",), ("vision_config",)]
+    ways = [(*part, key) for part in parts for key in (config[part[0]] if part else config)]
+    try:
+        ModelConfig.from_hf(changed(config, *data.draw(st.sampled_from(ways)), to=value))
+    except CheckpointError as e:
+        assert "\n" not in str(e)  # noqa: PT017 - it need not be raised

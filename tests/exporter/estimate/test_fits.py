@@ -1,0 +1,53 @@
+"""What fits is what the plan's peak memory says, from no withdrawal to the earliest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vtx.exporter.estimate.fits import PRECISIONS, WORK, Fit, what_fits
+from vtx.exporter.estimate.plan import Workload, make_plan
+from vtx.exporter.estimate.sizes import KNOWN
+from vtx.profiles import load_profile, profile_names
+
+ORIN = load_profile("agx-orin-64")
+
+
+def peak(model: str, precision: str, k: int | None) -> int:
+    size = KNOWN[model]
+    assert size.vision is not None
+    plan = make_plan(size, Workload(WORK[0], size.vision.image_tokens, WORK[1]), [k], [precision], ORIN)
+    found: int = plan["depths"][0]["precisions"][precision]["peak_bytes"]
+    return found
+
+
+def test_seven_billion_weights_fit_in_every_precision_on_the_largest_orin_and_only_in_int4_on_the_smallest() -> None:
+    assert [str(fit) for fit in what_fits(ORIN)["llava-1.5-7b"]] == ["yes"] * len(PRECISIONS)
+    assert [fit.fits for fit in what_fits(load_profile("orin-nano-8"))["llava-1.5-7b"]] == [False, False, True]
+    assert not any(fit.fits for fit in what_fits(load_profile("orin-nano-4"))["llava-1.5-13b"])
+
+
+def test_where_the_whole_cache_does_not_fit_the_deepest_k_that_does_is_named() -> None:
+    none, deepest, one_more = (peak("llava-next-7b", "int4", k) for k in (None, 20, 21))
+    assert deepest < one_more < none
+    fit = what_fits(ORIN, deepest, ["int4"])["llava-next-7b"][0]
+    assert fit == Fit("llava-next-7b", "int4", True, 20)
+    assert str(fit) == "K up to 20"
+
+
+def test_one_byte_decides() -> None:
+    whole = peak("vila-7b", "int4", None)
+    assert str(what_fits(ORIN, whole, ["int4"])["vila-7b"][0]) == "yes"
+    assert str(what_fits(ORIN, whole - 1, ["int4"])["vila-7b"][0]).startswith("K up to")
+    assert str(what_fits(ORIN, peak("vila-7b", "int4", 2) - 1, ["int4"])["vila-7b"][0]) == "no"
+
+
+def test_the_table_in_the_jetson_page_is_what_the_plan_says() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "jetson.md").read_text(encoding="utf-8")
+    for name in profile_names():
+        profile = load_profile(name)
+        if profile.kind == "jetson":
+            fits = what_fits(profile)
+            cells = [*fits["llava-1.5-7b"], *fits["llava-1.5-13b"][1:], fits["llava-next-7b"][2]]
+            device = profile.name.removeprefix("NVIDIA Jetson ")
+            row = " | ".join([device, f"{profile.usable_bytes / 1e9:.1f} GB", *map(str, cells)])
+            assert f"| {row} |" in page

@@ -1,0 +1,413 @@
+"""Gates: what a file may hold, and that a bundle decides and answers as plain PyTorch does with the same weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from numpy.typing import NDArray
+
+from tests.support.exported import THREADS, Checkpoints
+from tests.support.reference import Inputs, Reference
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx import cli
+from vtx.exporter.bundling.export import ExportOptions, Plan, plan_export, run_export
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.loader import open_checkpoint
+from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates
+from vtx.runtime.api.answer import Answer, Options
+from vtx.runtime.api.model import Model, load
+from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.errors import BundleError, CheckpointError, RequestError
+from vtx.runtime.policies import Boundary
+from vtx.runtime.policies.methods.gate import Gate
+
+TINY = Tiny()
+HIDDEN, LAYERS, WIDTH = 64, 8, 24
+KS = (2, 3, 5, 8)
+STEPS = 8
+OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
+QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square?", "which is left")
+IMAGE = random_image(1)
+Pair = tuple[NDArray[np.float32], NDArray[np.float32]]
+References = Callable[..., Reference]
+
+
+def gate(seed: int) -> Pair:
+    """Random weights; which questions it fires for is as good as a coin."""
+    rng = np.random.default_rng(seed)
+    first = rng.standard_normal((WIDTH, 2 * HIDDEN)) / (2 * HIDDEN) ** 0.5
+    return first.astype(np.float32), rng.standard_normal((2, WIDTH)).astype(np.float32)
+
+
+def certain(fires: bool) -> Pair:
+    """gelu(z) + gelu(-z) is never negative, so one side always wins."""
+    half = gate(0)[0][: WIDTH // 2]
+    second = np.zeros((2, WIDTH), np.float32)
+    second[int(fires)] = 0.1
+    return np.concatenate([half, -half]), second
+
+
+def write(path: Path, pairs: Mapping[int, Pair], metadata: Mapping[str, str] | None = None) -> Path:
+    """A gate file; `pairs` by the K that they decide for."""
+    names = {f"gate.{k - 2}.fc{n + 1}.weight": w for k, pair in pairs.items() for n, w in enumerate(pair)}
+    write_safetensors(path, names, metadata)
+    return path
+
+
+def plan(checkpoint: Path, gates: Path, ks: Any = KS) -> Plan:
+    return plan_export(ExportOptions(str(checkpoint), ks, "fp32", gates=gates))
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Callable[..., Model]:
+    """`gated(pairs, ks)`: a bundle with these gates, loaded."""
+
+    def make(pairs: Mapping[int, Pair], ks: Any = KS) -> Model:
+        folder = tmp_path_factory.mktemp("gated")
+        planned = plan(tiny_checkpoint(TINY), write(folder / "g.safetensors", pairs), ks)
+        return load(run_export(planned, folder / "bundle", force=False, report=lambda *_: None).folder, threads=THREADS)
+
+    return make
+
+
+RANDOM = {k: gate(20 + k) for k in KS}
+
+
+@pytest.fixture(scope="module")
+def coins(gated: Callable[..., Model]) -> Model:
+    return gated(RANDOM)
+
+
+# ---- the plain statement ---------------------------------------------------------------------------------------------
+
+
+class Stated(NamedTuple):
+    """What plain PyTorch says: the K, the probabilities of the gates asked, and the ids."""
+
+    k: int | None
+    odds: list[float]
+    ids: list[int]
+
+
+def plain_odds(pair: Pair, rows: torch.Tensor) -> float:
+    """The probability of withdrawal for the question's rows [n, hidden]."""
+    mean = rows[:-1].mean(0) if len(rows) > 1 else torch.zeros_like(rows[0])
+    first, second = map(torch.from_numpy, pair)
+    hidden = F.gelu(torch.cat((mean, rows[-1])) @ first.T, approximate="none")
+    return float((hidden @ second.T).softmax(-1)[1])
+
+
+@torch.inference_mode()
+def stated(judge: Reference, inputs: Inputs, pairs: Mapping[int, Pair], threshold: float = 0.5) -> Stated:
+    rows, vision = judge._prompt(inputs)
+    front = int(vision.nonzero()[-1]) + 1
+    positions, odds, chosen = torch.arange(rows.shape[1])[None], list[float](), None
+    for k in sorted(pairs):
+        before = judge._run(judge.model.model.language_model.layers[: k - 1], rows, positions)
+        odds.append(plain_odds(pairs[k], before[0, front:]))
+        if odds[-1] > threshold:
+            chosen = k
+            break
+    return Stated(chosen, odds, judge.greedy(inputs, chosen, STEPS).ids)
+
+
+def check(answer: Answer, wanted: Stated) -> None:
+    assert answer.stats.gate is not None
+    assert answer.stats.k == wanted.k
+    assert list(answer.token_ids) == wanted.ids
+    np.testing.assert_allclose([d.probability for d in answer.stats.gate], wanted.odds, atol=1e-5)
+
+
+# ---- the graph -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_the_graph_is_plain_pytorch(coins: Model, count: int, scale: float) -> None:
+    rows = scale * np.random.default_rng(count).standard_normal((count, HIDDEN)).astype(np.float32)
+    for k in KS:
+        odds = coins.backend.gate(k, rows)
+        assert odds.shape == (2,)
+        np.testing.assert_allclose(odds[1], plain_odds(RANDOM[k], torch.from_numpy(rows)), atol=1e-5)
+        assert odds.sum() == pytest.approx(1, abs=1e-6)
+
+
+def test_the_graph_uses_the_exact_gelu(gated: Callable[..., Model]) -> None:
+    # All channels read the same number, which is where the tanh approximation is furthest off.
+    first, second = np.zeros((WIDTH, 2 * HIDDEN), np.float32), np.zeros((2, WIDTH), np.float32)
+    first[:, -1], second[1] = 1, -1 / WIDTH
+    rows = np.zeros((3, HIDDEN), np.float32)
+    rows[-1, -1] = 2.3
+    exact, near = (torch.sigmoid(-F.gelu(torch.tensor(2.3), approximate=kind)).item() for kind in ("none", "tanh"))
+    assert abs(exact - near) > 2e-5
+    assert gated({3: (first, second)}, (3,)).backend.gate(3, rows)[1] == pytest.approx(exact, abs=1e-6)
+
+
+# ---- decisions and answers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [*KS, None])
+def test_the_first_gate_that_fires_decides_wherever_it_stands(
+    gated: Callable[..., Model], reference: References, first: int | None
+) -> None:
+    pairs = {k: certain(first is not None and k >= first) for k in KS}
+    model, judge = gated(pairs), reference(TINY)
+    for question in QUESTIONS[:2]:
+        wanted = stated(judge, judge.inputs(prompt_messages(question), [IMAGE]), pairs)
+        with model.open(IMAGE) as image:
+            answer = image.ask(question, "auto", OPTIONS)
+        check(answer, wanted)
+        assert answer.stats.k == first
+        assert answer.stats.full_layers == (first - 1 if first else LAYERS)
+        assert [d.k for d in answer.stats.gate or ()] == [k for k in KS if first is None or k <= first]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_gates_decide_and_answer_as_plain_pytorch(
+    gated: Callable[..., Model], reference: References, seed: int
+) -> None:
+    pairs = {k: gate(100 * seed + k) for k in KS}
+    model, judge = gated(pairs), reference(TINY)
+    for question, images in itertools.product(QUESTIONS, ([IMAGE], [IMAGE, random_image(2)])):
+        wanted = stated(judge, judge.inputs(prompt_messages(question, len(images)), images), pairs)
+        assert min(abs(p - 0.5) for p in wanted.odds) > 1e-4, "this question proves nothing: a gate is undecided"
+        with model.open(images) as opened:
+            check(opened.ask(question, "auto", OPTIONS), wanted)
+
+
+@pytest.mark.parametrize("k", [*KS, None])
+def test_auto_gives_the_tokens_of_the_fixed_k_that_it_chose(gated: Callable[..., Model], k: int | None) -> None:
+    model = gated({other: certain(k is not None and other >= k) for other in KS})
+    with model.open(IMAGE) as first, model.open(IMAGE) as second:
+        auto, fixed = first.ask(QUESTIONS[1], "auto", OPTIONS), second.ask(QUESTIONS[1], k, OPTIONS)
+    assert auto.stats.k == fixed.stats.k == k
+    assert auto.token_ids == fixed.token_ids
+    assert (auto.stats.kv_slots, auto.stats.vision_tokens_kept) == (
+        fixed.stats.kv_slots,
+        fixed.stats.vision_tokens_kept,
+    )
+
+
+def test_a_text_question_asks_no_gate(gated: Callable[..., Model]) -> None:
+    model = gated({k: certain(True) for k in KS})
+    answer = model.ask("describe the shape", "auto", OPTIONS)
+    assert (answer.stats.k, answer.stats.gate) == (None, ())
+    assert answer.token_ids == model.ask("describe the shape", None, OPTIONS).token_ids
+
+
+def test_questions_in_every_order_are_answered_as_by_a_fresh_run(coins: Model) -> None:
+    def fresh(question: str) -> Answer:
+        with coins.open(IMAGE) as image:
+            return image.ask(question, "auto", OPTIONS)
+
+    wanted = {question: fresh(question) for question in QUESTIONS}
+    assert len({answer.stats.k for answer in wanted.values()}) >= 3, "the gates must differ between the questions"
+    for order in itertools.permutations(QUESTIONS):
+        with coins.open(IMAGE) as image:
+            for number, question in enumerate(order):
+                answer = image.ask(question, "auto", OPTIONS)
+                assert answer.token_ids == wanted[question].token_ids
+                assert answer.stats.k == wanted[question].stats.k
+                assert answer.stats.kv_slots == wanted[question].stats.kv_slots
+                assert answer.stats.reused_image == (number > 0)
+
+
+@pytest.mark.parametrize(("threshold", "k"), [(0.0, 2), (1.0, None)])
+def test_the_extreme_thresholds_withdraw_at_once_and_never(coins: Model, threshold: float, k: int | None) -> None:
+    with coins.open(IMAGE) as image:
+        assert image.ask(QUESTIONS[1], "auto", Options(2, gate_threshold=threshold)).stats.k == k
+
+
+def test_the_threshold_moves_the_exit_as_in_the_statement(coins: Model, reference: References) -> None:
+    judge, depths = reference(TINY), set()
+    inputs = judge.inputs(prompt_messages(QUESTIONS[2]), [IMAGE])
+    for threshold in (0.2, 0.4, 0.6, 0.8):
+        wanted = stated(judge, inputs, RANDOM, threshold)
+        with coins.open(IMAGE) as image:
+            check(image.ask(QUESTIONS[2], "auto", Options(STEPS, ignore_eos=True, gate_threshold=threshold)), wanted)
+        depths.add(wanted.k)
+    assert len(depths) > 1
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.1, float("nan")])
+def test_a_threshold_that_is_no_probability_is_refused(coins: Model, threshold: float) -> None:
+    with coins.open(IMAGE) as image, pytest.raises(RequestError, match="from 0 to 1"):
+        image.ask("red?", "auto", Options(2, gate_threshold=threshold))
+
+
+def test_auto_is_deterministic(coins: Model) -> None:
+    with coins.open(IMAGE) as image:
+        found = [image.ask(QUESTIONS[2], "auto", OPTIONS).stats.gate for _ in range(3)]
+    assert len({tuple((d.k, d.probability) for d in decisions or ()) for decisions in found}) == 1
+
+
+def test_a_gate_that_gives_nan_is_an_error_and_no_decision() -> None:
+    policy = Gate(lambda *_: np.full(2, np.nan, np.float32), (3,))
+    with pytest.raises(BundleError, match="the gate before layer 3 gave nan"):
+        policy.keeps(Boundary(3, np.zeros((2, 4), np.float32)))
+
+
+def test_a_chat_keeps_the_depth_that_its_first_turn_chose(coins: Model) -> None:
+    with coins.open(IMAGE) as image:
+        chat = image.chat("auto")
+        first, second = (chat.ask(question, OPTIONS).stats for question in QUESTIONS[:2])
+    assert first.gate
+    assert second.k == first.k
+
+
+# ---- what an export takes --------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_every_layer_that_has_a_gate_and_lets_them_decide(gated: Callable[..., Model]) -> None:
+    model = gated({3: certain(False), 6: certain(True), LAYERS + 1: certain(True)}, "auto")
+    assert (model.manifest.variants, model.manifest.default_k) == ((3, 6), "auto")
+    with model.open(IMAGE) as image:
+        assert image.ask("red?", options=OPTIONS).stats.k == 6
+
+
+def test_named_depths_take_the_gates_they_have(gated: Callable[..., Model]) -> None:
+    model = gated({5: certain(True), 7: certain(True)}, (3, 5))
+    assert (model.manifest.variants, model.manifest.default_k) == ((3, 5), 3)
+    with model.open(IMAGE) as image:
+        fixed, auto = image.ask("red?", options=OPTIONS), image.ask("red?", "auto", OPTIONS)
+    assert (fixed.stats.k, auto.stats.k) == (3, 5)
+    assert [d.k for d in auto.stats.gate or ()] == [5]
+
+
+def test_no_gate_at_any_named_depth_is_refused(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
+    gates = write(tmp_path / "g.safetensors", {5: gate(0)})
+    with pytest.raises(RequestError, match=r"no gate for K = \[3\]; the file has gates for K = \[5\]"):
+        plan(tiny_checkpoint(TINY), gates, (3,))
+
+
+def test_a_bundle_without_gates_says_how_to_get_them(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
+    planned = plan_export(ExportOptions(str(tiny_checkpoint(TINY)), (3,), "fp32"))
+    model = load(run_export(planned, tmp_path / "b", force=False, report=lambda *_: None).folder, threads=THREADS)
+    with model.open(IMAGE) as image, pytest.raises(RequestError, match="vtx-train-gate"):
+        image.ask("red?", "auto")
+
+
+def test_half_precision_gates_are_widened_exactly(gated: Callable[..., Model]) -> None:
+    first, second = (w.astype(np.float16) for w in RANDOM[3])
+    model = gated({3: (first, second)}, (3,))
+    rows = np.random.default_rng(0).standard_normal((5, HIDDEN)).astype(np.float32)
+    wide = first.astype(np.float32), second.astype(np.float32)
+    assert model.backend.gate(3, rows)[1] == pytest.approx(plain_odds(wide, torch.from_numpy(rows)), abs=1e-5)
+
+
+def test_json_tells_of_gates_only_where_they_were_asked_for(coins: Model, tmp_path: Path) -> None:
+    IMAGE.save(tmp_path / "a.png")
+    base = [str(tmp_path / "a.png"), "red?", "--bundle", str(coins.bundle.folder), "--json", "--threads", str(THREADS)]
+    auto, fixed = (CliRunner().invoke(cli.run, [*base, "--k", k, "--max-new-tokens", "2"]) for k in ("auto", "3"))
+    assert (auto.exit_code, fixed.exit_code) == (0, 0), auto.output + fixed.output
+    told = json.loads(auto.stdout)
+    assert [set(decision) for decision in told["gate"]] == [{"k", "probability", "ms"}] * len(told["gate"])
+    assert told["gate"][0]["k"] == 2
+    assert "gate" not in json.loads(fixed.stdout)
+
+
+def test_the_manifest_records_how_the_gates_were_trained(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
+    gates = write(tmp_path / "g.safetensors", {3: gate(0)}, {"training": '{"items": 7}'})
+    bundle = run_export(plan(tiny_checkpoint(TINY), gates, (3,)), tmp_path / "b", force=False, report=lambda *_: None)
+    assert bundle.manifest.record["gates"] == {"features": FEATURES, "training": '{"items": 7}'}
+
+
+# ---- reading a file --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def read(tiny_checkpoint: Checkpoints) -> Callable[[Path], Gates]:
+    checkpoint = open_checkpoint(str(tiny_checkpoint(TINY)))
+    text = ModelConfig.from_hf(checkpoint.config).text
+    return lambda path: read_gates(path, text, checkpoint.fingerprint())
+
+
+Read = Callable[[Path], Gates]
+
+
+def test_a_file_without_metadata_is_read_with_a_warning(tmp_path: Path, read: Read) -> None:
+    found = read(write(tmp_path / "g.safetensors", {3: gate(3), 5: gate(5)}))
+    assert list(found.by_k) == [3, 5]
+    assert np.array_equal(found.by_k[5][0], gate(5)[0])
+    (warning,) = found.warnings
+    assert "does not say for which model" in warning
+
+
+def test_a_file_of_this_model_is_read_without_a_word(tmp_path: Path, read: Read, tiny_checkpoint: Checkpoints) -> None:
+    fingerprint = open_checkpoint(str(tiny_checkpoint(TINY))).fingerprint()
+    metadata = {"model_fingerprint": fingerprint, "features": FEATURES}
+    assert read(write(tmp_path / "g.safetensors", {3: gate(3)}, metadata)).warnings == ()
+
+
+def test_a_gate_on_the_last_layer_means_no_withdrawal(tmp_path: Path, read: Read) -> None:
+    assert list(read(write(tmp_path / "g.safetensors", {4: gate(4), LAYERS + 1: gate(9)})).by_k) == [4]
+    with pytest.raises(CheckpointError, match="no gate on a layer before the last"):
+        read(write(tmp_path / "h.safetensors", {LAYERS + 1: gate(9)}))
+
+
+def test_gates_of_another_model_or_of_other_inputs_are_refused(tmp_path: Path, read: Read) -> None:
+    for metadata, match in (
+        ({"model_fingerprint": "0" * 64}, "trained for another model"),
+        ({"features": "mean of all text rows"}, "the gates read 'mean of all text rows'"),
+        ({"note": "x" * (MAX_METADATA + 1)}, "characters of metadata"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            read(write(tmp_path / "g.safetensors", {3: gate(3)}, metadata))
+
+
+FIRST, SECOND = gate(3)
+NAN = SECOND.copy()
+NAN[0, 3] = np.nan
+BAD: dict[str, tuple[dict[str, NDArray[Any]], str]] = {
+    "of a wider model": ({"fc1": np.zeros((WIDTH, 4 * HIDDEN), np.float32), "fc2": SECOND}, "hidden size 64 takes"),
+    "of two widths": ({"fc1": FIRST[:-1], "fc2": SECOND}, "takes"),
+    "with three answers": ({"fc1": FIRST, "fc2": np.zeros((3, WIDTH), np.float32)}, "takes"),
+    "of width nought": ({"fc1": FIRST[:0], "fc2": SECOND[:, :0]}, "takes|empty|no elements"),
+    "flat": ({"fc1": FIRST.ravel(), "fc2": SECOND.ravel()}, "takes"),
+    "without fc2": ({"fc1": FIRST}, "gate 1 lacks fc2"),
+    "without fc1": ({"fc2": SECOND}, "gate 1 lacks fc1"),
+    "with a NaN": ({"fc1": FIRST, "fc2": NAN}, "fc2.weight"),
+    "of integers": ({"fc1": FIRST.astype(np.int32), "fc2": SECOND}, "I32"),
+    "of doubles": ({"fc1": FIRST.astype(np.float64), "fc2": SECOND}, "F64"),
+}
+
+
+@pytest.mark.parametrize(("weights", "match"), BAD.values(), ids=list(BAD))
+def test_a_gate_that_does_not_fit_is_refused(
+    tmp_path: Path, read: Read, weights: dict[str, NDArray[Any]], match: str
+) -> None:
+    path = tmp_path / "g.safetensors"
+    write_safetensors(path, {f"gate.1.{name}.weight": w for name, w in weights.items()})
+    with pytest.raises(CheckpointError, match=match):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["gate.01.fc1.weight", "gate.1.fc3.weight", "gate.1.fc1.bias", "lm_head.weight", "gate.-1.fc1.weight"]
+)
+def test_a_name_that_is_no_gates_is_refused(tmp_path: Path, read: Read, name: str) -> None:
+    path = tmp_path / "g.safetensors"
+    write_safetensors(path, {"gate.1.fc1.weight": FIRST, "gate.1.fc2.weight": SECOND, name: FIRST})
+    with pytest.raises(CheckpointError, match="is no gate's weight"):
+        read(path)
+
+
+def test_a_gate_beyond_the_model_is_refused(tmp_path: Path, read: Read) -> None:
+    with pytest.raises(CheckpointError, match="gate 8 is beyond the 8 layers"):
+        read(write(tmp_path / "g.safetensors", {LAYERS + 2: gate(0)}))
+
+
+def test_an_empty_file_and_no_file_are_refused(tmp_path: Path, read: Read) -> None:
+    with pytest.raises(CheckpointError, match="no gate on a layer"):
+        read(write(tmp_path / "g.safetensors", {}))
+    with pytest.raises(CheckpointError):
+        read(tmp_path / "absent.safetensors")

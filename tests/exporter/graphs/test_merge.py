@@ -1,0 +1,207 @@
+"""The vision graph with its extras gives the rows, places and attention that the plain statement gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.bundles import export
+from tests.support.exported import Checkpoints
+from tests.support.graphs import session
+from tests.support.reference import Reference
+from tests.support.statement import Method, Statement
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.bundling.export import ExportOptions, plan_export
+from vtx.exporter.graphs.dialects import make_dialect
+from vtx.exporter.graphs.vision import build_vision
+from vtx.exporter.tensorrt.graph import load_graph
+from vtx.exporter.tensorrt.lint import lint
+from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
+from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.vision.encoded import Encoded
+
+TOWERS = {
+    "clip-two-windows-a-side": Tiny(image=84),
+    "clip-three-windows-a-side": Tiny(image=126, context=512),
+    "clip-patches-left-over": Tiny(image=70),
+    "clip-class-token-is-a-row": Tiny(image=84, select="full", feature_layer=-1),
+    "clip-three-feature-layers": Tiny(image=84, feature_layer=(1, 2, -1)),
+    "siglip-without-class-token": Tiny(image=84, vision="siglip", select="full"),
+    "siglip-first-row-left-out": Tiny(image=84, vision="siglip"),
+}
+Runs = Callable[..., list[np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("merge")
+
+
+def graph(
+    folder: Path, checkpoint: Path, name: str, dialect: str = "ort", precision: str = "fp32", **extras: bool
+) -> Any:
+    """The vision graph of a checkpoint, with these extras, beside its bundle's weights."""
+    bundle = folder / f"{name}-{precision}"
+    if not bundle.exists():
+        export(checkpoint, bundle, (), precision)
+    plan = plan_export(ExportOptions(str(checkpoint), (), precision))
+    written = make_dialect(dialect, precision, plan.max_context)
+    return session(bundle, lambda b: build_vision(b, plan.config, **extras), written, plan.weights.stored)
+
+
+def encode(vision: Any, pixels: np.ndarray, tau: float) -> tuple[dict[str, np.ndarray], Encoded]:
+    """What a merging graph gives, and what the runtime makes of it."""
+    outputs = [value.name for value in vision.get_outputs()]
+    feed = {"pixel_values": pixels, "tau": np.array([tau], np.float32)}
+    found = dict(zip(outputs, vision.run(None, feed), strict=True))
+    return found, Encoded.of(found)
+
+
+def cosines(judge: Reference, pixels: torch.Tensor) -> list[float]:
+    """Mean pairwise cosine of each window of one image, by brute force over transformers' first block."""
+    tower = judge.model.model.vision_tower
+    with torch.inference_mode():
+        x = tower.embeddings(pixels[None])
+        clip = hasattr(tower, "pre_layrnorm")
+        x = tower.encoder.layers[0](tower.pre_layrnorm(x) if clip else x, None)[0][int(clip) :]
+    side = int(len(x) ** 0.5)
+    grid = torch.nn.functional.normalize(x, dim=-1).view(side, side, -1)
+    found = []
+    for top in range(0, side - 2, 3):
+        for left in range(0, side - 2, 3):
+            window = grid[top : top + 3, left : left + 3].reshape(9, -1)
+            found.append(float(((window @ window.T).sum() - 9) / 72))
+    return found
+
+
+def thresholds(values: list[float]) -> list[float]:
+    """One below all, one above all, and one in each gap wide enough for float32 to agree on."""
+    order = sorted(values)
+    return [-1.0, 2.0, *((a + b) / 2 for a, b in pairwise(order) if b - a > 1e-4)]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("tiny", TOWERS.values(), ids=list(TOWERS))
+def test_merged_rows_equal_the_statement(
+    tiny: Tiny, dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+) -> None:
+    judge, clip = reference(tiny), tiny.vision == "clip"
+    vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=clip)
+    pixels = judge.inputs(prompt_messages("red?"), [random_image(4)])["pixel_values"]
+    counts = set()
+    for tau in thresholds(cosines(judge, pixels[0])):
+        with torch.inference_mode():
+            wanted = Statement(judge)._image(pixels[0], Method(tau=tau))
+        given, found = encode(vision, pixels.numpy(), tau)
+        assert found.patches.places.tolist() == wanted.places
+        assert found.patches.merged.tolist() == wanted.merged
+        np.testing.assert_allclose(found.rows, wanted.rows, atol=2e-5, rtol=0)
+        if clip:
+            np.testing.assert_allclose(found.patches.attention, wanted.attention, atol=1e-6, rtol=0)
+        rows = given["image_features"].shape[1]
+        assert rows == (len(wanted.rows) if dialect == "ort" else judge.model.config.image_seq_length)
+        assert len(found.rows) + found.idle == rows
+        counts.add(sum(wanted.merged))
+    windows = (tiny.image // tiny.patch // 3) ** 2
+    assert {0, windows - (not clip and tiny.select == "default")} <= counts
+    assert len(counts) > 2 or windows == 1, "the windows are too much alike to prove anything"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("tiny", [Tiny(image=84), Tiny(image=84, vision="siglip")], ids=["clip", "siglip"])
+def test_a_threshold_above_one_gives_the_rows_of_the_graph_without_merging(
+    tiny: Tiny, dialect: str, folder: Path, tiny_checkpoint: Checkpoints
+) -> None:
+    pixels = np.random.default_rng(0).standard_normal((1, 3, 84, 84), dtype=np.float32)
+    plain = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect).run(None, {"pixel_values": pixels})[0]
+    merging = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True)
+    given, found = encode(merging, pixels, 2.0)
+    assert np.array_equal(given["image_features"], plain)
+    assert len(given["places"]) == len(plain[0])
+    assert not given["merged"].any()
+    assert found.idle == 0
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_picture_of_one_colour_merges_as_far_as_positions_allow_and_stays_finite(
+    dialect: str, folder: Path, tiny_checkpoint: Checkpoints
+) -> None:
+    tiny = Tiny(image=84)
+    vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=True)
+    given, found = encode(vision, np.zeros((1, 3, 84, 84), np.float32), -1.0)
+    assert found.patches.places.tolist() == [0, 3, 18, 21]
+    assert found.patches.merged.all()
+    assert len(found.rows) == 4
+    assert np.isfinite(given["image_features"]).all()
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
+def test_rows_that_are_gone_say_so_and_nothing_looks_at_them(
+    dialect: str, folder: Path, tiny_checkpoint: Checkpoints
+) -> None:
+    tiny = Tiny(image=84)
+    vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=True)
+    given, _ = encode(vision, np.zeros((1, 3, 84, 84), np.float32), -1.0)
+    gone = given["merged"] < 0
+    assert given["places"].tolist() == list(range(36))
+    assert np.flatnonzero(~gone).tolist() == [0, 3, 18, 21]
+    assert not given["cls_attention"][gone].any()
+
+
+def test_attention_alone_takes_several_images_and_changes_no_feature(
+    folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+) -> None:
+    tiny = Tiny(image=84)
+    images = [random_image(seed) for seed in range(3)]
+    pixels = reference(tiny).inputs(prompt_messages("red?", 3), images)["pixel_values"]
+    feed = {"pixel_values": pixels.numpy()}
+    plain = graph(folder, tiny_checkpoint(tiny), str(hash(tiny))).run(None, feed)[0]
+    features, attention = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), attention=True).run(None, feed)
+    assert np.array_equal(features, plain)
+    with torch.inference_mode():
+        wanted = [Statement(reference(tiny))._image(image, Method()).attention for image in pixels]
+    np.testing.assert_allclose(attention.reshape(3, -1), wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_half_precision_merges_the_same_windows(
+    dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+) -> None:
+    tiny = Tiny(image=126, context=512)
+    judge = reference(tiny)
+    vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, "fp16", merges=True, attention=True)
+    pixels = judge.inputs(prompt_messages("red?"), [random_image(4)])["pixel_values"]
+    low, high = max(pairwise(sorted(cosines(judge, pixels[0]))), key=lambda pair: pair[1] - pair[0])
+    assert high - low > 1e-2
+    with torch.inference_mode():
+        wanted = Statement(judge)._image(pixels[0], Method(tau=(low + high) / 2))
+    _, found = encode(vision, pixels.numpy(), (low + high) / 2)
+    assert 0 < sum(wanted.merged) < 9
+    assert found.patches.places.tolist() == wanted.places
+    assert found.patches.merged.tolist() == wanted.merged
+    np.testing.assert_allclose(found.rows, wanted.rows, atol=1.5e-2, rtol=0)
+    np.testing.assert_allclose(found.patches.attention, wanted.attention, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "release"),
+    [
+        ("plain", Release(TENSORRT, (10, 3))),
+        ("trt", Release(TENSORRT, (10, 16))),
+        ("trt", Release(TENSORRT, (11, 0))),
+        ("trt", Release(RTX, (1, 7))),
+    ],
+    ids=str,
+)
+def test_every_release_of_tensorrt_reads_a_vision_graph_that_merges(
+    dialect: str, release: Release, folder: Path, tiny_checkpoint: Checkpoints
+) -> None:
+    tiny = Tiny(image=84)
+    graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=True)
+    assert lint(load_graph(folder / f"{hash(tiny)}-fp32" / "graph.onnx"), release) == []

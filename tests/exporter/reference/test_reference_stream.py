@@ -1,0 +1,73 @@
+"""The exporter's own statement of model and method, layer by layer, agrees with transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.reference import Reference
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.loader import open_checkpoint
+from vtx.exporter.reference import model as streamed
+
+TOLERANCE = 5e-5
+DEPTHS = (None, 2, 3, 5, 8)
+QUESTION = "What is the colour of the square in the picture?"
+VARIANTS = {
+    "llama-clip": Tiny(),
+    "llama-biases-full": Tiny(vision="siglip", select="full", attention_bias=True, mlp_bias=True, names="saved"),
+    "llama-wide-heads-llama3-layers": Tiny(head_dim=24, rope="llama3", feature_layer=(-2, -1), names="new"),
+    "mistral-linear-mha": Tiny(text="mistral", rope="linear", feature_layer=2, kv_heads=4, projector_act="silu"),
+    "qwen2-siglip-tied-sharded": Tiny(text="qwen2", vision="siglip", tied=True, shards=3, projector_bias=False),
+    "half": Tiny(dtype="float16", tokenizer="bytes"),
+}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=list(VARIANTS))
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    found: Tiny = request.param
+    return found
+
+
+def open_reference(folder: Path) -> streamed.Reference:
+    checkpoint = open_checkpoint(str(folder))
+    return streamed.Reference(checkpoint, ModelConfig.from_hf(checkpoint.config))
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_it_agrees_with_transformers_at_every_depth(
+    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tiny: Tiny, images: int
+) -> None:
+    found, judge = open_reference(tiny_checkpoint(tiny)), reference(tiny)
+    inputs = judge.inputs(prompt_messages(QUESTION, images), [random_image(seed) for seed in range(images)])
+    with torch.inference_mode():
+        features = found.features(inputs["pixel_values"].numpy())
+        wanted = judge.model.model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
+        np.testing.assert_allclose(features, torch.cat(list(wanted)), atol=TOLERANCE, rtol=0)
+        logits = found.logits(inputs["input_ids"][0].numpy(), features, DEPTHS)
+        assert set(logits) == set(DEPTHS)
+        for k in DEPTHS:
+            np.testing.assert_allclose(logits[k], judge.logits(inputs, k), atol=TOLERANCE, rtol=0)
+
+
+def test_one_depth_alone_gives_what_it_gives_among_others(tiny_checkpoint: Callable[..., Path]) -> None:
+    found = open_reference(tiny_checkpoint())
+    ids = np.array([1, 50, *[319] * 16, 60, 61, 62])
+    features = torch.linspace(-1, 1, 16 * 64).reshape(16, 64)
+    with torch.inference_mode():
+        together = found.logits(ids, features, DEPTHS)
+        for k in DEPTHS:
+            np.testing.assert_allclose(found.logits(ids, features, [k])[k], together[k], atol=TOLERANCE, rtol=0)
+    assert len({int(rows.argmax()) for rows in together.values()}) > 1
+
+
+def test_progress_is_told_once_a_layer(tiny_checkpoint: Callable[..., Path]) -> None:
+    told: list[int] = []
+    with torch.inference_mode():
+        open_reference(tiny_checkpoint()).logits(np.array([1, 50, 60]), torch.zeros(0, 64), [None], told.append)
+    assert told == [1] * Tiny().layers

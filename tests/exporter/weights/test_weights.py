@@ -1,0 +1,371 @@
+"""Weights on their way into a bundle: bit-exact, finite, each once, and nothing left behind when the disk fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import vtx
+from tests.support import bundles
+from tests.support.tiny import Tiny, random_image
+from vtx.exporter.bundling import predict
+from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.resume import Journal
+from vtx.exporter.checkpoint.loader import canonical_name, open_checkpoint
+from vtx.exporter.weights import writing
+from vtx.exporter.weights.plan import WeightPlan
+from vtx.exporter.weights.writing import write_weights
+from vtx.runtime.bundle.safetensors import TensorInfo, read_header, read_tensor
+from vtx.runtime.errors import CheckpointError, ExportError, VtxError
+
+Make = Callable[..., Path]
+NUMBERS = {"F32": np.float32, "F16": np.float16}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def plan(folder: Path, precision: str, ks: tuple[int, ...] = ()) -> WeightPlan:
+    return plan_export(ExportOptions(str(folder), ks, precision)).weights
+
+
+def written(folder: Path, target: Path, precision: str) -> dict[str, np.ndarray]:
+    """The weights as a bundle's graphs will find them, by canonical name."""
+    plan_ = plan(folder, precision)
+    target.mkdir()
+    write_weights(plan_, target, Journal(target), lambda _: None)
+    found = {}
+    for name, stored in plan_.stored.items():
+        info = TensorInfo(name, stored.dtype, tuple(stored.shape), target / stored.file, stored.offset, stored.nbytes)
+        found[name] = read_tensor(info)
+    return found
+
+
+def alter(folder: Path, target: Path, name: str, value: float) -> Path:
+    """A copy of a float32 checkpoint with one value of the tensor of that canonical name replaced."""
+    copy = Path(shutil.copytree(folder, target))
+    info = open_checkpoint(str(copy)).tensors[name]
+    content = bytearray(info.file.read_bytes())
+    kind = NUMBERS[info.dtype]
+    values = np.frombuffer(content, kind, info.nbytes // np.dtype(kind).itemsize, info.offset)
+    values[len(values) // 2] = value  # type: ignore[index]
+    info.file.write_bytes(content)
+    return copy
+
+
+# ---- conversions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_weight_arrives_as_torch_would_convert_it(
+    tiny_checkpoint: Make, tmp_path: Path, dtype: Any, precision: str, shards: int
+) -> None:
+    from safetensors.torch import load_file
+
+    folder = tiny_checkpoint(Tiny(dtype=dtype, shards=shards, names="new"))
+    tensors = {canonical_name(n): t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    found = written(folder, tmp_path / "w", precision)
+    assert len(found) > 80
+    for name, value in found.items():
+        want = (tensors[name].half() if precision == "fp16" else tensors[name].float()).numpy()
+        assert value.dtype == want.dtype
+        assert value.tobytes() == want.tobytes(), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_conversion_in_small_blocks_changes_nothing(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    folder = tiny_checkpoint(Tiny(dtype="bfloat16"))
+    whole = written(folder, tmp_path / "a", precision)
+    monkeypatch.setattr(writing, "CHUNK", 37)
+    pieces = written(folder, tmp_path / "b", precision)
+    assert all(whole[name].tobytes() == pieces[name].tobytes() for name in whole)
+
+
+def test_subnormal_values_survive_in_fp16(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = alter(tiny_checkpoint(), tmp_path / "ck", "text.norm.weight", 6e-8)
+    assert float(written(folder, tmp_path / "w", "fp16")["text.norm.weight"][32]) == 2.0**-24
+
+
+@pytest.mark.parametrize("value", [65520.0, -1e6, 3e38])
+def test_a_value_beyond_fp16_is_named_with_the_cure(tiny_checkpoint: Make, tmp_path: Path, value: float) -> None:
+    name = "text.layers.4.mlp.up_proj.weight"
+    folder = alter(tiny_checkpoint(), tmp_path / "ck", name, value)
+    with pytest.raises(ExportError, match=r"text\.layers\.4\.mlp\.up_proj.*65504.*--precision fp32"):
+        bundles.export(folder, tmp_path / "out", (), "fp16")
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+    bundles.export(folder, tmp_path / "out", (), "fp32")
+
+
+def test_the_largest_values_of_fp16_are_fine(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = alter(tiny_checkpoint(), tmp_path / "ck", "text.norm.weight", 65519.0)
+    assert written(folder, tmp_path / "w", "fp16")["text.norm.weight"][32] == 65504
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["vision.embeddings.patch_embedding.weight", "head.weight"])
+def test_nan_and_infinity_are_named_and_nothing_is_left(
+    tiny_checkpoint: Make, tmp_path: Path, value: float, precision: str, name: str
+) -> None:
+    folder = alter(tiny_checkpoint(), tmp_path / "ck", name, value)
+    with pytest.raises(CheckpointError, match=f"{name}.*NaN or infinity"):
+        bundles.export(folder, tmp_path / "out", (), precision)
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+def test_nan_in_an_as_is_fp16_checkpoint_is_found_too(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = alter(tiny_checkpoint(Tiny(dtype="float16")), tmp_path / "ck", "head.weight", float("nan"))
+    with pytest.raises(CheckpointError, match=r"head\.weight.*NaN"):
+        bundles.export(folder, tmp_path / "out", (), "fp16")
+
+
+# ---- each weight once ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("float16", "fp16")])
+def test_files_of_the_wanted_type_are_linked_not_written(
+    tiny_checkpoint: Make, tmp_path: Path, dtype: Any, precision: str
+) -> None:
+    folder = tiny_checkpoint(Tiny(dtype=dtype, shards=2))
+    made = bundles.export(folder, tmp_path / "out", (3,), precision)
+    sources = sorted(folder.glob("*.safetensors"))
+    assert [p.stat().st_ino for p in sorted((made.folder / "weights").iterdir())] == [p.stat().st_ino for p in sources]
+    assert plan_export(ExportOptions(str(folder), (), precision)).prediction.linked == sum(
+        path.stat().st_size for path in sources
+    )
+
+
+def test_where_links_fail_the_file_is_copied(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def across(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", across)
+    folder = tiny_checkpoint()
+    made = bundles.export(folder, tmp_path / "out")
+    (copy,) = (made.folder / "weights").iterdir()
+    assert not copy.is_symlink()
+    assert copy.stat().st_ino != (folder / "model.safetensors").stat().st_ino
+    assert copy.read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_a_linked_checkpoint_file_is_followed(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
+    (folder / "model.safetensors").rename(folder / "blob")
+    (folder / "model.safetensors").symlink_to("blob")
+    made = bundles.export(folder, tmp_path / "out")
+    (file,) = (made.folder / "weights").iterdir()
+    assert not file.is_symlink()
+    assert file.stat().st_ino == (folder / "blob").stat().st_ino
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_head_is_stored_once(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
+    tied = bundles.export(tiny_checkpoint(Tiny(tied=True, dtype=dtype)), tmp_path / "tied")
+    free = bundles.export(tiny_checkpoint(Tiny(dtype=dtype)), tmp_path / "free")
+    apart = weight_bytes(free.folder) - weight_bytes(tied.folder)
+    assert abs(apart - 320 * 64 * 4) < 512 if dtype == "bfloat16" else apart > 320 * 64 * 4 - 512
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / "weights").iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_four_depths_share_one_set_of_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
+    folder = tiny_checkpoint(Tiny(dtype=dtype))
+    one = bundles.export(folder, tmp_path / "one", ())
+    four = bundles.export(folder, tmp_path / "four", (2, 3, 5, 8))
+    assert weight_bytes(four.folder) == weight_bytes(one.folder)
+    assert {p.name: p.read_bytes() for p in (four.folder / "weights").iterdir()} == {
+        p.name: p.read_bytes() for p in (one.folder / "weights").iterdir()
+    }
+    graphs = sum(path.stat().st_size for path in four.folder.glob("*.onnx"))
+    assert graphs < weight_bytes(four.folder) / 5
+
+
+def test_no_weight_stands_in_a_graph(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    import onnx
+
+    made = bundles.export(tiny_checkpoint(Tiny(dtype="bfloat16")), tmp_path / "out")
+    ranges: dict[tuple[str, int, int], str] = {}
+    for path in made.folder.glob("*.ort.onnx"):
+        for tensor in onnx.load_model(path, load_external_data=False).graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                assert int(np.prod(tensor.dims)) < 64, tensor.name
+                continue
+            place = {entry.key: entry.value for entry in tensor.external_data}
+            key = (place["location"], int(place["offset"]), int(place["length"]))
+            assert ranges.setdefault(key, path.name) == path.name, "a weight stands in two graphs"
+    assert sum(length for _, _, length in ranges) > 0.9 * weight_bytes(made.folder)
+
+
+# ---- disks -----------------------------------------------------------------------------------------------------------
+
+
+class FullDisk:
+    """A file whose writes fail once `room` bytes of all such files are written."""
+
+    room = 0
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> FullDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: bytes) -> int:
+        FullDisk.room -= len(data)
+        if FullDisk.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(self._file.write(data))
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`full_disk(room)`: from now on files opened for writing through pathlib take so many bytes together."""
+    real = Path.open
+
+    def limited(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = real(self, mode, *args, **options)
+        return FullDisk(file) if "w" in mode else file
+
+    def install(room: int) -> None:
+        FullDisk.room = room
+        monkeypatch.setattr(Path, "open", limited)
+
+    return install
+
+
+@pytest.mark.parametrize("room", [0, 3_000, 10_000, 25_000, 200_000, 700_000])
+def test_a_disk_that_fills_up_leaves_nothing(
+    tiny_checkpoint: Make, tmp_path: Path, full_disk: Callable[[int], None], room: int
+) -> None:
+    plan_ = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(dtype="bfloat16"))), (3,), "fp16"))
+    full_disk(room)
+    with pytest.raises(ExportError, match="No space left"):
+        run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_the_old_bundle(
+    tiny_checkpoint: Make, tmp_path: Path, full_disk: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = bundles.export(tiny_checkpoint(), tmp_path / "out")
+    plan_ = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(dtype="bfloat16"))), (2,), "fp16"))
+    full_disk(400_000)
+    with pytest.raises(ExportError, match="No space left"):
+        run_export(plan_, tmp_path / "out", force=True, report=bundles.IGNORE)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert vtx.load(tmp_path / "out", threads=1).manifest == old.manifest
+    assert all(problem is None for _, problem in old.verify())
+
+
+def test_a_disk_that_fills_up_while_a_file_is_copied_leaves_nothing(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Callable[[int], None]
+) -> None:
+    plan_ = plan_export(ExportOptions(str(tiny_checkpoint()), (), "fp32"))
+    monkeypatch.setattr(writing, "_shared", lambda *_: False)
+    full_disk(400_000)
+    with pytest.raises(ExportError, match="No space left"):
+        run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_too_small_is_told_before_anything_is_written(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(predict.shutil, "disk_usage", lambda _: usage(10, 10, 12_345))
+    with pytest.raises(ExportError, match=r"12\.3 kB free"):
+        bundles.export(tiny_checkpoint(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_predicted_disk_covers_the_bundle(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    for number, tiny in enumerate((Tiny(), Tiny(dtype="bfloat16", shards=3))):
+        forecast = plan_export(ExportOptions(str(tiny_checkpoint(tiny)), (3,), "fp16")).prediction
+        made = bundles.export(tiny_checkpoint(tiny), tmp_path / f"{number}", (3,), "fp16")
+        real = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
+        assert real <= forecast.disk <= real + 256_000
+
+
+# ---- checkpoints that are not what they say --------------------------------------------------------------------------
+
+
+def test_a_shard_that_shrinks_after_the_plan_is_an_error(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
+    plan_ = plan_export(ExportOptions(str(folder), (), "fp16"))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(100_000)
+    with pytest.raises(VtxError):
+        run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+@pytest.mark.parametrize("dtype", ["I8", "U8", "F64", "F8_E4M3"])
+def test_weights_of_a_type_vtx_does_not_export_are_refused(tiny_checkpoint: Make, tmp_path: Path, dtype: str) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    entry = header["language_model.model.norm.weight"]
+    bits = {"F64": 8}.get(dtype, 1)
+    entry |= {"dtype": dtype, "shape": [256 // bits]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    assert "language_model.model.norm.weight" in read_header(path).tensors
+    with pytest.raises(VtxError, match=dtype):
+        plan(folder, "fp16")
+
+
+def test_the_bundle_of_a_bf16_checkpoint_answers(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(Tiny(dtype="bfloat16"))
+    ids = []
+    for precision in ("fp32", "fp16"):
+        bundles.export(folder, tmp_path / precision, (), precision)
+        with vtx.load(tmp_path / precision, threads=1).open(random_image(0)) as image:
+            ids.append(image.ask("what is it?", options=vtx.Options(max_new_tokens=8)).token_ids)
+    assert ids[0] == ids[1]
+
+
+def test_converted_chunks_come_in_order_and_few_are_ahead_of_the_writer() -> None:
+    done: list[int] = []
+
+    def convert(chunk: NDArray[Any]) -> tuple[bytes, bytes, int]:
+        done.append(int(chunk[0]))
+        return chunk.tobytes(), b"", int(chunk[0])
+
+    with ThreadPoolExecutor(2) as pool:
+        seen = []
+        for _, _, number in writing._in_order(pool, convert, [np.array([n]) for n in range(50)]):
+            seen.append(number)
+            assert len(done) <= len(seen) + writing.AHEAD
+    assert seen == list(range(50))

@@ -1,0 +1,188 @@
+"""The house itself: who imports whom, what an import loads, which names and commands there are."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import vtx
+from vtx import cli
+
+ROOT = Path(__file__).parents[2]
+RUNTIME_MAY_IMPORT = {
+    "click",
+    "cuda",
+    "jinja2",
+    "numpy",
+    "onnxruntime",
+    "openvino",
+    "PIL",
+    "rich",
+    "tokenizers",
+    "tomli",
+    "vtx",
+}
+EXPORTING = {"huggingface_hub", "onnx", "onnx_ir", "safetensors", "torch", "transformers"}
+HEAVY = EXPORTING | {"jinja2", "numpy", "onnxruntime", "openvino", "PIL", "rich", "tokenizers"}
+SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.cli:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that a new interpreter has loaded after `code`."""
+    script = f"{code}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, at its top or inside a function."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+# --- imports --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["runtime", "profiles"])
+def test_the_runtime_imports_nothing_that_a_device_need_not_have(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        roots = {name.partition(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)
+        assert roots <= RUNTIME_MAY_IMPORT, path
+
+
+def test_engines_are_imported_in_functions_only() -> None:
+    for path in (ROOT / "runtime").rglob("*.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        top = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
+        top |= {node.module or "" for node in body if isinstance(node, ast.ImportFrom)}
+        assert not any(name.startswith(("cuda", "onnxruntime", "openvino", "tensorrt")) for name in top), path
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what import-linter looks at, to break."""
+    for name in ("exporter", "profiles", "runtime", "src"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("demo_model"))
+    for name in ("cli.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
+    script = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    env = {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_import_contracts_hold(tree: Path) -> None:
+    done = lint_imports(tree)
+    assert done.returncode == 0, done.stdout
+    assert "2 kept, 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("runtime/units.py", "import torch"),
+        ("runtime/units.py", "def late() -> None:\n    import onnx"),
+        ("runtime/units.py", "import vtx.exporter.graphs.builder"),
+        ("profiles/__init__.py", "import vtx.runtime.units"),
+        ("exporter/graphs/builder.py", "import vtx.cli"),
+    ],
+)
+def test_an_import_against_the_direction_is_found(tree: Path, file: str, line: str) -> None:
+    with (tree / file).open("a", encoding="utf-8") as out:
+        out.write(f"\n{line}\n")
+    done = lint_imports(tree)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "BROKEN" in done.stdout
+
+
+def test_importing_vtx_loads_no_library() -> None:
+    assert not loaded_by("import vtx") & HEAVY
+
+
+def test_the_commands_load_no_library_before_they_run() -> None:
+    assert not loaded_by("import vtx.cli") & HEAVY
+
+
+def test_the_runtime_loads_no_exporting_library() -> None:
+    assert (
+        not loaded_by(
+            "import vtx; vtx.load, vtx.Sampling; import vtx.runtime.backends.ort.backend, vtx.runtime.report.golden"
+        )
+        & EXPORTING
+    )
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def parameters(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_the_public_names_are_these() -> None:
+    names = {"Answer", "Chat", "Conversation", "Model", "Options", "Sampling", "VtxError", "load"}
+    assert set(vtx.__all__) == names | {"__version__"}
+    assert set(dir(vtx)) == set(vtx.__all__)
+    for name in names:
+        assert getattr(vtx, name).__doc__, name
+    assert not hasattr(vtx, "Nothing")
+
+
+def test_the_calls_that_users_write_keep_their_parameters() -> None:
+    assert parameters(vtx.load) == ["bundle", "device", "compute", "threads", "force"]
+    assert parameters(vtx.Model.open) == ["images"]
+    assert parameters(vtx.Model.ask) == ["question", "k", "options"]
+    asking = ["question", "k", "options", "reduce"]
+    assert parameters(vtx.Conversation.ask) == parameters(vtx.Conversation.stream) == asking
+    assert parameters(vtx.Conversation.chat) == ["k", "reduce"]
+    assert parameters(vtx.Chat.ask) == parameters(vtx.Chat.stream) == ["question", "options"]
+    assert parameters(vtx.Options)[:3] == ["max_new_tokens", "ignore_eos", "sampling"]  # more may follow
+    assert parameters(vtx.Sampling) == ["temperature", "top_p", "top_k", "seed"]
+
+
+def test_the_version_is_the_distributions() -> None:
+    from importlib.metadata import version
+
+    assert vtx.__version__ == version("vtx-edge")
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def help_of(command: click.Command) -> str:
+    done = CliRunner().invoke(command, ["--help"], prog_name="vtx")
+    assert done.exit_code == 0
+    return done.output
+
+
+def test_vtx_lists_every_command_that_is_installed() -> None:
+    assert {"doctor", "export", "inspect", "run"} <= set(SCRIPTS)
+    _, _, listed = help_of(cli.main).partition("Commands:")
+    assert {line.split()[0] for line in listed.splitlines() if re.match(r"  \S", line)} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_every_command_stands_alone_and_shows_examples(name: str) -> None:
+    command = getattr(cli, SCRIPTS[name])
+    assert command is cli.main.commands[name]
+    _, _, examples = help_of(command).partition("Examples:")
+    assert f"vtx-{name}" in examples

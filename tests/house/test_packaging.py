@@ -1,0 +1,110 @@
+"""The wheel: what it holds, and that it answers where nothing else of vtx is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vtx.exporter.data.scenes import Scene, Thing, draw
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("exporter", "profiles", "runtime", "src")
+FILES = ("LICENSE", "README.md", "cli.py", "pyproject.toml")
+NOWHERE = "http://127.0.0.1:9"  # the discard port: whatever reaches for the network fails at once
+
+
+def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
+    """The standard output of a command that must succeed."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as a release is made: from the sdist, and that from a copy of the tree with its links."""
+    work = tmp_path_factory.mktemp("build")
+    tree = work / "tree"
+    for name in FOLDERS:
+        shutil.copytree(
+            ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
+        )
+    for name in FILES:
+        shutil.copy(ROOT / name, tree / name)
+    sdist = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
+    source = tree / run(sys.executable, "-c", sdist, cwd=tree).splitlines()[-1]
+    pip_wheel = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", work)
+    run(sys.executable, *pip_wheel, source, cwd=work)
+    [made] = work.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of a new environment: vtx from the wheel, all other packages from the one that runs the tests."""
+    folder = tmp_path_factory.mktemp("installed") / "env"
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    pip_install = ("-m", "pip", "--python", python, "install", "--no-deps", "--no-index")
+    run(sys.executable, *pip_install, wheel, cwd=folder)
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    # Such a path is searched after the environment's own, and .pth files in it, an editable vtx, are not read.
+    outer = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "outer.pth").write_text("\n".join(outer))
+    return python.parent
+
+
+def test_the_wheel_holds_every_file_of_the_linked_folders_and_nothing_else(wheel: Path) -> None:
+    expected = {"vtx/__init__.py", "vtx/cli.py", "vtx/py.typed"}
+    for name in ("exporter", "profiles", "runtime"):
+        for path in (ROOT / name).rglob("*"):
+            if path.suffix in (".py", ".toml") or path.parent.name == "demo_model":
+                expected.add(f"vtx/{path.relative_to(ROOT).as_posix()}")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        links = [i.filename for i in archive.infolist() if stat.S_ISLNK(i.external_attr >> 16)]
+    assert held == expected
+    assert {"vtx/exporter/demo_model/config.json", "vtx/exporter/demo_model/model.safetensors"} <= held
+    assert not links
+
+
+def test_the_wheel_asks_for_no_exporting_package_unless_the_extra_does(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [metadata] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        lines = archive.read(metadata).decode().splitlines()
+    needs = [line.split(":", 1)[1].strip() for line in lines if line.startswith("Requires-Dist:")]
+    plain = {need.split(">")[0] for need in needs if "extra ==" not in need}
+    assert plain - {"tomli"} == {"click", "jinja2", "numpy", "pillow", "rich", "tokenizers"}
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_exports_the_demo_and_answers_without_home_or_network(
+    installed: Path, tmp_path: Path
+) -> None:
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    env = {"HOME": str(home), "PATH": os.pathsep.join((str(installed), os.defpath))}
+    env |= dict.fromkeys(("http_proxy", "https_proxy"), NOWHERE)
+    where = run(installed / "python", "-c", "import vtx; print(vtx.__file__)", cwd=work, env=env)
+    assert Path(where).is_relative_to(installed.parent)
+
+    circle = Scene((Thing("red", "circle", 4, 0.5, 0.5, 0.13),), (240, 240, 240))
+    draw(circle, 224).save(work / "image.jpg")
+    run("vtx-export", "--k", "16", "--precision", "fp16", cwd=work, env=env)
+    answer = json.loads(run("vtx-run", "image.jpg", "What color is the circle?", "--json", cwd=work, env=env))
+
+    assert answer["text"] == "red"
+    assert answer["k"] == 16
+    assert answer["precision"] == "fp16"
+    assert {path.name for path in work.iterdir()} == {"image.jpg", "vtx-demo-k16-fp16"}

@@ -1,0 +1,342 @@
+"""Questions, streams and turns over one loaded bundle: each as if it had been the only one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.support.exported import KS, QUESTIONS, Models
+from tests.support.reference import Reference
+from tests.support.tiny import Message, Tiny, prompt_messages, random_image
+from vtx.runtime.api.answer import Answer, Options
+from vtx.runtime.api.model import Conversation, Model
+from vtx.runtime.errors import RequestError
+
+TOLERANCE = 1e-4
+STEPS = 12
+OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
+DEPTHS = (None, *KS)
+IMAGE, OTHER = random_image(1), random_image(2, (40, 90))
+References = Callable[..., Reference]
+
+
+class Recorder:
+    """A backend that keeps the logits of every row it has given, and can break at one of them."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.logits: list[NDArray[np.float32]] = []
+        self.break_at: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def head(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self.break_at == len(self.logits):
+            raise KeyboardInterrupt
+        self.logits.append(self._backend.head(rows)[0])
+        return self.logits[-1][None]
+
+    def take(self) -> NDArray[np.float32]:
+        """The logits since the last call, [tokens, vocab]."""
+        taken, self.logits, self.break_at = np.stack(self.logits), [], None
+        return taken
+
+
+@pytest.fixture(scope="module")
+def model(models: Models) -> Model:
+    return models()
+
+
+@pytest.fixture(scope="module")
+def recorded(model: Model) -> tuple[Model, Recorder]:
+    recorder = Recorder(model.backend)
+    return Model(model.bundle, recorder, 0.0), recorder
+
+
+@pytest.fixture(scope="module")
+def fresh(recorded: tuple[Model, Recorder]) -> dict[tuple[str, int | None], tuple[Answer, NDArray[np.float32]]]:
+    """Answer and logits of a fresh run for each question and K."""
+    model, recorder = recorded
+    found = {}
+    for question in QUESTIONS:
+        for k in DEPTHS:
+            with model.open(IMAGE) as conversation:
+                found[question, k] = conversation.ask(question, k, OPTIONS), recorder.take()
+    return found
+
+
+# --- questions one after another ------------------------------------------------------------------
+
+
+def test_later_questions_reuse_the_image_and_equal_fresh_runs(
+    recorded: tuple[Model, Recorder], fresh: dict[Any, Any]
+) -> None:
+    model, recorder = recorded
+    with model.open(IMAGE) as conversation:
+        for number, (question, k) in enumerate([(q, k) for k in (None, 8, 2, 5, None, 3) for q in QUESTIONS]):
+            answer = conversation.ask(question, k, OPTIONS)
+            wanted, logits = fresh[question, k]
+            assert answer.stats.reused_image == (number > 0)
+            assert (answer.stats.timings_ms["vision"] == 0) == (number > 0)
+            assert (answer.token_ids, answer.text) == (wanted.token_ids, wanted.text)
+            assert (answer.stats.kv_slots, answer.stats.kv_bytes) == (wanted.stats.kv_slots, wanted.stats.kv_bytes)
+            assert np.array_equal(recorder.take(), logits)
+
+
+steps = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 2), st.sampled_from(DEPTHS)),
+    st.tuples(st.just("stop"), st.integers(0, 2), st.sampled_from(DEPTHS), st.integers(0, 4)),
+    st.tuples(st.just("break"), st.integers(0, 2), st.sampled_from(DEPTHS), st.integers(0, STEPS - 1)),
+    st.tuples(st.just("text"), st.integers(0, 2), st.sampled_from(DEPTHS)),
+    st.tuples(st.just("chat"), st.integers(0, 2), st.sampled_from(DEPTHS)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(steps, min_size=1, max_size=6), st.integers(0, 2), st.sampled_from(DEPTHS))
+def test_a_question_after_anything_equals_a_fresh_one(
+    recorded: tuple[Model, Recorder],
+    fresh: dict[Any, Any],
+    story: list[tuple[Any, ...]],
+    last: int,
+    k: int | None,
+) -> None:
+    model, recorder = recorded
+    with model.open(IMAGE) as conversation:
+        for step in [*story, ("ask", last, k)]:
+            _live(model, recorder, conversation, step, fresh)
+
+
+def _live(
+    model: Model, recorder: Recorder, conversation: Conversation, step: tuple[Any, ...], fresh: dict[Any, Any]
+) -> None:
+    what, number, k, *rest = step
+    question = QUESTIONS[number]
+    recorder.logits, recorder.break_at = [], None
+    if what == "ask":
+        answer = conversation.ask(question, k, OPTIONS)
+        wanted, logits = fresh[question, k]
+        assert answer.token_ids == wanted.token_ids
+        assert np.array_equal(recorder.take(), logits), step
+    elif what == "stop":
+        stream = conversation.stream(question, k, OPTIONS)
+        for _, _ in zip(range(rest[0]), stream, strict=False):
+            pass
+        stream.close()
+    elif what == "break":
+        recorder.break_at = rest[0]
+        with pytest.raises(KeyboardInterrupt):
+            conversation.ask(question, k, OPTIONS)
+    elif what == "text":
+        model.ask(question, k, OPTIONS)
+    else:
+        chat = conversation.chat(k)
+        assert chat.ask(question, OPTIONS).token_ids == fresh[question, k][0].token_ids
+        chat.ask(QUESTIONS[0], OPTIONS)
+
+
+@pytest.mark.parametrize("k", DEPTHS)
+def test_one_image_and_two_in_turn_answer_as_the_reference(model: Model, reference: References, k: int | None) -> None:
+    judge = reference(Tiny())
+    with model.open([IMAGE, OTHER]) as both, model.open(IMAGE) as one:
+        for _ in range(2):
+            for conversation, images in ((both, [IMAGE, OTHER]), (one, [IMAGE])):
+                inputs = judge.inputs(prompt_messages(QUESTIONS[1], len(images)), images)
+                answer = conversation.ask(QUESTIONS[1], k, OPTIONS)
+                assert list(answer.token_ids) == judge.greedy(inputs, k, STEPS).ids
+                assert list(answer.stats.kv_slots) == judge.kv_slots(inputs, k)
+
+
+def test_the_order_of_two_images_matters(model: Model) -> None:
+    orders = ([IMAGE, OTHER], [OTHER, IMAGE])
+    one, other = (model.open(images).ask(QUESTIONS[1], None, OPTIONS).token_ids for images in orders)
+    assert one != other
+
+
+def test_closing_frees_the_caches_and_starts_afresh(model: Model, fresh: dict[Any, Any]) -> None:
+    conversation = model.open(IMAGE)
+    conversation.ask(QUESTIONS[0], 3, OPTIONS)
+    session = conversation._session
+    caches = [weakref.ref(cache) for cache in (*session._full.values(), *session._pruned.values())]
+    del session
+    assert len(caches) == 5
+    conversation.close()
+    gc.collect()
+    assert not any(cache() for cache in caches)
+    answer = conversation.ask(QUESTIONS[0], 3, OPTIONS)
+    assert not answer.stats.reused_image
+    assert answer.token_ids == fresh[QUESTIONS[0], 3][0].token_ids
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_streamed_pieces_make_up_the_text(model: Model, fresh: dict[Any, Any]) -> None:
+    counts = []
+    with model.open(IMAGE) as conversation:
+        for (question, k), (wanted, _) in fresh.items():
+            stream = conversation.stream(question, k, OPTIONS)
+            pieces = list(stream)
+            assert "".join(pieces) == stream.answer.text == wanted.text
+            assert all(pieces)
+            counts.append(len(pieces))
+    assert max(counts) > 5
+
+
+def test_an_unfinished_stream_has_no_answer(model: Model) -> None:
+    with model.open(IMAGE) as conversation:
+        stream = conversation.stream(QUESTIONS[2], 5, OPTIONS)
+        next(stream)
+        with pytest.raises(RequestError, match="not complete"):
+            _ = stream.answer
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_stream_left_unread_does_not_block_the_next_question(model: Model, fresh: dict[Any, Any], held: bool) -> None:
+    """Neither while somebody holds it nor while it waits for the garbage collector."""
+
+    def story() -> tuple[int, ...]:
+        with model.open(IMAGE) as conversation:
+            left = []
+            for _ in range(3):
+                stream = conversation.stream(QUESTIONS[2], 5, OPTIONS)
+                for _ in stream:
+                    break
+                left += [stream] if held else []
+            answer = conversation.ask(QUESTIONS[1], 3, OPTIONS)
+            assert all(list(stream) == [] for stream in left)
+            next(conversation.stream(QUESTIONS[2], 5, OPTIONS))
+        return answer.token_ids
+
+    found: list[tuple[int, ...]] = []
+    thread = threading.Thread(target=lambda: found.append(story()), daemon=True)  # one that hangs must not hang pytest
+    gc.disable()
+    try:
+        thread.start()
+        thread.join(timeout=30)
+    finally:
+        gc.enable()
+    assert found == [fresh[QUESTIONS[1], 3][0].token_ids]
+
+
+def test_an_unread_turn_does_not_count(model: Model) -> None:
+    with model.open(IMAGE) as conversation:
+        chat = conversation.chat(3)
+        turn = chat.stream(QUESTIONS[0], OPTIONS)
+        next(turn)
+        first = chat.ask(QUESTIONS[1], OPTIONS)
+        assert len(chat.messages) == 2
+        with pytest.raises(RequestError, match="not complete"):
+            turn.read()
+        assert len(chat.messages) == 2
+    assert first.stats.reused_image
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["metaspace", "bytes"])
+@pytest.mark.parametrize("k", DEPTHS)
+def test_turns_equal_one_prompt_with_the_whole_history(
+    models: Models, reference: References, k: int | None, tokenizer: Any
+) -> None:
+    tiny = Tiny(tokenizer=tokenizer)
+    loaded, judge = models(tiny), reference(tiny)
+    recorder = Recorder(loaded.backend)
+    with Model(loaded.bundle, recorder, 0.0).open(IMAGE) as conversation:
+        chat = conversation.chat(k)
+        for number, question in enumerate(QUESTIONS):
+            turns: list[Message] = [*chat.messages, *prompt_messages(question, int(not number))]  # type: ignore[list-item]
+            inputs = judge.inputs(turns, [IMAGE])
+            wanted = judge.greedy(inputs, k, STEPS)
+            answer = chat.ask(question, OPTIONS)
+            assert wanted.margin > 2 * TOLERANCE
+            assert list(answer.token_ids) == wanted.ids
+            np.testing.assert_allclose(recorder.take(), wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+            assert list(answer.stats.kv_slots) == judge.kv_slots(inputs, k)
+            assert answer.stats.prompt_tokens == inputs["input_ids"].shape[1]
+            assert answer.stats.reused_image == (number > 0)
+            assert answer.stats.k == k
+
+
+def test_a_chat_goes_on_where_another_question_came_between(model: Model) -> None:
+    answers = []
+    for between in (False, True):
+        with model.open(IMAGE) as conversation:
+            chat = conversation.chat(5)
+            chat.ask(QUESTIONS[1], OPTIONS)
+            if between:
+                conversation.ask(QUESTIONS[2], 2, OPTIONS)
+                conversation.chat(5).ask(QUESTIONS[0], OPTIONS)
+            answers.append(chat.ask(QUESTIONS[2], OPTIONS))
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].stats.kv_slots == answers[1].stats.kv_slots
+
+
+def test_a_later_turn_runs_only_its_own_rows(model: Model) -> None:
+    """Counted in rows that enter the first stage: the turns before are in the caches already."""
+    with model.open(IMAGE) as conversation:
+        chat, cut = conversation.chat(5), conversation._session
+        first = chat.ask(QUESTIONS[1], Options(max_new_tokens=4, ignore_eos=True))
+        held = cut._full[0].length
+        ran: list[int] = []
+        append = cut._full[0].append
+        cut._full[0].append = lambda rows, positions, **how: (ran.append(len(rows)), append(rows, positions, **how))[1]  # type: ignore[method-assign]
+        second = chat.ask(QUESTIONS[0], Options(max_new_tokens=1))
+    assert held == first.stats.prompt_tokens + 3
+    assert ran[0] < second.stats.prompt_tokens - first.stats.prompt_tokens + 4
+
+
+# --- threads and endurance ------------------------------------------------------------------------
+
+
+def test_many_threads_over_one_model_answer_as_one(model: Model, fresh: dict[Any, Any]) -> None:
+    start = threading.Barrier(8)
+
+    def talk(number: int) -> list[bool]:
+        start.wait(timeout=60)
+        with model.open(IMAGE) as conversation:
+            asked = [(QUESTIONS[(number + i) % 3], DEPTHS[(number * i) % 5]) for i in range(8)]
+            return [conversation.ask(q, k, OPTIONS).token_ids == fresh[q, k][0].token_ids for q, k in asked]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(all(right) for right in pool.map(talk, range(8)))
+
+
+def test_many_threads_over_one_conversation_wait_for_each_other(model: Model, fresh: dict[Any, Any]) -> None:
+    with model.open(IMAGE) as conversation, ThreadPoolExecutor(8) as pool:
+        asked = [(q, k) for q in QUESTIONS for k in DEPTHS] * 2
+        answers = pool.map(lambda pair: conversation.ask(*pair, OPTIONS).token_ids, asked)
+        assert [fresh[pair][0].token_ids for pair in asked] == list(answers)
+
+
+def test_a_thousand_questions_leave_memory_flat_and_ids_the_same(model: Model) -> None:
+    process, options = psutil.Process(), Options(max_new_tokens=6, ignore_eos=True)
+    seen: dict[Any, tuple[int, ...]] = {}
+    resident = 0
+    lasting = model.open(IMAGE)
+    for number in range(1000):
+        question, k = QUESTIONS[number % 3], DEPTHS[number // 3 % 5]
+        if number % 4:
+            answer = lasting.ask(question, k, options)
+        else:
+            with model.open(IMAGE) as conversation:
+                answer = conversation.ask(question, k, options)
+        assert seen.setdefault((question, k), answer.token_ids) == answer.token_ids
+        if number == 100:
+            gc.collect()
+            resident = process.memory_info().rss
+    gc.collect()
+    assert process.memory_info().rss - resident < 4 << 20

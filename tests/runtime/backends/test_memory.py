@@ -1,0 +1,79 @@
+"""What an answer takes in memory: caches that are resident where they are filled, and a forecast beside the weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import bundles
+from vtx.runtime.backends.memory import (
+    EXPANDED,
+    KEPT,
+    NARROWED,
+    answering_memory,
+    needed_memory,
+    weights_in_memory,
+    zeros_in_small_pages,
+)
+
+MB = 1 << 20
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_cache_filled_in_part_is_resident_in_part() -> None:
+    before = resident()
+    cache = zeros_in_small_pages((4, 2, 1, 16, 4096, 64), np.dtype(np.float16))
+    cache[..., :64, :] = 1
+    filled = cache.nbytes * 64 // 4096
+    assert cache.nbytes == 64 * MB
+    assert resident() - before < filled + 4 * MB
+    assert cache[..., :64, :].all()
+    assert not cache[..., 64:, :].any()
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1,), (0, 4)])
+def test_zeros_in_small_pages_are_plain_writable_arrays(shape: tuple[int, ...]) -> None:
+    array = zeros_in_small_pages(shape, np.dtype(np.float32))
+    assert (array.shape, array.dtype) == (shape, np.float32)
+    array += 2
+    assert array.sum() == 2 * math.prod(shape)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is Linux's")
+def test_a_cache_beyond_the_address_space_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="no memory"):
+        zeros_in_small_pages((1 << 50,), np.dtype(np.float32))
+
+
+def test_the_forecast_is_the_weights_and_what_an_answer_takes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    made = bundles.export(tiny_checkpoint(), tmp_path / "bundle")
+    assert needed_memory(made) > weights_in_memory(made) > 0
+
+
+def test_narrow_weights_count_half_where_nothing_expands_them(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    fp16 = bundles.export(tiny_checkpoint(), tmp_path / "fp16", precision="fp16")
+    fp32 = bundles.export(tiny_checkpoint(), tmp_path / "fp32", precision="fp32")
+    assert weights_in_memory(fp16, NARROWED) < weights_in_memory(fp16, KEPT) < weights_in_memory(fp16, EXPANDED)
+    assert weights_in_memory(fp16, NARROWED) == weights_in_memory(fp16, EXPANDED) // 2
+    assert weights_in_memory(fp32, KEPT) == weights_in_memory(fp32, EXPANDED) == 2 * weights_in_memory(fp32, NARROWED)
+
+
+def test_an_answer_of_the_7b_shape_takes_half_a_megabyte_a_slot_beside_a_gigabyte_at_most() -> None:
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "head_dim": 128, "max_context": 4096}
+    wide, narrow = (answering_memory(**shape, vision_tokens=576, kv_bytes=size) for size in (4, 2))
+    assert wide - narrow == (576 + 256) * 512 * 1024
+    assert narrow < 1024 * MB

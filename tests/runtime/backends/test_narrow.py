@@ -1,0 +1,95 @@
+"""Weights on OpenVINO stay as narrow as the bundle holds them, and their files' pages do not stay in memory."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.exported import Checkpoints, Models
+from vtx.runtime.backends.openvino.backend import DIALECT, arithmetic
+from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
+from vtx.runtime.bundle import names
+from vtx.runtime.bundle.bundle import Bundle
+
+openvino = pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
+
+NARROW = {"fp16": {"f16"}, "bf16": {"bf16"}}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Callable[[str], Bundle]:
+    made = Models(tmp_path_factory.mktemp("narrow"), tiny_checkpoint)
+    return lambda precision: made(precision=precision).bundle
+
+
+def read(bundle: Bundle, graph: str) -> Any:
+    graphs = bundle.manifest.dialects[DIALECT]
+    name = {"vision": graphs.vision, "embed": graphs.embed, "head": graphs.head, "stage": graphs.stages[0].graph}[graph]
+    model = openvino.Core().read_model(str(bundle.path(name)))
+    if graph == "vision":
+        image = bundle.manifest.image
+        model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
+    return model
+
+
+def matrices(model: Any, precision: str) -> set[str]:
+    """The types of what a compiled graph multiplies by, or gathers from."""
+    settings = arithmetic("f32", precision, 1)
+    nodes = openvino.Core().compile_model(model, "CPU", settings).get_runtime_model().get_ordered_ops()
+    readers = [node for node in nodes if said(node, "layerType") in ("FullyConnected", "Gather")]
+    tables = [node.input_value(said(node, "layerType") == "FullyConnected").get_node() for node in readers]
+    kept = [node for node in tables if said(node, "layerType") == "Const" and len(node.get_output_shape(0)) == 2]
+    return {said(node, "outputPrecisions") for node in kept}
+
+
+def said(node: Any, key: str) -> str:
+    told = node.get_rt_info()
+    return str(told[key].value) if key in told else ""
+
+
+@pytest.mark.parametrize("graph", ["embed", "stage", "head"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_matrices_stay_narrow(bundles: Callable[[str], Bundle], precision: str, graph: str) -> None:
+    model = read(bundles(precision), graph)
+    keep_narrow(model)
+    assert matrices(model, precision) == NARROW[precision]
+
+
+def test_without_the_marks_they_are_widened(bundles: Callable[[str], Bundle]) -> None:
+    assert matrices(read(bundles("fp16"), "stage"), "fp16") == {"f32"}
+
+
+def test_a_towers_integers_are_not_multiplied_by_their_scales(bundles: Callable[[str], Bundle]) -> None:
+    model = read(bundles("int8"), "vision")
+    assert matrices(model, "int8") >= {"i8", "f32"}, "this tower proves nothing"
+    keep_narrow(model)
+    assert matrices(model, "int8") == {"i8"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_of_the_weights_are_let_go_and_can_be_read_again(bundles: Callable[[str], Bundle]) -> None:
+    model = read(bundles("fp16"), "stage")
+    constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
+    with letting_go(model):
+        before = [np.array(node.data) for node in constants]
+        bundle = bundles("fp16").folder
+    assert resident(bundle) == 0
+    assert all(np.array_equal(old, node.data) for old, node in zip(before, constants, strict=True))
+    assert resident(bundle) > 0
+
+
+def resident(folder: Path) -> int:
+    """kB of the weights' mappings that are resident."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = str(folder.resolve() / "weights") in line
+        elif ours and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found

@@ -1,0 +1,538 @@
+"""The OpenVINO backend answers as the reference does, and as itself afresh whatever came before."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+
+from tests.exporter.graphs.test_gates import gate, plan, write
+from tests.support import bundles
+from tests.support.exported import KS, QUESTIONS, THREADS, Checkpoints, Models, answer, greedy, policy, prompt
+from tests.support.fuse import check_interrupts
+from tests.support.reference import Reference
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.runtime.api.answer import Options
+from vtx.runtime.api.model import Model, load
+from vtx.runtime.backends.devices import AUTO, choose
+from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.host import machine
+from vtx.runtime.report.golden import check_golden
+from vtx.runtime.session.session import Prompt, Session
+
+openvino = pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
+
+STEPS = 12
+TOLERANCE = 1e-4
+SAME = 1e-5  # between two runs of the same rows in other company
+FP16_TOLERANCE = 0.13  # as in test_parity: on logits that reach 12
+BF16_TOLERANCE = 0.5  # three times the largest difference seen, 0.16
+DEPTHS = (None, *KS)
+VARIANTS = {
+    "llama-clip-gqa": Tiny(),
+    "llama-clip-mha-layers": Tiny(kv_heads=4, projector_act="quick_gelu", feature_layer=(-2, -1)),
+    "llama-clip-one-kv-head": Tiny(kv_heads=1, head_dim=24, rope="llama3", tied=True),
+    "llama-siglip-biases": Tiny(vision="siglip", select="full", attention_bias=True, mlp_bias=True, names="saved"),
+    "mistral-siglip-tied": Tiny(text="mistral", vision="siglip", select="full", head_dim=24, tied=True, kv_heads=4),
+    "qwen2-clip-bytes": Tiny(text="qwen2", select="full", projector_bias=False, tokenizer="bytes", theta=1e6),
+    "qwen2-siglip-gelu": Tiny(text="qwen2", vision="siglip", feature_layer=(1, 2, -1), vision_act="gelu"),
+}
+OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
+Get = Callable[..., Model]
+Logits = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def bundle_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
+    return Models(tmp_path_factory.mktemp("openvino"), tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def models(bundle_models: Models) -> Get:
+    """`models(tiny, precision, compute)`: that bundle on OpenVINO."""
+    loaded: dict[Any, Model] = {}
+
+    def get(tiny: Tiny = Tiny(), precision: str = "fp32", compute: str = "f32") -> Model:  # noqa: B008 - frozen
+        key = tiny, precision, compute
+        if key not in loaded:
+            folder = bundle_models(tiny, KS, precision).bundle.folder
+            loaded[key] = load(folder, device="openvino", compute=compute, threads=THREADS)
+        return loaded[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def model(models: Get) -> Model:
+    return models()
+
+
+@pytest.fixture(scope="module")
+def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], Logits]:
+    """Logits [STEPS, vocab] of a fresh session for each prompt and K."""
+    return {(i, k): greedy(model, asked, k, STEPS).logits for i, asked in enumerate(prompts) for k in DEPTHS}
+
+
+# --- parity ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 0], ids=["one-image", "two-images", "text-only"])
+@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
+    models: Get, reference: Callable[..., Reference], tiny: Tiny, count: int
+) -> None:
+    model, judge = models(tiny), reference(tiny)
+    images = [random_image(seed, (80 - 30 * seed, 60)) for seed in range(count)]
+    messages = prompt_messages(QUESTIONS[2], count)
+    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
+    for k in (None, *KS) if count else (None,):
+        wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
+        assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert found.done.k == k
+        assert list(found.done.slots) == judge.kv_slots(inputs, k)
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "tolerance"),
+    [("fp16", "f32", FP16_TOLERANCE), ("fp32", "bf16", BF16_TOLERANCE), ("fp16", "bf16", BF16_TOLERANCE)],
+)
+@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+def test_narrower_weights_and_arithmetic_stay_within_their_tolerance(
+    models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, compute: str, tolerance: float
+) -> None:
+    """Along the reference's own answer, so that one narrow choice does not part the two."""
+    if compute == "bf16" and not computes("bf16"):
+        pytest.skip("this processor has no bf16")
+    model, judge, image = models(tiny, precision, compute), reference(tiny), random_image(0)
+    messages = prompt_messages(QUESTIONS[2])
+    inputs, asked = judge.inputs(messages, [image]), prompt(model, messages, [image])
+    for k in (None, *KS):
+        wanted = judge.greedy(inputs, k, STEPS)
+        found = greedy(model, asked, k, STEPS, forced=wanted.ids)
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+        assert np.abs(found.logits - wanted.logits.numpy()).max() > TOLERANCE, "it did not compute more narrowly"
+
+
+def computes(kind: str) -> bool:
+    return kind.upper() in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
+def test_the_token_ids_are_those_of_onnxruntime(bundle_models: Models, model: Model) -> None:
+    other = bundle_models(Tiny())
+    for words, k in itertools.product(QUESTIONS, DEPTHS):
+        answers = [m.open(random_image(3)).ask(words, k, OPTIONS) for m in (model, other)]
+        assert answers[0].token_ids == answers[1].token_ids
+        assert answers[0].stats.kv_slots == answers[1].stats.kv_slots
+        assert answers[0].stats.kv_bytes == answers[1].stats.kv_bytes
+        assert [(a.stats.device, a.stats.compute) for a in answers] == [("openvino", "f32"), ("cpu", "f32")]
+
+
+def test_gates_give_the_odds_of_onnxruntime(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    file = write(tmp_path / "gates.safetensors", {3: gate(3), 5: gate(5)})
+    folder = run_export(
+        plan(tiny_checkpoint(), file, (3, 5)), tmp_path / "b", force=False, report=bundles.IGNORE
+    ).folder
+    one, other = (load(folder, device=device, threads=THREADS).backend for device in ("openvino", "cpu"))
+    for k, rows in itertools.product((3, 5), (1, 2, 17)):
+        hidden = rng.standard_normal((rows, 64), np.float32)
+        np.testing.assert_allclose(one.gate(k, hidden), other.gate(k, hidden), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_golden_vectors_are_met(models: Get, precision: str) -> None:
+    found = list(check_golden(models(precision=precision)))
+    assert len(found) == 3 + len(DEPTHS)
+    assert all(check.passed for check in found), found
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+REDUCTIONS = (
+    "mustdrop:gamma=0.02,alpha=0.05,tau=0.5,key=0.1,layers=3/7/11",
+    "lsm:tau=0.5",
+    "cls:keep=0.4",
+    "fastv:k=2",
+)
+
+
+@pytest.fixture(scope="module")
+def reduced(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> list[Model]:
+    """One bundle exported for reductions, on OpenVINO and on onnxruntime."""
+    checkpoint = str(tiny_checkpoint(Tiny(layers=12, image=126, context=768)))
+    options = ExportOptions(checkpoint, (4, 9), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
+    folder = tmp_path_factory.mktemp("reduced") / "bundle"
+    run_export(plan_export(options), folder, force=False, report=bundles.IGNORE)
+    return [load(folder, device=device, threads=THREADS) for device in ("openvino", "cpu")]
+
+
+def test_reductions_keep_the_rows_and_give_the_ids_of_onnxruntime(reduced: list[Model]) -> None:
+    """One conversation through all of them, so that caches shrink, are filled again, and change their method."""
+    asked = [(word, k) for word in (*REDUCTIONS, "none", REDUCTIONS[0]) for k in (None, 9)]
+    with reduced[0].open(random_image(4)) as one, reduced[1].open(random_image(4)) as other:
+        for words, (word, k) in zip(itertools.cycle(QUESTIONS), asked, strict=False):
+            answers = [c.ask(words, k, OPTIONS, reduce=word) for c in (one, other)]
+            assert answers[0].token_ids == answers[1].token_ids, (word, k)
+            stats = [a.stats for a in answers]
+            assert stats[0].kv_slots == stats[1].kv_slots, (word, k)
+            assert stats[0].vision_tokens_kept == stats[1].vision_tokens_kept
+            if word != "none":
+                assert 0 < min(kept for kept in stats[0].vision_tokens_kept if kept) < 81
+
+
+def test_scores_are_those_of_onnxruntime(reduced: list[Model]) -> None:
+    rng = np.random.default_rng(5)
+    rows = rng.standard_normal((30, 64), np.float32)
+    number = next(n for n, spec in enumerate(stage_specs(reduced[0])) if spec.query)
+    found = []
+    for model in reduced:
+        cache = model.backend.stage(number, 64)
+        cache.append(rows[:20], np.arange(20))
+        slots = np.array([3, 4, 9])
+        aside = cache.read(slots)
+        cache.write(np.arange(20, 23), aside, length=23)
+        cache.append(rows[20:], np.arange(23, 33), query=True)
+        found.append([*cache.attention(), *cache.attention(last_only=True)])
+    for one, other in zip(*found, strict=True):
+        assert one.shape == (33,)
+        np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
+
+
+def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(reduced: list[Model]) -> None:
+    if not computes("bf16"):
+        pytest.skip("this processor has no bf16")
+    narrow = load(reduced[0].bundle.folder, device="openvino", compute="bf16", threads=THREADS)
+    number = next(n for n, spec in enumerate(stage_specs(narrow)) if spec.query)
+    rows, found = np.random.default_rng(6).standard_normal((40, 64), np.float32), []
+    for model in (narrow, reduced[0]):
+        cache = model.backend.stage(number, 64)
+        cache.append(rows, np.arange(40), query=True)
+        aside = cache.read(np.arange(5, 40))
+        cache.write(np.arange(5, 40), aside, length=40)
+        found.append(np.concatenate(cache.attention()))
+    np.testing.assert_allclose(*found, atol=5e-3 * found[1].max(), rtol=0)
+    assert (found[0] != found[1]).any()
+
+
+# --- the engine's form ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiny", [Tiny(), Tiny(kv_heads=4), Tiny(kv_heads=1)], ids=["gqa", "mha", "mqa"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_layer_attends_in_one_kernel_over_its_cache(models: Get, tiny: Tiny, precision: str) -> None:
+    """Without the kernel each token would copy the whole cache."""
+    for stage, spec in zip(models(tiny, precision).backend._stages, stage_specs(models(tiny, precision)), strict=True):  # type: ignore[attr-defined]
+        kinds = Counter(node.get_rt_info()["layerType"].astype(str) for node in stage.get_runtime_model().get_ops())
+        assert kinds["PagedAttention"] == spec.layers, kinds
+        assert not {"Softmax", "MatMul", "ScaledDotProductAttention", "MemoryInput"} & set(kinds)
+
+
+@pytest.mark.parametrize(("precision", "compute"), [("fp32", "f32"), ("fp16", "f32"), ("fp16", "bf16")])
+def test_rows_fill_the_arrays_in_place_and_no_slot_beyond_is_read(models: Get, precision: str, compute: str) -> None:
+    if compute == "bf16" and not computes("bf16"):
+        pytest.skip("this processor has no bf16")
+    backend = models(precision=precision, compute=compute).backend
+    rows = np.random.default_rng(7).standard_normal((70, 64), np.float32)
+    found = []
+    for bits in (0, -1):  # zeros, and what is not a number
+        cache = backend.stage(1, 100)
+        cache._kv.view(np.int8)[:] = bits
+        chunks = [cache.append(rows[a:b], np.arange(a, b)).copy() for a, b in itertools.pairwise((0, 37, 38, 70))]
+        found.append(np.concatenate(chunks))
+        slots = cache.read(np.arange(70)).view(np.int8)
+        assert (slots != bits).mean() > 0.9
+    assert np.isfinite(found[0]).all()
+    assert np.array_equal(*found)
+
+
+def test_a_prompt_in_chunks_equals_one_at_once(model: Model) -> None:
+    rows = np.random.default_rng(8).standard_normal((90, 64), np.float32)
+    whole = model.backend.stage(1, 100).append(rows, np.arange(90))
+    for cut in (2, 31, 32, 33, 64, 88):
+        cache = model.backend.stage(1, 100)
+        parts = [cache.append(rows[a:b], np.arange(a, b)).copy() for a, b in ((0, cut), (cut, 90))]
+        assert np.array_equal(np.concatenate(parts), whole), cut
+
+
+def stage_specs(model: Model) -> Sequence[Any]:
+    return model.manifest.dialects["plain"].stages
+
+
+def test_caches_share_their_stage_s_weights(models: Get) -> None:
+    """Front and tail, with the image and without, are requests over one compiled graph."""
+    model = models(Tiny(layers=8, hidden=768, heads=12, kv_heads=12, head_dim=64))
+    weights = sum(r.bytes for name, r in model.manifest.files.items() if name.startswith("weights/"))
+    rows, process = np.zeros((8, 768), np.float32), psutil.Process()
+    caches = [model.backend.stage(number, 64) for number in range(5)]
+    for cache in caches:
+        cache.append(rows, np.arange(8))
+    before = process.memory_info().rss
+    more = [model.backend.stage(number, 64) for number in range(5) for _ in range(3)]
+    for cache in more:
+        cache.append(rows, np.arange(8))
+    assert weights > 1 << 26
+    assert process.memory_info().rss - before < weights / 4
+
+
+# --- one prompt after another ---------------------------------------------------------------------
+
+
+def test_three_questions_at_every_order_of_k_equal_fresh_ones(
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+) -> None:
+    for depths in itertools.product(DEPTHS, repeat=3):
+        session = Session(model.backend, model.manifest)
+        for number, k in enumerate(depths):
+            found = answer(session, prompts[number], policy(k), 3)
+            np.testing.assert_allclose(found, fresh[number, k][:3], atol=SAME, rtol=0, err_msg=str(depths))
+
+
+def test_other_images_and_text_between_questions_change_nothing(
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+) -> None:
+    rng = np.random.default_rng(1)
+    session = Session(model.backend, model.manifest)
+    for _ in range(60):
+        number, k = int(rng.integers(len(prompts))), DEPTHS[rng.integers(len(DEPTHS))]
+        steps, go_on = int(rng.integers(1, STEPS)), bool(rng.integers(2))
+        if go_on:
+            found = session.prefill(prompts[number], policy(k), after=session.asked).logits
+            np.testing.assert_allclose(found, fresh[number, k][0], atol=SAME, rtol=0)
+        else:
+            np.testing.assert_allclose(
+                answer(session, prompts[number], policy(k), steps), fresh[number, k][:steps], atol=SAME, rtol=0
+            )
+
+
+def test_turns_of_a_chat_answer_as_onnxruntime_does(bundle_models: Models, model: Model) -> None:
+    for k in DEPTHS:
+        turns = []
+        for one in (model, bundle_models(Tiny())):
+            chat = one.open(random_image(1)).chat(k)
+            turns.append([chat.ask(words, OPTIONS).token_ids for words in QUESTIONS])
+        assert turns[0] == turns[1]
+
+
+def test_the_context_can_be_filled_to_its_last_slot(model: Model, prompts: list[Prompt]) -> None:
+    for k in (None, 3):
+        session = Session(model.backend, model.manifest)
+        session.prefill(prompts[0], policy(k))
+        while session.length < session.capacity:
+            assert np.isfinite(session.decode(40)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("counted", [True, False], ids=["after", "within"])
+def test_rows_that_an_interrupt_left_behind_are_forgotten(model: Model, rows: int, *, counted: bool) -> None:
+    """An interrupt comes before the rows are counted, or after; either way `keep` takes them back."""
+    rng = np.random.default_rng(2)
+    first, second = (rng.standard_normal((n, 64), np.float32) for n in (9, 4))
+    left = rng.standard_normal((rows, 64), np.float32)
+    caches = [model.backend.stage(1, 64) for _ in range(2)]
+    for cache in caches:
+        cache.append(first, np.arange(9))
+    caches[1].append(left, np.arange(9, 9 + rows))
+    if counted:
+        caches[1].keep(9)
+    else:
+        caches[1].length = 9
+    one, other = (cache.append(second, np.arange(9, 13)).copy() for cache in caches)
+    assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("moment", ["before", "within", "after"])
+@pytest.mark.parametrize("earlier", [None, (1, None), (5, 2)])
+def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
+    model: Model,
+    prompts: list[Prompt],
+    fresh: dict[tuple[int, int | None], Logits],
+    moment: str,
+    earlier: tuple[int, int | None] | None,
+) -> None:
+    check_interrupts(model, prompts, fresh, moment, earlier, SAME)
+
+
+def test_slots_kept_are_those_that_were_there(model: Model) -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.standard_normal((40, 64), np.float32)
+    cache = model.backend.stage(1, 64)
+
+    def equals_fresh(kept: NDArray[np.float32], added: NDArray[np.float32]) -> None:
+        cache.keep(len(kept))
+        fresh = model.backend.stage(1, 64)
+        if len(kept):
+            fresh.append(kept, np.arange(len(kept)))
+        positions = np.arange(len(kept), len(kept) + len(added))
+        assert np.array_equal(cache.append(added, positions), fresh.append(added, positions))
+
+    equals_fresh(rows[:0], rows[:20])
+    equals_fresh(rows[:15], rows[20:24])
+    equals_fresh(rows[:15], rows[24:30])
+    equals_fresh(rows[:10], rows[30:38])
+    equals_fresh(np.concatenate([rows[:10], rows[30:34]]), rows[:2])
+    equals_fresh(rows[:0], rows[20:40])
+    equals_fresh(rows[20:30], rows[:3])
+
+
+def test_threads_answer_side_by_side_as_alone(model: Model) -> None:
+    wanted = {words: model.open(random_image(1)).ask(words, 3, OPTIONS).token_ids for words in QUESTIONS}
+    found: dict[str, Any] = {}
+
+    def run(words: str) -> None:
+        with model.open(random_image(1)) as conversation:
+            found[words] = [conversation.ask(words, 3, OPTIONS).token_ids for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(words,)) for words in QUESTIONS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {words: [ids] * 3 for words, ids in wanted.items()}
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_the_number_of_threads_is_what_was_asked_for(model: Model) -> None:
+    for stage in model.backend._stages:  # type: ignore[attr-defined]
+        assert stage.get_property("INFERENCE_NUM_THREADS") == THREADS
+
+
+def test_a_bundle_without_plain_graphs_is_refused_with_the_export_option(bundle_models: Models, tmp_path: Path) -> None:
+    folder = bundles.copy(bundle_models(Tiny()).bundle.folder, tmp_path / "bundle")
+    value = bundles.manifest(folder)
+    del value["dialects"]["plain"]
+    bundles.write_manifest(folder, value)
+    with pytest.raises(DeviceError, match=r"'plain'.*--dialect ort,plain"):
+        load(folder, device="openvino", threads=THREADS)
+    assert load(folder, threads=THREADS).backend.device == "cpu"
+
+
+def test_a_missing_openvino_is_named_with_its_extra(bundle_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "openvino")
+    with pytest.raises(DeviceError, match=r"openvino is not installed.*vtx-edge\[openvino\]"):
+        load(bundle_models(Tiny()).bundle.folder, device="openvino", threads=THREADS)
+
+
+@pytest.mark.parametrize("release", ["without the operator", "with another"])
+def test_a_release_that_cannot_attend_over_blocks_is_refused_with_the_cure(
+    bundle_models: Models, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    def refuse(inputs: Sequence[Any]) -> None:
+        raise RuntimeError(f"{len(inputs)} inputs are not what this operator takes")
+
+    if release == "with another":
+        monkeypatch.setattr("openvino.op._PagedAttentionExtension", refuse)
+    else:
+        monkeypatch.delattr("openvino.op._PagedAttentionExtension")
+    with pytest.raises(DeviceError, match=r"cannot attend over blocks; pip install -U"):
+        load(bundle_models(Tiny()).bundle.folder, device="openvino", threads=THREADS)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    import vtx.runtime.backends.devices
+
+    find = vtx.runtime.backends.devices.find_spec
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_spec", lambda name: None if name in modules else find(name))
+
+
+@pytest.mark.parametrize(
+    ("precision", "hidden", "device"),
+    [
+        ("fp32", 2048, "openvino"),
+        ("fp32", 896, "cpu"),
+        ("fp16", 896, "openvino"),
+        ("int8", 512, "cpu"),
+        ("int4", 4096, "openvino"),
+    ],
+)
+def test_auto_takes_what_was_measured_to_be_faster(
+    bundle_models: Models, precision: str, hidden: int, device: str
+) -> None:
+    bundle = bundle_models(Tiny(), precision=precision).bundle
+    manifest = replace(bundle.manifest, model=replace(bundle.manifest.model, hidden=hidden))
+    chosen = choose(replace(bundle, manifest=manifest))
+    assert chosen.device == device
+    assert f"{precision} weights" in chosen.why
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_quantised_weights_answer_as_on_onnxruntime_and_stay_narrow(
+    models: Get, bundle_models: Models, precision: str
+) -> None:
+    """Both quantise the rows, too, each in its own way; neither may be far from the other."""
+    tiny = Tiny(hidden=128, ffn=192)
+    exact, one, other = bundle_models(tiny), models(tiny, precision), bundle_models(tiny, precision=precision)
+    asked = [prompt(m, prompt_messages(QUESTIONS[2]), [random_image(0)]) for m in (exact, one, other)]
+    for k in (None, 3):
+        ids = greedy(exact, asked[0], k, STEPS).ids
+        found = [greedy(m, a, k, STEPS, forced=ids).logits for m, a in zip((one, other), asked[1:], strict=True)]
+        np.testing.assert_allclose(found[0], found[1], atol=2.0, rtol=0)  # three times the largest difference seen
+    for stage in one.backend._stages:  # type: ignore[attr-defined]
+        matrices = [n for n in stage.get_runtime_model().get_ops() if n.get_output_size() and is_matrix(n)]
+        assert matrices
+        assert {n.get_output_element_type(0).bitwidth for n in matrices} == {8 if precision == "int8" else 4}
+
+
+def is_matrix(node: Any) -> bool:
+    """Whether this is a constant of as many values as one of the decoder's projections has."""
+    shape = node.get_output_partial_shape(0)
+    constant = node.get_rt_info()["layerType"].astype(str) == "Const"
+    return constant and shape.is_static and int(np.prod(node.get_output_shape(0))) >= 64 * 128
+
+
+def test_auto_takes_what_is_installed_and_says_why(bundle_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = bundle_models(Tiny()).bundle
+    assert choose(bundle, AUTO).device == "cpu"
+    hide(monkeypatch, "onnxruntime")
+    chosen = choose(bundle, AUTO)
+    assert chosen.device == "openvino"
+    assert "onnxruntime is not installed" in chosen.why
+    hide(monkeypatch, "onnxruntime", "openvino")
+    with pytest.raises(DeviceError, match=r"vtx-edge\[cpu\]"):
+        choose(bundle, AUTO)
+
+
+def test_arithmetic_that_a_device_lacks_is_refused(bundle_models: Models) -> None:
+    bundle = bundle_models(Tiny()).bundle
+    assert choose(bundle, AUTO, "bf16").device == "openvino"
+    with pytest.raises(DeviceError, match=r"cpu computes in f32, not bf16.*openvino"):
+        choose(bundle, "cpu", "bf16")
+    with pytest.raises(DeviceError, match=r"'f8'.*f32, bf16"):
+        choose(bundle, "openvino", "f8")
+
+
+def test_a_damaged_graph_is_one_line(bundle_models: Models, tmp_path: Path) -> None:
+    folder = bundles.copy(bundle_models(Tiny()).bundle.folder, tmp_path / "bundle")
+    stage = stage_specs(bundle_models(Tiny()))[0].graph
+    (folder / stage).write_bytes(b"\x08\x07 no graph")
+    bundles.reseal(folder, stage)
+    with pytest.raises(BundleError, match=f"OpenVINO cannot read {stage}") as caught:
+        load(folder, device="openvino", threads=THREADS)
+    assert "\n" not in str(caught.value)
+    (folder / stage).write_bytes((folder / "head.plain.onnx").read_bytes())
+    bundles.reseal(folder, stage)
+    with pytest.raises(BundleError, match=r"is not the graph that vtx.json says"):
+        load(folder, device="openvino", threads=THREADS)
+
+
+@pytest.mark.parametrize(("installed", "sound"), [({"openvino"}, True), (set(), False)], ids=["openvino", "neither"])
+def test_a_machine_without_onnxruntime_is_sound_where_openvino_is(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], *, sound: bool
+) -> None:
+    monkeypatch.setattr(machine, "version", lambda package: "1" if package in installed else None)
+    (found,) = machine._onnxruntime()
+    assert found.ok == sound
+    assert "vtx-edge[cpu]" in found.value

@@ -1,0 +1,284 @@
+"""The manifest: what it accepts comes back as it was, and nothing else than BundleError comes out of the rest."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import bundles
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.manifest import MAX_BYTES, Manifest, check_inside
+from vtx.runtime.errors import BundleError, VtxError
+
+Way = tuple[str | int, ...]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("manifest") / "bundle").folder
+
+
+@pytest.fixture(scope="module")
+def sound(folder: Path) -> dict[str, Any]:
+    return bundles.manifest(folder)
+
+
+def ways(value: Any, way: Way = ()) -> Iterator[Way]:
+    """The way to every value of a JSON document, but into the free-form record."""
+    yield way
+    if way != ("record",) and isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from ways(inner, (*way, key))
+
+
+def at(value: Any, way: Way) -> Any:
+    for step in way:
+        value = value[step]
+    return value
+
+
+def put(value: Any, way: Way, new: Any) -> Any:
+    """A copy of `value` with `new` at the end of `way`."""
+    if not way:
+        return new
+    changed = copy.deepcopy(value)
+    at(changed, way[:-1])[way[-1]] = new
+    return changed
+
+
+def strict_tables(sound: dict[str, Any]) -> list[Way]:
+    """The objects whose keys are fixed: all but the tables of dialects and files, and the record."""
+    free = {("dialects",), ("files",), ("record",)}
+    return [way for way in ways(sound) if isinstance(at(sound, way), dict) and way not in free]
+
+
+def refuse(value: Any) -> str:
+    with pytest.raises(BundleError) as caught:
+        Manifest.from_json(json.dumps(value))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_manifest_comes_back_as_it_was_written(sound: dict[str, Any]) -> None:
+    manifest = Manifest.from_json(json.dumps(sound))
+    assert json.loads(manifest.to_json()) == sound
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_a_newer_format_says_to_upgrade(sound: dict[str, Any]) -> None:
+    assert "pip install -U" in refuse({**sound, "format": sound["format"] + 1})
+
+
+def test_a_newer_format_is_told_before_its_unknown_keys(sound: dict[str, Any]) -> None:
+    assert "newer" in refuse({"format": sound["format"] + 1, "something": "else"})
+
+
+def test_an_older_format_says_to_export_again(sound: dict[str, Any]) -> None:
+    message = refuse({**sound, "format": 0})
+    assert "older" in message
+    assert "export" in message
+
+
+@pytest.mark.parametrize("format", ["1", 1.0, True, None, [1]])
+def test_a_format_that_is_no_whole_number_is_refused(sound: dict[str, Any], format: Any) -> None:
+    assert "format" in refuse({**sound, "format": format})
+
+
+def test_an_unknown_key_at_any_level_is_refused(sound: dict[str, Any]) -> None:
+    tables = strict_tables(sound)
+    assert len(tables) > 10
+    for way in tables:
+        assert "surprise" in refuse(put(sound, (*way, "surprise"), 1)), way
+
+
+def test_a_missing_key_at_any_level_is_refused(sound: dict[str, Any]) -> None:
+    for way in strict_tables(sound):
+        for key in at(sound, way):
+            changed = copy.deepcopy(sound)
+            del at(changed, way)[key]
+            assert key in refuse(changed), (way, key)
+
+
+def test_a_value_of_another_type_is_refused(sound: dict[str, Any]) -> None:
+    wrong: dict[type, list[Any]] = {
+        int: ["1", None, 1.5, True, [], {}],
+        str: [1, True, [], {}],
+        bool: [1, "true", None, []],
+        list: [1, "x", {}, [None], [{}]],
+        dict: [1, "x", None, []],
+        float: ["1", True, [], None],
+    }
+    nullable = {("image", "pad"), ("default_k",)}
+    for way in ways(sound):
+        value = at(sound, way)
+        if way[:1] == ("record",) or value is None or way in nullable:
+            continue
+        for new in wrong[type(value)]:
+            if way[0:1] == ("image",) or (way[0:1] == ("text",) and new is None):
+                continue  # these two have tests of their own
+            with pytest.raises(BundleError):
+                Manifest.from_json(json.dumps(put(sound, way, new)))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "a\\b", "C:/x", "C:x", "\0", "", "weights/.."])
+def test_a_path_that_leaves_the_bundle_is_refused(sound: dict[str, Any], name: str) -> None:
+    with pytest.raises(BundleError, match="leaves the bundle"):
+        check_inside(name)
+    record = sound["files"][sound["rope"]]
+    assert "leaves the bundle" in refuse(put(sound, ("files", name), record))
+    assert "leaves the bundle" in refuse({**put(sound, ("files", name), record), "rope": name})
+
+
+def test_a_graph_without_a_checksum_is_refused(sound: dict[str, Any]) -> None:
+    for way in [("rope",), ("golden",), ("dialects", "ort", "head"), ("dialects", "ort", "stages", 0, "graph")]:
+        assert "elsewhere.onnx" in refuse(put(sound, way, "elsewhere.onnx"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"variants": [3]},
+        {"variants": [5, 3]},
+        {"variants": [3, 3]},
+        {"variants": [1, 3, 5]},
+        {"variants": [3, 5, 9]},
+        {"variants": []},
+        {"default_k": 4},
+        {"default_k": "auto"},
+        {"default_k": "sometimes"},
+        {"kv_dtype": "bfloat16"},
+        {"precision": "int3"},
+        {"max_context": 0},
+        {"max_context": 1 << 24},
+        {"dialects": {}},
+    ],
+    ids=str,
+)
+def test_values_that_contradict_each_other_are_refused(sound: dict[str, Any], change: dict[str, Any]) -> None:
+    refuse({**sound, **change})
+
+
+def test_a_stage_may_end_for_a_reduction_where_no_k_is(sound: dict[str, Any]) -> None:
+    fewer = {**sound, "variants": [5], "default_k": 5}
+    Manifest.from_json(json.dumps({**fewer, "reductions": ["fastv:k=2,ratio=0.5"]}))
+    assert "do not cut" in refuse(fewer)
+
+
+def test_queries_and_the_graph_that_scores_them_go_together(sound: dict[str, Any]) -> None:
+    assert "score graph" in refuse(put(sound, ("dialects", "ort", "stages", 0, "query"), True))
+    assert "score graph" in refuse(put(sound, ("dialects", "ort", "score"), sound["rope"]))
+
+
+def test_no_stage_is_scored_after_the_last_layer(sound: dict[str, Any]) -> None:
+    scored = put(sound, ("dialects", "ort", "stages", 2, "query"), True)
+    assert "do not cut" in refuse(put(scored, ("dialects", "ort", "score"), sound["rope"]))
+
+
+def test_stages_must_cut_the_layers_at_the_variants(sound: dict[str, Any]) -> None:
+    stages = ("dialects", "ort", "stages")
+    whole = at(sound, stages)
+    refuse(put(sound, stages, whole[:-1]))
+    refuse(put(sound, stages, whole[::-1]))
+    refuse(put(sound, stages, [*whole, whole[-1]]))
+    refuse(put(sound, (*stages, 0, "last"), 3))
+    refuse(put(sound, (*stages, 0, "first"), 0))
+    refuse(put(sound, ("model", "layers"), 9))
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 31, 10**400])
+def test_sizes_that_no_model_has_are_refused(sound: dict[str, Any], size: int) -> None:
+    for name, value in sound["model"].items():
+        if isinstance(value, int):
+            assert len(refuse(put(sound, ("model", name), size))) < 600
+
+
+def test_an_image_larger_than_the_context_is_refused(sound: dict[str, Any]) -> None:
+    assert "does not fit" in refuse(put(sound, ("model", "vision_tokens"), sound["max_context"]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\xff\xfe",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"format": 1, "format": 1}',
+        b'{"format": NaN}',
+        b'{"format": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+        b'{"format": 1, "vtx": "\\ud800"}',
+    ],
+    ids=range(12),
+)
+def test_what_is_no_sound_json_is_refused(text: bytes) -> None:
+    with pytest.raises(BundleError):
+        Manifest.from_json(text)
+
+
+def test_a_deep_record_is_refused(sound: dict[str, Any]) -> None:
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    assert "deep" in refuse({**sound, "record": {"x": deep}})
+
+
+def test_a_manifest_beyond_its_size_limit_is_not_read(folder: Path, tmp_path: Path) -> None:
+    other = bundles.copy(folder, tmp_path / "copy")
+    with (other / "vtx.json").open("ab") as file:
+        file.write(b" " * MAX_BYTES)
+    with pytest.raises(BundleError, match="limit"):
+        Bundle.open(other)
+
+
+def test_a_manifest_cannot_be_altered_in_memory(sound: dict[str, Any]) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Manifest.from_json(json.dumps(sound)).rope = "x"  # type: ignore[misc]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text() | st.binary() | JSON.map(json.dumps))
+def test_nothing_but_a_bundle_error_comes_of_random_text(text: str | bytes) -> None:
+    with pytest.raises(VtxError) as caught:
+        Manifest.from_json(text)
+    assert isinstance(caught.value, BundleError)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), new=JSON)
+def test_one_value_replaced_gives_a_manifest_or_a_bundle_error(
+    sound: dict[str, Any], data: st.DataObject, new: Any
+) -> None:
+    way = data.draw(st.sampled_from(list(ways(sound))))
+    try:
+        manifest = Manifest.from_json(json.dumps(put(sound, way, new)))
+    except BundleError:
+        return
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+@settings(max_examples=100, deadline=None)
+@given(at_byte=st.integers(0, 1 << 20), byte=st.integers(0, 255))
+def test_one_byte_replaced_gives_a_manifest_or_a_bundle_error(sound: dict[str, Any], at_byte: int, byte: int) -> None:
+    text = bytearray(json.dumps(sound).encode())
+    text[at_byte % len(text)] = byte
+    try:
+        Manifest.from_json(bytes(text))
+    except BundleError as e:
+        assert "\n" not in str(e)  # noqa: PT017 - it need not be raised

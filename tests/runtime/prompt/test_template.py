@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vtx.runtime.errors import TemplateError
+from vtx.runtime.prompt.template import MAX_SOURCE, ChatTemplate
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " What's <this>? 猫 "}]},
+    {"role": "assistant", "content": "A cat."},
+]
+
+
+def render(source: str, messages: list[dict[str, Any]] | None = None, **variables: str) -> str:
+    return ChatTemplate(source).render(CHAT if messages is None else messages, variables, add_generation_prompt=True)
+
+
+def render_as_transformers(source: str, **variables: str) -> str:
+    transformers: Any = importlib.import_module("transformers.utils.chat_template_utils")
+    rendered, _ = transformers.render_jinja_template(
+        [CHAT], chat_template=source, add_generation_prompt=True, **variables
+    )
+    return str(rendered[0])
+
+
+GOOD = {
+    "loop": (
+        "{% for m in messages %}"
+        "{{ loop.index0 }}/{{ loop.length }} {{ loop.last }} {{ loop.nextitem is defined }}{% endfor %}"
+    ),
+    "break": (
+        "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}"
+    ),
+    "else": (
+        "{% for m in [] %}x{% else %}none{% endfor %}"
+        "{% for m in messages if m.role == 'user' %}{{ loop.first }}{% endfor %}"
+    ),
+    "namespace": (
+        "{% set ns = namespace(n=0, last='') %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
+    ),
+    "macro": (
+        "{% macro turn(m, end='.') %}{{ m.role ~ end }}{% endmacro %}"
+        "{% for m in messages %}{{ turn(m, end='!') }}{% endfor %}"
+    ),
+    "generation": "{% for m in messages %}{% generation %}\n  {{ m.role }}\n{% endgeneration %}\n{% endfor %}",
+    "filters": (
+        "{{ messages | map(attribute='role') | join(', ') | upper }} {{ [3, 1, 2] | sort | list }} {{ [1, 2] | sum }}"
+    ),
+    "select": (
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }} {{ (messages | last).content | trim }}"
+    ),
+    "tojson": "{{ messages | tojson }} {{ {'b': 1, 'a': '<é>'} | tojson(indent=2, sort_keys=True) }}",
+    "strings": (
+        "{{ ' a,b '.strip().split(',')[-1] }}{{ 'abc'.replace('b', 'x').startswith('ax') }}{{ ','.join(['a', 'b']) }}"
+    ),
+    "operators": (
+        "{{ 'ab' * 2 + 'c' }} {{ '%s-%03d' % ('a', 7) }} {{ 7 // 2 }} {{ 2 ** 8 }} {{ 7 % 4 }} {{ 1.5 | round | int }}"
+    ),
+    "slices": "{{ messages[1:] | length }}{{ messages[::-1][0].role }}{{ 'abc'[:2] }}{{ (1, 2)[0] }}",
+    "tests": (
+        "{{ x is defined }}{{ messages is iterable }}{{ 'a' in 'abc' }}"
+        "{{ messages[0].content is string }}{{ none is none }}"
+    ),
+    "tokens": (
+        "{{ bos_token }}{{ eos_token }}{{ missing }}{% if add_generation_prompt %}go{% endif %}{{ tools is none }}"
+    ),
+    "dict": "{% for k, v in dict(a=1, b=2).items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': 1}.get('c', 5) }}",
+    "blocks": "\n  {% if true %}\n  yes\n  {% endif %}\n{#- gone -#}\n end \n\n",
+    "set block": "{% set x %}{% for m in messages %}{{ m.role }};{% endfor %}{% endset %}{{ x | length }}{{ x }}",
+    "indent": "{{ 'a\nb\n\nc' | indent(2) }}{{ 'a' | replace('a', 'bb') }}{{ [1, [2, 'x']] }}{{ 'x' | default('y') }}",
+    "groups": (
+        "{% for g in messages | groupby('role') %}{{ g.grouper }}{{ g.list | length }}{% endfor %}{{ joiner(',')() }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_templates_render_as_in_transformers(name: str) -> None:
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert render(GOOD[name], None, **tokens) == render_as_transformers(GOOD[name], **tokens)
+
+
+def grow(step: str, start: str = "x='a', y='a'", show: str = "{{ n.x | length }}") -> str:
+    return f"{{% set n = namespace({start}) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{show}"
+
+
+HOSTILE = {
+    "class": "{{ ''.__class__.__mro__ }}",
+    "class by item": "{{ ''['__class__'] }}",
+    "class by attr": "{{ '' | attr('__class__') }}",
+    "class by map": "{{ [''] | map(attribute='__class__') | list }}",
+    "globals": "{{ cycler.__init__.__globals__ }}",
+    "globals of ours": "{{ raise_exception.__globals__ }}",
+    "self": "{{ self._TemplateReference__context }}",
+    "namespace": "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+    "mutation": "{{ messages.append(1) }}",
+    "huge range": "{% for i in range(10**9) %}{% endfor %}",
+    "nested ranges": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "ranges in a filter": "{% for i in range(100000) %}{{ range(100000) | map('string') | list | length }}{% endfor %}",
+    "ranges in a condition": "{% for i in range(100000) if i in range(100000) | list %}{% endfor %}",
+    "long body": "{% for i in range(100000) %}" + "{% set a = 1 %}" * 3000 + "{% endfor %}",
+    "string times": "{{ 'a' * 10**9 }}",
+    "times string": "{{ 10**9 * 'a' }}",
+    "list times": "{{ ([1] * 10**9) | length }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "squares": grow("{% set n.x = n.x * n.x %}", "x=3"),
+    "percent": "{{ '%1000000000d' % 1 }}",
+    "percent star": "{{ '%*d' % (10**9, 1) }}",
+    "percent precision": "{{ '%.1000000000f' % 1 }}",
+    "percent many": "{{ ('%(a)s' * 10000) % {'a': 'a' * 100000} }}",
+    "format filter": "{{ '%1000000000d' | format(1) }}",
+    "format": "{{ '{:1000000000}'.format(1) }}",
+    "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "center": "{{ 'a' | center(10**9) }}",
+    "center method": "{{ 'a'.center(10**9) }}",
+    "zfill": "{{ 'a'.zfill(10**9) }}",
+    "expandtabs": "{{ '\t'.expandtabs(10**9) }}",
+    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+    "indent": "{{ 'a\nb' | indent(10**9) }}",
+    "tojson indent": "{{ [1] | tojson(indent=10**9) }}",
+    "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "replace filter": "{{ ('a' * 1000000) | replace('', 'b' * 1000000) }}",
+    "join": "{{ ('b' * 1000000).join(['a'] * 100000) }}",
+    "join filter": "{{ (['a'] * 100000) | join('b' * 1000000) }}",
+    "strip": "{{ ('a' * 1000000).strip('b' * 1000000) }}",
+    "round": "{{ 2.5 | round(10**9, 'ceil') }}",
+    "sum of lists": "{{ ([[1] * 1000] * 1000) | sum(start=[]) }}",
+    "batch": "{{ [1] | batch(10**9, 0) | list }}",
+    "lipsum": "{{ lipsum(n=100000000) }}",
+    "strftime": "{{ strftime_now('%1000000000Y') }}",
+    "doubling ~": grow("{% set n.x = n.x ~ n.x %}"),
+    "doubling +": grow("{% set n.x = n.x + n.x %}"),
+    "doubling set": grow("{% set t %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = t %}"),
+    "shared lists": grow("{% set n.x = [n.x, n.x] %}", show="{{ n.x }}"),
+    "shared lists compared": grow("{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}", show="{{ n.x == n.y }}"),
+    "shared views": grow("{% set n.x = [{1: n.x}.values(), {1: n.x}.items()] %}", show="{{ n.x }}"),
+    "shared tuples hashed": grow("{% set n.x = (n.x, n.x) %}", show="{{ {n.x: 1} }}"),
+    "many strings": "".join(f"{{% set a{i} = 'a' * 4000000 %}}" for i in range(1500)),
+    "many slices": "{% set s = 'a' * 4000000 %}" + "".join(f"{{% set a{i} = s[1:] %}}" for i in range(1500)),
+    "long comparisons": "{% set s = 'a' * 4000000 %}{% for i in range(100000) %}{{ s[1:] == s[:-1] }}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "branching": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
+    "recursive loop": "{% for x in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+    "block in itself": "{% block a %}{{ self.a() }}{% endblock %}",
+    "long output": "{% for i in range(100000) %}" + "x" * 1000 + "{% endfor %}",
+    "long set": "{% set x %}{% for i in range(100000) %}" + "x" * 1000 + "{% endfor %}{% endset %}",
+    "refund": "{{ [1] | map(' each', -1000000000) | list }}{{ 'a' * 10**8 }}",
+    "include": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}",
+    "autoescape": "{% autoescape true %}{{ '<' * 1000000 }}{% endautoescape %}",
+    "parentheses": "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
+    "sum of many": "{{ " + "1+" * 40_000 + "1 }}",
+    "many expressions": "{{a}}" * 25_000,
+    "nested loops": "{% for i in [1, 2] %}" * 30 + "{% endfor %}" * 30,
+    "nested ifs": "{% if 1 %}" * 100 + "{% endif %}" * 100,
+    "long source": "a" * (MAX_SOURCE + 1),
+    "syntax": "{% for",
+    "unknown block": "{% trans %}",
+    "undefined": "{{ a.b.c }}",
+    "division": "{{ 1 // 0 }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_end_as_an_error_soon(name: str) -> None:
+    resource = pytest.importorskip("resource")
+    memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+    with pytest.raises(TemplateError, match="--chat-template FILE"):
+        render(HOSTILE[name])
+    assert time.thread_time() - start < 2.5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 256 << 10  # KiB
+
+
+def test_loops_end_in_other_threads_and_leave_none_behind() -> None:
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            render(HOSTILE["branching"])
+        except TemplateError as error:
+            errors.append(error)
+
+    before = threading.active_count()
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    assert threading.active_count() == before
+
+
+def test_a_template_that_failed_works_the_next_time() -> None:
+    template = ChatTemplate(
+        "{% for i in range(messages[0].n) %}{% for j in range(100000) %}{% endfor %}{% endfor %}fine"
+    )
+    for _ in range(2):
+        with pytest.raises(TemplateError):
+            template.render([{"n": 100}], {}, add_generation_prompt=False)
+        assert template.render([{"n": 1}], {}, add_generation_prompt=False) == "fine"
+
+
+def test_a_template_may_refuse_a_conversation() -> None:
+    with pytest.raises(TemplateError, match="refuses this conversation: Roles must alternate"):
+        render("{{ raise_exception('Roles\nmust alternate') }}")
+
+
+def test_a_megabyte_of_text_is_rendered() -> None:
+    text = "word " * 200_000
+    source = (
+        "{% macro show(c) %}{{ c | trim }}{% endmacro %}"
+        "{% for m in messages %}{{ '<' + m.role + '>' + show(m.content) ~ '\n' }}{% endfor %}"
+    )
+    assert render(source, [{"role": "user", "content": text}]) == f"<user>{text.strip()}\n"
+
+
+EXPRESSIONS = st.recursive(
+    st.sampled_from(
+        ["messages", "'ab'", "3", "10**9", "range(9)", "none", "x", "namespace(a=1)", "raise_exception", "{}"]
+    ),
+    lambda e: st.one_of(
+        st.tuples(e, st.sampled_from(["+", "*", "~", "%", "**", "==", "in", "and"]), e)
+        .map(" ".join)
+        .map("({})".format),
+        st.tuples(e, st.sampled_from(["join", "list", "tojson", "length", "replace('a', 'bb')", "sort"])).map("|".join),
+        st.tuples(e, st.sampled_from(["format('a')", "__class__", "items()", "upper()", "a", "pop()"])).map(".".join),
+        st.tuples(e, e).map("[{0[0]}, {0[1]}]".format),
+        st.tuples(e, e).map("{0[0]}[{0[1]}:]".format),
+        e.map("({})".format),
+    ),
+    max_leaves=12,
+)
+
+
+@given(EXPRESSIONS)
+@settings(max_examples=300, deadline=None)
+def test_only_template_errors_come_out(expression: str) -> None:
+    with contextlib.suppress(TemplateError):
+        render("{% for i in [1, 2] %}{{ " + expression + " }}{% endfor %}")

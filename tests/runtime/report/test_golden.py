@@ -1,0 +1,162 @@
+"""The parity certificate passes for what was exported and fails for anything else, checksums or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import vtx
+from tests.support import bundles
+from tests.support.tiny import Tiny
+from vtx.exporter.bundling.export import ExportOptions
+from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.errors import BundleError, VtxError
+from vtx.runtime.report.golden import Check, check_golden, golden_image
+
+GOLDEN = "golden.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("golden") / "whole").folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return bundles.copy(whole, tmp_path / "bundle")
+
+
+def checks(folder: Path) -> dict[str, Check]:
+    return {check.name: check for check in check_golden(vtx.load(folder, threads=1))}
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    return {name: read_tensor(info) for name, info in read_header(folder / GOLDEN).tensors.items()}
+
+
+def forge(folder: Path, values: dict[str, np.ndarray]) -> None:
+    write_safetensors(folder / GOLDEN, values)
+    bundles.reseal(folder, GOLDEN)
+
+
+def test_a_sound_bundle_passes_every_check(whole: Path) -> None:
+    found = checks(whole)
+    assert list(found) == [
+        "token ids",
+        "image preprocessing",
+        "vision features",
+        "logits at K = none",
+        "logits at K = 3",
+        "logits at K = 5",
+    ]
+    assert all(check.passed for check in found.values())
+    assert found["logits at K = 3"].note == "same top token"
+    assert 0 < found["logits at K = none"].difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        Tiny(text="qwen2", vision="siglip", tied=True, tokenizer="bytes", select="full", feature_layer=(1, -1)),
+        Tiny(text="mistral", rope="llama3", head_dim=24, names="new", shards=3, dtype="bfloat16"),
+    ],
+    ids=["qwen2-siglip", "mistral-clip"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_other_families_and_precisions_pass(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, precision: str
+) -> None:
+    made = bundles.export(tiny_checkpoint(tiny), tmp_path / "b", (2, 8), precision)
+    assert all(check.passed for check in checks(made.folder).values())
+
+
+def test_the_logits_of_the_depths_differ_so_that_a_wrong_cut_is_seen(whole: Path) -> None:
+    stored = tensors(whole)
+    for k in ("3", "5"):
+        apart = np.abs(stored[f"logits.{k}"] - stored["logits.none"]).max()
+        assert apart > 1e-3 * np.abs(stored["logits.none"]).max()
+
+
+@pytest.mark.parametrize(
+    ("vector", "check"),
+    [
+        ("ids", "token ids"),
+        ("pixels", "image preprocessing"),
+        ("features", "vision features"),
+        ("logits.none", "logits at K = none"),
+        ("logits.5", "logits at K = 5"),
+    ],
+)
+def test_an_altered_vector_fails_its_check_alone(folder: Path, vector: str, check: str) -> None:
+    values = tensors(folder)
+    flat = values[vector].reshape(-1)
+    flat[len(flat) // 2] += 1
+    forge(folder, values)
+    found = checks(folder)
+    assert [name for name, result in found.items() if not result.passed] == [check]
+
+
+@pytest.mark.parametrize("kind", ["nan", "shorter", "integers"])
+def test_vectors_that_cannot_be_compared_fail(folder: Path, kind: str) -> None:
+    values = tensors(folder)
+    wrong = {
+        "nan": np.full_like(values["logits.3"], np.nan),
+        "shorter": values["logits.3"][:-1],
+        "integers": np.zeros(values["logits.3"].shape, np.int64),
+    }
+    forge(folder, {**values, "logits.3": wrong[kind]})
+    assert not checks(folder)["logits at K = 3"].passed
+
+
+def test_altered_weights_fail_even_with_checksums_to_match(folder: Path) -> None:
+    shard = "weights/00001-of-00001.safetensors"
+    name = "language_model.model.layers.6.mlp.down_proj.weight"
+    info = read_header(folder / shard).tensors[name]
+    content = bytearray((folder / shard).read_bytes())
+    values = np.frombuffer(content, np.float32, info.nbytes // 4, info.offset)
+    values[:] = values * 1.5  # type: ignore[misc]
+    (folder / shard).write_bytes(content)
+    bundles.reseal(folder, shard)
+    found = checks(folder)
+    assert found["vision features"].passed
+    assert not any(found[f"logits at K = {k}"].passed for k in ("none", 3, 5))
+
+
+def test_a_swapped_template_fails_the_token_ids(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("ASSISTANT:", "ASSISTANT: the"))
+    bundles.reseal(folder, template.name)
+    assert not checks(folder)["token ids"].passed
+
+
+def test_a_missing_vector_is_named(folder: Path) -> None:
+    values = tensors(folder)
+    del values["logits.5"]
+    forge(folder, values)
+    with pytest.raises(BundleError, match=r"logits\.5"):
+        checks(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 10, b"\xff" * 64])
+def test_a_golden_file_that_is_none_is_a_bundle_error(folder: Path, content: bytes) -> None:
+    (folder / GOLDEN).write_bytes(content)
+    bundles.reseal(folder, GOLDEN)
+    with pytest.raises(VtxError) as caught:
+        checks(folder)
+    assert isinstance(caught.value, BundleError)
+
+
+def test_the_golden_picture_is_always_the_same() -> None:
+    assert golden_image().tobytes() == golden_image().tobytes()
+    assert golden_image().size == (200, 150)
+
+
+def test_an_fp32_bundle_with_fp16_k_and_v_has_their_limit(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    options = ExportOptions(str(tiny_checkpoint()), (), "fp32", kv_precision="fp16", dialects=("ort",))
+    by_name = checks(bundles.export_with(options, tmp_path / "bundle").folder)
+    assert by_name["vision features"].limit == 1e-4
+    logits = by_name["logits at K = none"]
+    assert (logits.limit, logits.passed) == (5e-3, True)

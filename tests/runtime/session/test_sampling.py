@@ -1,0 +1,154 @@
+"""Sampling keeps the tokens that transformers' warpers keep, and the same seed draws the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.session.sampling import Sampler, Sampling
+
+VOCAB = 64
+Logits = NDArray[np.float32]
+
+
+class Recorder:
+    """In a generator's place: remembers the odds it is given."""
+
+    def __init__(self) -> None:
+        self.odds: NDArray[np.float64] = np.zeros(0)
+
+    def choice(self, count: int, p: NDArray[np.float64]) -> int:
+        assert len(p) == count
+        self.odds = p
+        return int(p.argmax())
+
+
+def odds_of(logits: Logits, **values: Any) -> NDArray[np.float64]:
+    """What a sampler draws from."""
+    sampler, recorder = Sampler(Sampling(**values)), Recorder()
+    sampler._rng = recorder  # type: ignore[assignment]
+    sampler(logits)
+    return recorder.odds
+
+
+def warped(logits: Logits, temperature: float, top_p: float, top_k: int) -> NDArray[np.float64]:
+    """The same of transformers' warpers, in the order in which `generate` has them."""
+    import torch
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    ids, scores = torch.zeros((1, 1), dtype=torch.long), torch.from_numpy(logits.astype(np.float64))[None]
+    scores = TemperatureLogitsWarper(temperature)(ids, scores)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(ids, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(ids, scores)
+    return np.asarray(scores.softmax(-1)[0].numpy())
+
+
+def random_logits(seed: int, vocab: int = VOCAB) -> Logits:
+    return np.random.default_rng(seed).normal(0, 3, vocab).astype(np.float32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    temperature=st.floats(0.1, 5),
+    top_p=st.just(1.0) | st.floats(0.01, 0.999),
+    top_k=st.integers(0, VOCAB + 5),
+)
+def test_the_odds_are_those_of_transformers_warpers(seed: int, temperature: float, top_p: float, top_k: int) -> None:
+    logits = random_logits(seed)
+    want = warped(logits, temperature, top_p, top_k)
+    got = odds_of(logits, temperature=temperature, top_p=top_p, top_k=top_k)
+    assert np.array_equal(got > 0, want > 0)
+    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_equal_logits_at_the_edge_of_top_k_all_stay_as_in_transformers() -> None:
+    logits = np.array([3, 1, 2, 2, 2, 0], np.float32)
+    want = warped(logits, 1.0, 1.0, 2)
+    assert (want > 0).sum() == 4
+    np.testing.assert_allclose(odds_of(logits, temperature=1.0, top_k=2), want)
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.0, "top_p": 0.1, "top_k": 3, "seed": 1}])
+def test_temperature_zero_takes_the_most_likely_token(values: dict[str, Any]) -> None:
+    for seed in range(5):
+        logits = random_logits(seed)
+        assert Sampler(Sampling(**values))(logits) == logits.argmax()
+
+
+def test_of_equal_logits_greedy_takes_the_first() -> None:
+    assert Sampler(Sampling())(np.array([1, 5, 5, 5], np.float32)) == 1
+
+
+@pytest.mark.parametrize("values", [{"top_k": 1}, {"top_p": 1e-9}])
+def test_the_narrowest_choice_is_the_most_likely_token(values: dict[str, Any]) -> None:
+    sampler = Sampler(Sampling(temperature=2.0, **values))
+    for seed in range(20):
+        logits = random_logits(seed)
+        assert sampler(logits) == logits.argmax()
+
+
+def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
+    def draw(seed: int) -> list[int]:
+        sampler = Sampler(Sampling(temperature=1.5, seed=seed))
+        return [sampler(random_logits(step)) for step in range(40)]
+
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+def test_without_a_seed_two_samplers_differ() -> None:
+    flat = np.zeros(VOCAB, np.float32)
+    first, second = Sampler(Sampling(temperature=1.0)), Sampler(Sampling(temperature=1.0))
+    assert [first(flat) for _ in range(40)] != [second(flat) for _ in range(40)]
+
+
+def test_draws_follow_the_odds() -> None:
+    logits = np.log(np.array([0.6, 0.3, 0.1, 1e-30], np.float32))
+    sampler = Sampler(Sampling(temperature=1.0, seed=3))
+    counts = np.bincount([sampler(logits) for _ in range(4000)], minlength=4) / 4000
+    np.testing.assert_allclose(counts, [0.6, 0.3, 0.1, 0], atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "temperature",
+    [1e-3, 1e-30, 1e-308, 5e-324, 1e308],
+)
+def test_any_positive_temperature_gives_a_token(temperature: float) -> None:
+    logits = random_logits(0)
+    token = Sampler(Sampling(temperature=temperature, top_p=0.9, top_k=5, seed=0))(logits)
+    assert 0 <= token < VOCAB
+    if temperature < 1:
+        assert token == logits.argmax()
+
+
+def test_large_logits_do_not_overflow() -> None:
+    logits = np.array([-3e38, 0, 3e38], np.float32)
+    assert Sampler(Sampling(temperature=0.1, seed=0))(logits) == 2
+
+
+@pytest.mark.parametrize("temperature", [-0.1, -1e-320, float("nan"), float("inf"), float("-inf")])
+def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
+    with pytest.raises(RequestError, match="temperature"):
+        Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("top_p", [0.0, -0.5, 1.0001, 2.0, float("nan"), float("inf")])
+def test_a_top_p_outside_its_range_is_refused(top_p: float) -> None:
+    with pytest.raises(RequestError, match="top-p"):
+        Sampling(top_p=top_p)
+
+
+def test_a_negative_top_k_or_seed_is_refused() -> None:
+    with pytest.raises(RequestError, match="top-k"):
+        Sampling(top_k=-1)
+    with pytest.raises(RequestError, match="seed"):
+        Sampling(seed=-1)

@@ -1,0 +1,71 @@
+"""Bundles made from tiny checkpoints in this process, and ways to damage a copy of one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vtx.runtime.bundle.bundle import Bundle
+
+if TYPE_CHECKING:
+    from vtx.exporter.bundling.export import ExportOptions
+
+IGNORE: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    ks: tuple[int, ...] = (3, 5),
+    precision: str = "fp32",
+    *,
+    max_context: int | None = None,
+    force: bool = False,
+    reductions: tuple[str, ...] = (),
+) -> Bundle:
+    """Export a checkpoint to `out`, without a command around it."""
+    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+
+    options = ExportOptions(str(checkpoint), ks, precision, max_context, reductions=reductions)
+    return run_export(plan_export(options), out, force=force, report=IGNORE)
+
+
+def export_with(options: ExportOptions, out: Path) -> Bundle:
+    """Export with any options to `out`."""
+    from vtx.exporter.bundling.export import plan_export, run_export
+
+    return run_export(plan_export(options), out, force=False, report=IGNORE)
+
+
+def copy(bundle: Path, target: Path) -> Path:
+    """A copy that shares no file with the original, to be altered."""
+    return Path(shutil.copytree(bundle, target, symlinks=True))
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / "vtx.json").read_text(encoding="utf-8"))
+    return value
+
+
+def write_manifest(folder: Path, value: object) -> None:
+    (folder / "vtx.json").write_text(json.dumps(value), encoding="utf-8")
+
+
+def reseal(folder: Path, *names: str) -> None:
+    """Write the sizes and checksums of altered files into the manifest, as a forger would."""
+    value = manifest(folder)
+    for name in names:
+        content = (folder / name).read_bytes()
+        value["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_manifest(folder, value)
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one byte, the last unless told; the size stays."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x55
+    path.write_bytes(content)

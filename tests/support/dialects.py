@@ -1,0 +1,161 @@
+"""The graphs of any dialect, run by onnxruntime on the CPU: a backend that keeps caches as each dialect wants them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.support.exported import THREADS
+from vtx.runtime.backends import contract
+from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.ort.backend import NEVER, load_onnxruntime, share_threads
+from vtx.runtime.bundle import names
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.manifest import StageSpec
+from vtx.runtime.bundle.rope import read_rope
+from vtx.runtime.vision.encoded import Encoded, Ids, Rows, Scores
+
+Tensors = dict[str, NDArray[Any]]
+
+
+class DialectBackend:
+    """`Backend` of one dialect; every graph is checked against its contract."""
+
+    device, compute = "cpu", "f32"
+
+    def __init__(self, bundle: Bundle, dialect: str) -> None:
+        self.bundle, self.manifest, self.dialect = bundle, bundle.manifest, dialect
+        self.kv_slot_bytes = self.manifest.kv_slot_bytes(dialect)
+        graphs = self.manifest.dialects[dialect]
+        self._ort = load_onnxruntime()
+        share_threads(self._ort, THREADS)
+        self._embed = self._session(graphs.embed, contract.embed(self.manifest))
+        self._vision = self._session(graphs.vision, contract.vision(self.manifest, dialect))
+        self._head = self._session(graphs.head, contract.head(self.manifest))
+        self.score = self._session(graphs.score, contract.score(self.manifest, self.dialect)) if graphs.score else None
+        self._gates = {g.k: self._session(g.graph, contract.gate(self.manifest)) for g in graphs.gates}
+        self.stages = [(s, self._session(s.graph, contract.stage(self.manifest, s, dialect))) for s in graphs.stages]
+        self.rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
+
+    def _session(self, name: str, promised: contract.Contract) -> Any:
+        options = self._ort.SessionOptions()
+        options.use_per_session_threads = False
+        options.log_severity_level = 3  # TensorScatter warns that it copies a buffer that is bound twice elsewhere
+        session = self._ort.InferenceSession(Path(self.bundle.path(name)), options, providers=["CPUExecutionProvider"])
+        contract.check(name, session, promised)
+        return session
+
+    def embed(self, ids: NDArray[np.int64]) -> Rows:
+        return _first(self._embed, {names.IDS: ids})
+
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+        merges = self.manifest.dialects[self.dialect].vision_merges
+        feeds = {names.TAU: np.array([NEVER if tau is None else tau], np.float32)} if merges else {}
+        return Encoded.of(_run(self._vision, {names.PIXELS: pixels, **feeds}))
+
+    def head(self, rows: Rows) -> NDArray[np.float32]:
+        return _first(self._head, {names.HIDDEN: rows})
+
+    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
+        return _first(self._gates[k], {names.HIDDEN: rows})
+
+    def stage(self, index: int, capacity: int) -> StageCache:
+        return CACHES[self.dialect](self, *self.stages[index], capacity)
+
+
+def _run(session: Any, inputs: Tensors) -> Tensors:
+    wanted = [output.name for output in session.get_outputs()]
+    return dict(zip(wanted, session.run(wanted, inputs), strict=True))
+
+
+def _first(session: Any, inputs: Tensors) -> NDArray[np.float32]:
+    out: NDArray[np.float32] = session.run(None, inputs)[0]
+    return out
+
+
+class _Cache:
+    """What the caches have in common: a run takes `_kv`, the pasts by name, and leaves the presents there."""
+
+    def __init__(self, backend: DialectBackend, spec: StageSpec, session: Any, capacity: int) -> None:
+        self._backend, self._session, self.capacity = backend, session, capacity
+        self._layers = range(spec.first, spec.last + 1)
+        model = backend.manifest.model
+        empty = np.zeros(
+            (1, model.kv_heads, self.first_slots(), model.head_dim),
+            names.kv_type(backend.dialect, backend.manifest.kv_dtype),
+        )
+        self._kv = {name(n): empty for n in self._layers for name in (names.past_key, names.past_value)}
+        self._query: Rows = np.zeros((0, model.heads * model.head_dim), np.float32)
+        self.length = 0
+
+    def first_slots(self) -> int:
+        raise NotImplementedError
+
+    def told(self, rows: int) -> Tensors:
+        """What the dialect tells a stage of slots."""
+        raise NotImplementedError
+
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+        assert self.length + len(rows) <= self.capacity
+        inputs = {names.HIDDEN: rows, names.POSITIONS: positions[None], **self._backend.rope, **self._kv}
+        found = _run(self._session, inputs | self.told(len(rows)))
+        for n in self._layers:
+            self._kv[names.past_key(n)] = found[names.present_key(n)]
+            self._kv[names.past_value(n)] = found[names.present_value(n)]
+        if query:
+            self._query = found[names.QUERY]
+        self.length += len(rows)
+        return found[names.HIDDEN_OUT]
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        query = self._query[-1:] if last_only else self._query
+        key, total = self._kv[names.past_key(self._layers[-1])], np.array([self.length], np.int32)
+        found = _run(self._backend.score, {names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: total})
+        return found[names.ATTENTION_SUM][: self.length], found[names.ATTENTION_MAX][: self.length]
+
+    def keep(self, length: int) -> None:
+        assert length <= self.length
+        self.length = length
+
+    def read(self, slots: Ids) -> Tensors:
+        return {name: kv[:, :, slots] for name, kv in self._kv.items()}
+
+    def write(self, slots: Ids, kv: Tensors, *, length: int) -> None:
+        """Slots from the end of a grown cache on make it longer."""
+        for name, rows in kv.items():
+            room = max(0, length - self._kv[name].shape[2])
+            self._kv[name] = np.pad(self._kv[name], ((0, 0), (0, 0), (0, room), (0, 0)))
+            self._kv[name][:, :, slots] = rows
+        self.length = length
+        self.keep(length)
+
+
+class GrownCache(_Cache):
+    """The `plain` dialect's: each layer's K and V [1, kv_heads, filled slots, head_dim]."""
+
+    def first_slots(self) -> int:
+        return 0
+
+    def told(self, rows: int) -> Tensors:
+        assert {kv.shape[2] for kv in self._kv.values()} == {self.length}
+        return {}
+
+    def keep(self, length: int) -> None:
+        super().keep(length)
+        self._kv = {name: kv[:, :, :length] for name, kv in self._kv.items()}
+
+
+class FixedCache(_Cache):
+    """The `trt` dialect's: K and V of `max_context` slots, of which `length` are filled; others hold what they hold."""
+
+    def first_slots(self) -> int:
+        return self._backend.manifest.max_context
+
+    def told(self, rows: int) -> Tensors:
+        return {names.TOTAL_SLOTS: np.array([self.length + rows], np.int32)}
+
+
+CACHES: dict[str, type[_Cache]] = {"plain": GrownCache, "trt": FixedCache}

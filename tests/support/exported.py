@@ -1,0 +1,97 @@
+"""Bundles of tiny checkpoints, made by the real exporter, and greedy answers with the logits behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.support.bundles import export
+from tests.support.tiny import Message, Tiny, prompt_messages, random_image
+from vtx.runtime.api.model import Model, load
+from vtx.runtime.policies.methods.full import Full
+from vtx.runtime.policies.methods.withdraw import Withdraw
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.session.session import Prefilled, Prompt, Session
+
+THREADS = 1  # the pool belongs to the process: every test asks for the same
+KS = (2, 3, 5, 8)
+QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
+Checkpoints = Callable[..., Path]
+
+
+class Models:
+    """`models(tiny, ks, precision, reductions)`: that bundle, loaded; each is made once."""
+
+    def __init__(self, folder: Path, checkpoints: Checkpoints) -> None:
+        self._folder, self._checkpoints = folder, checkpoints
+        self._made = 0
+        self._get = cache(self._make)
+
+    def __call__(
+        self,
+        tiny: Tiny = Tiny(),  # noqa: B008
+        ks: tuple[int, ...] = KS,
+        precision: str = "fp32",
+        reductions: tuple[str, ...] = (),
+    ) -> Model:
+        return self._get(tiny, ks, precision, reductions)
+
+    def _make(self, tiny: Tiny, ks: tuple[int, ...], precision: str, reductions: tuple[str, ...]) -> Model:
+        self._made += 1
+        folder = self._folder / f"bundle-{self._made}"
+        bundle = export(self._checkpoints(tiny), folder, ks, precision, reductions=reductions)
+        return load(bundle.folder, device="cpu", threads=THREADS)
+
+
+class Greedy(NamedTuple):
+    """`ids`, as many as asked for; `logits` [n, vocab], row t chose ids[t]; what the prefill reported."""
+
+    ids: list[int]
+    logits: NDArray[np.float32]
+    done: Prefilled
+
+
+def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Image]) -> Prompt:
+    """The prompt as a session takes it, pixels and all."""
+    ids = model.text.prompt(messages, model.manifest.model.vision_tokens)
+    pictures = [model.picture(image) for image in images]
+    encoders = tuple((p.key, lambda p=p: model.backend.vision(p.pixels[None])) for p in pictures)
+    return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)
+
+
+def mixed_prompts(model: Model) -> list[Prompt]:
+    """Three questions on one image, one on another, one on two, and one without."""
+    first, second = random_image(1), random_image(2)
+    on_one = [prompt(model, prompt_messages(question), [first]) for question in QUESTIONS]
+    on_other = prompt(model, prompt_messages(QUESTIONS[1]), [second])
+    on_both = prompt(model, prompt_messages(QUESTIONS[0], 2), [first, second])
+    return [*on_one, on_other, on_both, prompt(model, prompt_messages(QUESTIONS[2], 0), [])]
+
+
+def policy(k: int | None) -> Policy:
+    return Policy((Full() if k is None else Withdraw(k),))
+
+
+def answer(session: Session, asked: Prompt, how: Policy, n: int) -> NDArray[np.float32]:
+    """Logits [n, vocab] of a greedy answer in a session that may have answered before."""
+    rows = [session.prefill(asked, how).logits]
+    while len(rows) < n:
+        rows.append(session.decode(int(rows[-1].argmax())))
+    return np.stack(rows)
+
+
+def greedy(model: Model, asked: Prompt, k: int | None, n: int, forced: Sequence[int] = ()) -> Greedy:
+    """`n` greedy tokens of a fresh session, or the logits along `forced` instead of the tokens chosen."""
+    session = Session(model.backend, model.manifest)
+    done = session.prefill(asked, policy(k))
+    rows, ids = [done.logits], [int(done.logits.argmax())]
+    while len(ids) < n:
+        rows.append(session.decode(forced[len(ids) - 1] if forced else ids[-1]))
+        ids.append(int(rows[-1].argmax()))
+    return Greedy(ids, np.stack(rows), done)

@@ -1,0 +1,147 @@
+"""A backend that is interrupted at one of its calls, to see what a session makes of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.support.exported import answer, policy
+from vtx.runtime.api.model import Model
+from vtx.runtime.backends.backend import Backend, StageCache
+from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.encoded import Encoded, Ids, Rows, Scores
+
+Logits = NDArray[np.float32]
+
+
+class Fuse:
+    """Counts calls into a backend and interrupts one of them: before it, within it, or after it."""
+
+    def __init__(self, at: int = -1, moment: str = "before") -> None:
+        self.calls, self._at, self._moment = 0, at, moment
+
+    def run(self, call: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
+        due = self.calls == self._at
+        self.calls += 1
+        if due and self._moment == "before":
+            raise KeyboardInterrupt
+        found = call()
+        if due:
+            if self._moment == "within":
+                undo()
+            raise KeyboardInterrupt
+        return found
+
+
+class FusedCache:
+    """A stage's cache behind its backend's fuse; "within" leaves slots written and not yet counted."""
+
+    def __init__(self, backend: FusedBackend, cache: StageCache) -> None:
+        self._backend, self._cache = backend, cache
+
+    @property
+    def length(self) -> int:
+        return self._cache.length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._cache.length = value
+
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+        before = self._cache.length
+        found: Rows = self._backend.fuse.run(
+            lambda: self._cache.append(rows, positions, query=query), lambda: self._cache.keep(before)
+        )
+        return found
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        found: Scores = self._backend.fuse.run(lambda: self._cache.attention(last_only=last_only))
+        return found
+
+    def read(self, slots: Ids) -> Any:
+        return self._backend.fuse.run(lambda: self._cache.read(slots))
+
+    def write(self, slots: Ids, kv: Any, *, length: int) -> None:
+        before = self._cache.length
+        self._backend.fuse.run(lambda: self._cache.write(slots, kv, length=length), lambda: self._uncount(before))
+
+    def _uncount(self, length: int) -> None:
+        self._cache.length = length
+
+    def keep(self, length: int) -> None:
+        self._cache.keep(length)
+
+
+class FusedBackend:
+    """A backend whose every call goes through the fuse in place at that moment."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.device, self.dialect, self.fuse = backend, backend.device, backend.dialect, Fuse()
+        self.compute, self.kv_slot_bytes = backend.compute, backend.kv_slot_bytes
+
+    def embed(self, ids: NDArray[np.int64]) -> Rows:
+        found: Rows = self.fuse.run(lambda: self._backend.embed(ids))
+        return found
+
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+        found: Encoded = self.fuse.run(lambda: self._backend.vision(pixels, tau))
+        return found
+
+    def head(self, rows: Rows) -> Logits:
+        found: Logits = self.fuse.run(lambda: self._backend.head(rows))
+        return found
+
+    def gate(self, k: int, rows: Rows) -> Logits:
+        found: Logits = self.fuse.run(lambda: self._backend.gate(k, rows))
+        return found
+
+    def stage(self, index: int, capacity: int) -> StageCache:
+        return FusedCache(self, self.fuse.run(lambda: self._backend.stage(index, capacity)))
+
+
+def fused(backend: FusedBackend, asked: Prompt) -> Prompt:
+    """`asked` with pictures that are encoded through the fuse."""
+    pictures = tuple((key, lambda e=encode: backend.fuse.run(e)) for key, encode in asked.pictures)
+    return replace(asked, pictures=pictures)
+
+
+def check_interrupts(
+    model: Model,
+    prompts: Sequence[Prompt],
+    fresh: Mapping[tuple[int, int | None], Logits],
+    moment: str,
+    earlier: tuple[int, int | None] | None,
+    tolerance: float,
+) -> None:
+    """Interrupt every call that the first prompt makes, in turn, then ask others at other depths.
+
+    `fresh` has the logits of fresh sessions, `earlier` a prompt and a K that were answered before the interrupt.
+    """
+    for at in itertools.count():
+        backend = FusedBackend(model.backend)
+        session = Session(backend, model.manifest)
+        if earlier is not None:
+            answer(session, fused(backend, prompts[earlier[0]]), policy(earlier[1]), 2)
+        backend.fuse = Fuse(at, moment)
+        try:
+            answer(session, fused(backend, prompts[0]), policy(5), 3)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        backend.fuse = Fuse()
+        for number, k in enumerate((5, 2, None)):
+            # the first one goes on, as a chat's next turn does: it may reuse what the interrupted one had finished
+            done = session.prefill(fused(backend, prompts[0]), policy(k), after=None if number else session.asked)
+            np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=tolerance, rtol=0)
+            assert np.array_equal(answer(session, prompts[1], policy(k), 3), fresh[1, k][:3]), (at, k)
+    assert at > 10, "the question made fewer calls than it has stages"

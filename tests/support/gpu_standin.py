@@ -1,0 +1,338 @@
+"""Stand-ins for TensorRT and the CUDA runtime, for machines without a GPU: they watch every call, and compute.
+
+The device's memory is this process's, by real addresses. A stream is a queue: nothing runs before something waits for
+it. An engine's file names the ONNX graph it was built from, which onnxruntime runs on the CPU. What would be undefined
+on a GPU is an assertion here: memory that is not there any more, sizes outside the profile, tensors without an address,
+a cache whose past and present are not one buffer, a value set twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.support.exported import THREADS
+from vtx.exporter.tensorrt.child import Built, Order
+from vtx.runtime.backends.ort.backend import share_threads
+from vtx.runtime.bundle.bundle import sha256
+
+Work = Callable[[], None]
+TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+}
+SCRATCH = 4096
+
+
+class Error(IntEnum):
+    cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
+    cudaErrorInsufficientDriver = 35
+
+
+class Gpu:
+    """`cuda.bindings.runtime` as vtx uses it. `total` bytes of device memory; `calls` counts what was called."""
+
+    cudaStreamNonBlocking = 1
+    cudaHostAllocDefault = 0
+    cudaMemcpyKind = SimpleNamespace(
+        cudaMemcpyHostToDevice="in", cudaMemcpyDeviceToHost="out", cudaMemcpyDeviceToDevice="within"
+    )
+    cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
+
+    def __init__(self, total: int = 1 << 32) -> None:
+        self.total = total
+        self.calls: Counter[str] = Counter()
+        self.device: dict[int, Any] = {}
+        self.host: dict[int, Any] = {}
+        self.graphs: dict[int, list[Work]] = {}
+        self._queue: list[Work] = []
+        self._recording: list[Work] | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("cuda") and not isinstance(getattr(type(self), name, None), int | SimpleNamespace):
+            object.__getattribute__(self, "calls")[name] += 1
+        return object.__getattribute__(self, name)
+
+    @property
+    def used(self) -> int:
+        return sum(len(memory) for memory in self.device.values())
+
+    def holds(self, address: int, nbytes: int) -> None:
+        """Fail unless these bytes lie in one living allocation of the device."""
+        assert any(
+            start <= address and address + nbytes <= start + len(memory) for start, memory in self.device.items()
+        ), f"{nbytes} bytes at {address} are not device memory"
+
+    def queue(self, work: Work) -> None:
+        (self._queue if self._recording is None else self._recording).append(work)
+
+    # --- memory ---
+
+    def cudaMalloc(self, nbytes: int) -> tuple[Error, int]:
+        if self.used + nbytes > self.total:
+            return Error.cudaErrorMemoryAllocation, 0
+        memory = ctypes.create_string_buffer(b"\xff" * nbytes, nbytes)  # NaN, in both float types
+        self.device[ctypes.addressof(memory)] = memory
+        return Error.cudaSuccess, ctypes.addressof(memory)
+
+    def cudaFree(self, address: int) -> tuple[Error]:
+        assert not self._queue, "memory is freed while work is queued"
+        del self.device[address]
+        return (Error.cudaSuccess,)
+
+    def cudaMemGetInfo(self) -> tuple[Error, int, int]:
+        return Error.cudaSuccess, self.total - self.used, self.total
+
+    def cudaHostAlloc(self, nbytes: int, _: int) -> tuple[Error, int]:
+        memory = ctypes.create_string_buffer(nbytes)
+        self.host[ctypes.addressof(memory)] = memory
+        return Error.cudaSuccess, ctypes.addressof(memory)
+
+    def cudaFreeHost(self, address: int) -> tuple[Error]:
+        assert not self._queue
+        del self.host[address]
+        return (Error.cudaSuccess,)
+
+    def cudaMemsetAsync(self, address: int, value: int, nbytes: int, stream: int) -> tuple[Error]:
+        self.holds(address, nbytes)
+        self.queue(lambda: void(ctypes.memset(address, value, nbytes)))
+        return (Error.cudaSuccess,)
+
+    def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: str, stream: int) -> tuple[Error]:
+        self.holds(to if kind == "in" else source, nbytes)
+        pinned = any(start <= source < start + len(memory) for start, memory in self.host.items())
+        if kind == "in" and not pinned:
+            assert self._recording is None, "pageable memory in a graph: it will be gone"
+            staged = ctypes.create_string_buffer(ctypes.string_at(source, nbytes), nbytes)  # as CUDA stages it
+            self.queue(lambda: void(self._write(to, ctypes.addressof(staged), nbytes, staged)))
+        else:
+            self.queue(lambda: void(self._write(to, source, nbytes)))
+        return (Error.cudaSuccess,)
+
+    def cudaMemcpy2DAsync(
+        self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, kind: str, stream: int
+    ) -> tuple[Error]:
+        assert kind == "within"
+        assert width <= min(to_pitch, pitch)
+        self.holds(to, (height - 1) * to_pitch + width)
+        self.holds(source, (height - 1) * pitch + width)
+
+        def copy() -> None:
+            for row in range(height):
+                ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
+
+        self.queue(copy)
+        return (Error.cudaSuccess,)
+
+    @staticmethod
+    def _write(to: int, source: int, nbytes: int, *_: Any) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    # --- the stream, and graphs of recorded work ---
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Error, int]:
+        return Error.cudaSuccess, 7
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[Error]:
+        assert stream == 7
+        assert self._recording is None, "a wait inside a recording"
+        while self._queue:
+            self._queue.pop(0)()
+        return (Error.cudaSuccess,)
+
+    def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Error]:
+        assert self._recording is None
+        self._recording = []
+        return (Error.cudaSuccess,)
+
+    def cudaStreamEndCapture(self, stream: int) -> tuple[Error, Any]:
+        recorded, self._recording = self._recording, None
+        return Error.cudaSuccess, recorded
+
+    def cudaGraphInstantiate(self, recorded: list[Work], flags: int) -> tuple[Error, int]:
+        assert recorded, "an empty graph"
+        number = len(self.graphs) + 1
+        self.graphs[number] = list(recorded)
+        return Error.cudaSuccess, number
+
+    def cudaGraphDestroy(self, recorded: Any) -> tuple[Error]:
+        return (Error.cudaSuccess,)
+
+    def cudaGraphExecDestroy(self, number: int) -> tuple[Error]:
+        self.graphs[number] = []
+        return (Error.cudaSuccess,)
+
+    def cudaGraphLaunch(self, number: int, stream: int) -> tuple[Error]:
+        assert self.graphs[number], "a graph that is gone"
+        for work in self.graphs[number]:
+            self.queue(work)
+        return (Error.cudaSuccess,)
+
+
+def void(_: Any) -> None: ...
+
+
+def write_engine(order: Order, watch: Any) -> Built:
+    """In place of the builder: an engine that names its graph and its profiles."""
+    content = {"graph": os.fspath(order.graph.resolve()), "profiles": order.profiles}
+    order.engine.write_text(json.dumps(content))
+    return Built(order.engine.stat().st_size, sha256(order.engine), 0.0, 0)
+
+
+class Mode(IntEnum):
+    INPUT = 0
+    OUTPUT = 1
+
+
+class Logger:
+    ERROR = 1
+
+    def __init__(self) -> None: ...
+
+
+def module(gpu: Gpu, version: str = "1.7.1") -> Any:
+    """The stand-in for the module tensorrt_rtx, on a stand-in GPU."""
+
+    class Runtime:
+        def __init__(self, logger: Any) -> None:
+            self.logger = logger
+
+        def deserialize_cuda_engine(self, content: Any) -> Engine | None:
+            try:
+                told = json.loads(bytes(content))
+            except ValueError:
+                self.logger.log(1, "Serialization assertion\nstdArchiveReader failed")
+                return None
+            return Engine(gpu, told)
+
+    return SimpleNamespace(
+        __version__=version,
+        ILogger=Logger,
+        Runtime=Runtime,
+        TensorIOMode=Mode,
+        ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
+    )
+
+
+class Engine:
+    """The graph that the engine's file names, run by onnxruntime."""
+
+    def __init__(self, gpu: Gpu, told: dict[str, Any]) -> None:
+        import onnxruntime as ort
+
+        self.gpu, self.profiles = gpu, told["profiles"]
+        share_threads(ort, THREADS)
+        options = ort.SessionOptions()
+        options.use_per_session_threads = False
+        self.session = ort.InferenceSession(told["graph"], options, providers=["CPUExecutionProvider"])
+        self.inputs = {value.name: value for value in self.session.get_inputs()}
+        self.outputs = {value.name: value for value in self.session.get_outputs()}
+        self._names = [*self.inputs, *self.outputs]
+        self.num_io_tensors, self.num_optimization_profiles = len(self._names), len(self.profiles)
+
+    def get_tensor_name(self, number: int) -> str:
+        return self._names[number]
+
+    def get_tensor_mode(self, name: str) -> Mode:
+        return Mode.INPUT if name in self.inputs else Mode.OUTPUT
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return SCRATCH * (profile + 1)
+
+    def create_execution_context(self, strategy: str) -> Context:
+        assert strategy == "user"
+        return Context(self)
+
+
+class Context:
+    """Shapes and addresses of one execution context, and its run."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.gpu = engine, engine.gpu
+        self.profile: int | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.scratch = 0
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert self.profile is None, "the profile is set twice"
+        self.profile = profile
+        return True
+
+    def set_device_memory(self, address: int, nbytes: int) -> None:
+        assert self.profile is not None
+        assert nbytes >= self.engine.get_device_memory_size_for_profile_v2(self.profile)
+        self.gpu.holds(address, nbytes)
+        self.scratch = address
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        assert self.shapes.get(name) != shape, f"the shape of {name} is set twice"
+        assert name in self.engine.inputs
+        bounds = self.engine.profiles[self.profile].get(name)
+        if bounds is not None:
+            low, _, high = bounds
+            if not all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True)):
+                return False
+        self.shapes[name] = shape
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert self.addresses.get(name) != address, f"{name} is bound twice"
+        self.addresses[name] = address
+        return name in self.engine.inputs or name in self.engine.outputs
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert self.scratch, "no working memory"
+        assert set(self.addresses) == {*self.engine.inputs, *self.engine.outputs}, "a tensor has no address"
+        for past in self.engine.inputs:
+            if past.startswith("past_"):
+                in_place = self.addresses[past] == self.addresses[past.replace("past_", "present_")]
+                assert in_place == ("total_slots" in self.engine.inputs), "a cache in place, or a past that is kept"
+        shapes, addresses = {name: self._shape(name) for name in self.engine.inputs}, dict(self.addresses)
+        for name, shape in shapes.items():
+            self.gpu.holds(addresses[name], int(np.prod(shape)) * self._type(name)().itemsize)
+        self.gpu.queue(lambda: self._run(shapes, addresses))
+        return True
+
+    def _run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
+        feeds = {name: view(addresses[name], shape, self._type(name)).copy() for name, shape in shapes.items()}
+        found = dict(zip(self.engine.outputs, self.engine.session.run(None, feeds), strict=True))
+        regions = []
+        for name, array in found.items():
+            self.gpu.holds(addresses[name], array.nbytes)
+            view(addresses[name], array.shape, array.dtype.type)[...] = array
+            regions.append((addresses[name], addresses[name] + array.nbytes))
+        for (_, end), (start, _) in zip(sorted(regions), sorted(regions)[1:], strict=False):
+            assert end <= start, "two outputs overlap"
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """As set, or as it stands in the graph; a free size of a table is what the profile says."""
+        if name in self.shapes:
+            return self.shapes[name]
+        fixed = tuple(self.engine.inputs[name].shape)
+        assert all(isinstance(size, int) for size in fixed), f"the shape of {name} is not set"
+        return fixed
+
+    def _type(self, name: str) -> Any:
+        return TYPES[(self.engine.inputs.get(name) or self.engine.outputs[name]).type]
+
+
+def view(address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Device memory as an array."""
+    nbytes = int(np.prod(shape)) * dtype().itemsize
+    memory = (ctypes.c_byte * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(shape)

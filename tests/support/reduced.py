@@ -1,0 +1,135 @@
+"""Questions put to a session under a reduction, and thresholds that really divide what the statement measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.support.reference import Inputs
+from tests.support.statement import Method, Outcome, Statement
+from tests.support.tiny import Message
+from vtx.runtime.api.model import Model
+from vtx.runtime.policies.base import Reduction
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.session.session import Prefilled, Prompt, Session
+from vtx.runtime.vision.encoded import Encoded
+
+CLEAR = 1e-4  # least relative distance of a score from its threshold; float32 and the order of sums stay far below
+
+
+def word(method: Method) -> str:
+    """What the command line calls a method; its K is given apart."""
+    tau = "off" if method.tau is None else method.tau
+    parts = []
+    if method.layers:
+        parts.append(
+            f"mustdrop:gamma={method.gamma!r},alpha={method.alpha!r},tau={tau},key={method.key},"
+            f"layers={'/'.join(map(str, method.layers))},positions={method.positions},order={method.order}"
+        )
+    elif method.tau is not None:
+        parts.append(f"lsm:tau={tau},order={method.order}")
+    if method.cls_keep is not None:
+        parts.insert(0 if method.layers else len(parts), f"cls:keep={method.cls_keep}")
+    if method.fastv is not None:
+        parts.append(f"fastv:k={method.fastv[0]},ratio={method.fastv[1]}")
+    return "+".join(parts) or "none"
+
+
+@dataclass
+class Found:
+    """What a bundle answered: `logits` [n, vocab], row t chose ids[t]; `kept` as the statement's."""
+
+    ids: list[int]
+    logits: NDArray[np.float32]
+    done: Prefilled
+
+    @property
+    def kept(self) -> dict[int, list[int]]:
+        return {cut.layer - 1: np.flatnonzero(cut.kept).tolist() for cut in self.done.cuts}
+
+
+class Talk:
+    """One session of a model; its questions reuse what they can."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._session = Session(model.backend, model.manifest)
+
+    def ask(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[Image.Image],
+        method: Method,
+        n: int,
+        exits: Reduction | None = None,
+    ) -> Found:
+        """The greedy answer of `n` ids; `exits` decides where the whole image leaves, instead of the method's K."""
+        model = self._model
+        policy = make_policy(
+            method.k, model.manifest, model.backend.gate, reduce=word(method), dialect=model.backend.dialect
+        )
+        if exits is not None:
+            policy = replace(policy, parts=(exits, *policy.parts[1:]))
+        done = self._session.prefill(self._prompt(messages, images, policy), policy)
+        rows = [done.logits]
+        ids = [int(done.logits.argmax())]
+        while len(ids) < n:
+            rows.append(self._session.decode(ids[-1]))
+            ids.append(int(rows[-1].argmax()))
+        return Found(ids, np.stack(rows), done)
+
+    def _prompt(self, messages: Sequence[Message], images: Sequence[Image.Image], policy: Policy) -> Prompt:
+        model = self._model
+        pictures = [model.picture(image) for image in images]
+        encoded = [self._encode(picture.pixels, policy) for picture in pictures]
+        spec, token = model.manifest.model, model.manifest.text.image_token_id
+        plain = model.text.prompt(messages, spec.vision_tokens)
+        ids: list[int] = []
+        left, at = iter(encoded), 0
+        while at < len(plain):
+            image = plain[at] == token
+            ids += [token] * len(next(left).rows) if image else [int(plain[at])]
+            at += spec.vision_tokens if image else 1
+        key = str(policy.entries)
+        given = tuple((f"{p.key} {key}", lambda e=e: e) for p, e in zip(pictures, encoded, strict=True))
+        array = np.array(ids, np.int64)
+        return Prompt(array, array == token, given)
+
+    def _encode(self, pixels: NDArray[np.float32], policy: Policy) -> Encoded:
+        taus = [entry.tau for entry in policy.entries if entry.tau is not None]
+        found = self._model.backend.vision(pixels[None], taus[0] if taus else None)
+        for entry in policy.entries:
+            which = entry.enters(found)
+            found = found if which is None else found.take(which)
+        return found
+
+
+def dividing(statement: Statement, inputs: Inputs, method: Method, share: float) -> Method:
+    """`method` with thresholds that drop about this share of the rows at its first prune, and are no close call."""
+    layer = method.layers[0]
+    free = statement.answer(inputs, replace(method, gamma=0.0, alpha=0.0, k=None), 1)
+    total, most = (np.array(values) for values in free.received[layer])
+    ranks = np.maximum(total.argsort().argsort(), most.argsort().argsort())  # a row leaves when both are low
+    at = int(np.sort(ranks)[min(len(ranks) - 1, round(share * len(ranks)))])
+    gamma, alpha = np.sort(total)[at] / total.sum() * 1.0001, np.sort(most)[at] * 1.0001
+    for _ in range(50):
+        tried = replace(method, gamma=float(np.float32(gamma)), alpha=float(np.float32(alpha)))
+        if clear(statement.answer(inputs, replace(tried, k=None), 1), tried):
+            return tried
+        gamma, alpha = gamma * 1.003, alpha * 1.002
+    raise AssertionError("every threshold tried is a close call")
+
+
+def clear(outcome: Outcome, method: Method) -> bool:
+    """Whether no score lies so near to its threshold that rounding could decide."""
+    for total, most in outcome.received.values():
+        sums, maxima = np.array(total), np.array(most)
+        distances = [np.abs(sums / (method.gamma * sums.sum()) - 1), np.abs(maxima / method.alpha - 1)]
+        if min(d.min() for d in distances) < CLEAR:
+            return False
+    return True

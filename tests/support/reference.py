@@ -1,0 +1,147 @@
+"""The independent reference: transformers' own model, and VTW stated over its layers without a cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from PIL import Image
+
+    from tests.support.tiny import Message
+
+Inputs = dict[str, Any]
+
+
+class Greedy(NamedTuple):
+    """`ids`, as many as asked for; `logits` [n, vocab], row t chose ids[t]; `prompt` [vocab] is row 0."""
+
+    ids: list[int]
+    logits: torch.Tensor
+    prompt: torch.Tensor
+
+    @property
+    def margin(self) -> float:
+        """The smallest lead of a chosen logit over the next; below the tolerance on logits, ids prove nothing."""
+        first, second = self.logits.topk(2).values.T
+        return float((first - second).min())
+
+
+class Reference:
+    """A checkpoint loaded by transformers; K is 1-based, the first layer without vision rows, or None."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> None:
+        from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+        torch.set_num_threads(1)
+        self.model: Any = LlavaForConditionalGeneration.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+        self.model.train(False)
+        self.processor: Any = AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
+        self.tokenizer = self.processor.tokenizer
+        # Transformers' processor looks for a template everywhere but in tokenizer_config.json.
+        self.template = self.processor.chat_template or self.tokenizer.chat_template
+        self.layers = len(self.model.model.language_model.layers)
+        self.image_token = self.model.config.image_token_id
+        self.eos = self.model.generation_config.eos_token_id
+        self.model.generation_config.eos_token_id = None  # the reference answers to full length
+
+    def inputs(self, messages: list[Message], images: list[Image.Image]) -> Inputs:
+        """`input_ids` and `attention_mask` [1, S+V+T], `pixel_values` [images, 3, H, W] where there are images.
+
+        The images take the placeholders in their order.
+        """
+        left = iter(images)
+        filled = [
+            message
+            | {
+                "content": [
+                    part | {"image": next(left)} if part["type"] == "image" else part for part in message["content"]
+                ]
+            }
+            for message in messages
+        ]
+        if next(left, None) is not None:
+            raise ValueError(f"{len(images)} images are more than the placeholders")
+        found = self.processor.apply_chat_template(
+            filled, self.template, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        return dict(found)
+
+    @torch.inference_mode()
+    def generate_hf(self, inputs: Inputs, n: int) -> tuple[list[int], torch.Tensor]:
+        """Transformers' own greedy answer without withdrawal: `n` ids and logits [n, vocab] in float32."""
+        done = self.model.generate(
+            **inputs, max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        return done.sequences[0, inputs["input_ids"].shape[1] :].tolist(), torch.cat(done.logits).float()
+
+    @torch.inference_mode()
+    def greedy(self, inputs: Inputs, k: int | None, n: int) -> Greedy:
+        """The greedy answer of `n` ids with withdrawal at K, everything recomputed for every token."""
+        rows, vision = self._prompt(inputs)
+        ids: list[int] = []
+        logits: list[torch.Tensor] = []
+        for _ in range(n):
+            logits.append(self._last_logits(rows, vision, k))
+            ids.append(int(logits[-1].argmax()))
+            answered = self.model.model.language_model.embed_tokens(torch.tensor([[ids[-1]]]))
+            rows = torch.cat([rows, answered], dim=1)
+            vision = torch.cat([vision, torch.tensor([False])])
+        return Greedy(ids, torch.stack(logits), logits[0])
+
+    @torch.inference_mode()
+    def logits(self, inputs: Inputs, k: int | None) -> torch.Tensor:
+        """Next-token logits [vocab] in float32 at the last prompt position."""
+        return self._last_logits(*self._prompt(inputs), k)
+
+    def kv_slots(self, inputs: Inputs, k: int | None) -> list[int]:
+        """Per layer the KV entries that the prompt fills: S+V+T before K, S+T from K on."""
+        vision = self._vision(inputs)
+        full_layers = self._full_layers(k)
+        text = int((~vision).sum())
+        return [len(vision)] * full_layers + [text] * (self.layers - full_layers)
+
+    def _full_layers(self, k: int | None) -> int:
+        if k is None:
+            return self.layers
+        if not 2 <= k <= self.layers:
+            raise ValueError(f"K is {k}, this model allows 2 to {self.layers}")
+        return k - 1
+
+    def _vision(self, inputs: Inputs) -> torch.Tensor:
+        ids: torch.Tensor = inputs["input_ids"][0]
+        vision: torch.Tensor = ids == self.image_token
+        return vision
+
+    def _prompt(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedded rows [1, S+V+T, hidden] and which of them are vision rows [S+V+T]."""
+        vision = self._vision(inputs)
+        rows = self.model.model.language_model.embed_tokens(inputs["input_ids"])
+        if inputs.get("pixel_values") is not None:
+            features = self.model.model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
+            rows[0, vision] = torch.cat(list(features)).to(rows.dtype)
+        return rows, vision
+
+    def _last_logits(self, rows: torch.Tensor, vision: torch.Tensor, k: int | None) -> torch.Tensor:
+        decoder = self.model.model.language_model
+        full_layers = self._full_layers(k)
+        positions = torch.arange(rows.shape[1])[None]
+        rows = self._run(decoder.layers[:full_layers], rows, positions)
+        if full_layers < self.layers:
+            rows = self._run(decoder.layers[full_layers:], rows[:, ~vision], positions[:, ~vision])
+        out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -1]))[0]
+        return out.float()
+
+    def _run(self, layers: torch.nn.ModuleList, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`layers` over `rows` [1, n, hidden], each row seeing itself and the rows before it."""
+        count = rows.shape[1]
+        mask = torch.full((1, 1, count, count), torch.finfo(rows.dtype).min, dtype=rows.dtype).triu(1)
+        rope = self.model.model.language_model.rotary_emb(rows, position_ids=positions)
+        for layer in layers:
+            rows = layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+        return rows

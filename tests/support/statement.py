@@ -1,0 +1,342 @@
+"""MustDrop, FastV, window merging and CLS pruning stated plainly over transformers' modules.
+
+No graph, no stage, no reuse: every layer is computed with its full attention matrix, and what each layer's
+cache holds is written down row by row. This is what the product's runs are compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tests.support.reference import Inputs, Reference
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is to be left out, as the words of the command line say it.
+
+    `tau`: windows merge from this mean cosine on. `cls_keep`: the share of an image's rows that enters the decoder.
+    `key`: the share that no prune may drop. `layers` with `gamma` and `alpha`: dual attention after these layers.
+    `fastv`: (after this layer, share to drop). `k`: withdrawal before this layer, of whatever is left.
+    """
+
+    tau: float | None = None
+    order: Literal["raster", "merged-first"] = "raster"
+    cls_keep: float | None = None
+    key: float = 0.0
+    layers: tuple[int, ...] = ()
+    gamma: float = 0.0
+    alpha: float = 0.0
+    positions: Literal["keep", "renumber"] = "keep"
+    fastv: tuple[int, float] | None = None
+    k: int | None = None
+
+
+@dataclass
+class Image:
+    """One image's rows as they enter the decoder, [n, hidden], and of each its first patch in raster order.
+
+    The class token, where it is a row, has place -1. `attention` is what the class token gives to each row.
+    """
+
+    rows: Tensor
+    places: list[int]
+    merged: list[bool]
+    attention: list[float] | None
+
+    def take(self, which: list[int]) -> Image:
+        def of(values: list[Any]) -> list[Any]:
+            return [values[i] for i in which]
+
+        return Image(
+            self.rows[which], of(self.places), of(self.merged), None if self.attention is None else of(self.attention)
+        )
+
+
+@dataclass
+class Row:
+    """One row on its way through the decoder; `image` is its number among the image rows, None for text.
+
+    `asks`: it stands after the last image, so its attention counts.
+    """
+
+    position: int
+    image: int | None
+    asks: bool = False
+
+
+@dataclass
+class Cache:
+    """One layer's keys and values [kv_heads, n, head_dim] and the rows they came from."""
+
+    key: Tensor
+    value: Tensor
+    rows: list[Row]
+
+    def keep(self, which: list[int]) -> None:
+        self.key, self.value = self.key[:, which], self.value[:, which]
+        self.rows = [self.rows[i] for i in which]
+
+
+@dataclass
+class Outcome:
+    """An answer: `logits` [n, vocab], row t chose ids[t]; per layer the slots and image rows after the prompt.
+
+    `kept[l]` are the image rows that go on after layer l, numbered as they entered the decoder; `received[l]` what
+    each row before the prune at l got: (sum over the question's rows, maximum over them).
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.zeros(0))
+    images: list[Image] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    vision: list[int] = field(default_factory=list)
+    kept: dict[int, list[int]] = field(default_factory=dict)
+    received: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+
+    @property
+    def margin(self) -> float:
+        """The smallest lead of a chosen logit over the next; below the tolerance on logits, ids prove nothing."""
+        first, second = self.logits.topk(2).values.T
+        return float((first - second).min())
+
+
+class Statement:
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        model = reference.model
+        self._tower, self._projector = model.model.vision_tower, model.model.multi_modal_projector
+        self._decoder, self._head, self._config = model.model.language_model, model.lm_head, model.config
+
+    @torch.inference_mode()
+    def answer(self, inputs: Inputs, method: Method, n: int) -> Outcome:
+        """The greedy answer of `n` ids under `method`."""
+        out = Outcome()
+        pixels = inputs.get("pixel_values")
+        out.images = [self._image(image, method) for image in (pixels if pixels is not None else [])]
+        caches, hidden = self._prompt(inputs["input_ids"][0].tolist(), out, method)
+        out.slots = [len(cache.rows) for cache in caches]
+        out.vision = [sum(row.image is not None for row in cache.rows) for cache in caches]
+        position = self._next_position
+        logits = [self._logits(hidden)]
+        while True:
+            out.ids.append(int(logits[-1].argmax()))
+            if len(out.ids) == n:
+                break
+            logits.append(self._logits(self._step(out.ids[-1], position, caches, method)))
+            position += 1
+        out.logits = torch.stack(logits)
+        return out
+
+    # ---- the tower ---------------------------------------------------------------------------------------------------
+
+    def _image(self, pixels: Tensor, method: Method) -> Image:
+        """One image [3, side, side] to its rows, merged and pruned before the decoder."""
+        clip = hasattr(self._tower, "pre_layrnorm")
+        x = self._tower.embeddings(pixels[None])[0]
+        if clip:
+            x = self._tower.pre_layrnorm(x)
+        places = [-1] * clip + list(range(len(x) - clip))
+        merged = [False] * len(x)
+        states, attention = [x], None
+        wanted = self._feature_layers(len(self._tower.encoder.layers))
+        for number, layer in enumerate(self._tower.encoder.layers[: max(wanted)], start=1):
+            if number == max(wanted) and clip:
+                attention = self._class_attention(layer, x)
+            x = layer(x[None], None)[0]
+            if number == 1 and method.tau is not None:
+                x, places, merged = _merge_windows(x, places, method.tau)
+            states.append(x)
+        first = int(self._config.vision_feature_select_strategy == "default")
+        features = torch.cat([states[number][first:] for number in wanted], -1)
+        given = None if attention is None else attention.tolist()[first:]
+        image = Image(self._projector(features), places[first:], merged[first:], given)
+        if method.order == "merged-first":
+            image = image.take(sorted(range(len(image.rows)), key=lambda i: not image.merged[i]))
+        if method.cls_keep is not None:
+            image = image.take(_highest(image.attention, _share(method.cls_keep, len(image.rows))))
+        return image
+
+    def _feature_layers(self, layers: int) -> list[int]:
+        """Numbers of the hidden states that are used; 0 are the embeddings."""
+        named = self._config.vision_feature_layer
+        return [n % (layers + 1) for n in ([named] if isinstance(named, int) else named)]
+
+    def _class_attention(self, layer: Any, x: Tensor) -> Tensor:
+        """Head-mean attention [n] of row 0 over all rows that enter `layer` (MustDrop Eq. 6)."""
+        y, heads = layer.layer_norm1(x), layer.self_attn.num_heads
+        q = layer.self_attn.q_proj(y).view(len(y), heads, -1).transpose(0, 1)
+        k = layer.self_attn.k_proj(y).view(len(y), heads, -1).transpose(0, 1)
+        full = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]), -1)
+        return full.mean(0)[0]
+
+    # ---- the decoder -------------------------------------------------------------------------------------------------
+
+    def _prompt(self, ids: list[int], out: Outcome, method: Method) -> tuple[list[Cache], Tensor]:
+        """Run the prompt; returns the caches as decoding finds them and the last hidden row."""
+        x, rows = self._enter(ids, out.images)
+        self._next_position = len(rows)
+        keys = self._keys(out.images, method.key)
+        caches: list[Cache] = []
+        last_prune: list[int] | None = None
+        for number, layer in enumerate(self._decoder.layers, start=1):
+            if number == method.k:
+                x, rows = _select(x, rows, [i for i, row in enumerate(rows) if row.image is None])
+            x, attention, cache = self._layer(layer, x, rows, None)
+            caches.append(cache)
+            there = [row.image for row in rows if row.image is not None]
+            if not there or number + 1 == method.k:  # where all image rows leave anyway, nobody asks for scores
+                continue
+            if number in method.layers:
+                kept = _dual(out, number, attention, rows, method, keys)
+            elif method.fastv is not None and number == method.fastv[0]:
+                kept = _fastv(attention, rows, method.fastv[1])
+            else:
+                continue
+            out.kept[number] = kept
+            last_prune = kept if method.layers else None
+            x, rows = _select(x, rows, [i for i, row in enumerate(rows) if row.image is None or row.image in kept])
+            if method.positions == "renumber":
+                rows = [Row(i, row.image, row.asks) for i, row in enumerate(rows)]
+        if last_prune is not None:
+            for cache in caches[method.layers[0] - 1 :]:  # output-aware: layers before the first prune stay whole
+                cache.keep([i for i, row in enumerate(cache.rows) if row.image is None or row.image in last_prune])
+        return caches, x[-1]
+
+    def _enter(self, ids: list[int], images: list[Image]) -> tuple[Tensor, list[Row]]:
+        """Rows [n, hidden]; an image's placeholders, as many as it has without any method, stand for its rows."""
+        x: list[Tensor] = []
+        rows: list[Row] = []
+        waiting, number, at = iter(images), 0, 0
+        while at < len(ids):
+            if ids[at] != self._reference.image_token:
+                x.append(self._decoder.embed_tokens(torch.tensor([ids[at]])))
+                rows.append(Row(len(rows), None))
+                at += 1
+                continue
+            image = next(waiting)
+            x.append(image.rows)
+            for _ in image.places:
+                rows.append(Row(len(rows), number))
+                number += 1
+            at += self._config.image_seq_length
+        assert next(waiting, None) is None
+        after = max((i for i, row in enumerate(rows) if row.image is not None), default=-1) + 1
+        rows[after:] = [Row(row.position, None, True) for row in rows[after:]]
+        return torch.cat(x), rows
+
+    def _keys(self, images: list[Image], share: float) -> set[int]:
+        """Numbers of the rows that no prune may drop: of each image the share its class token looks at most."""
+        found: set[int] = set()
+        first = 0
+        for image in images:
+            if share:
+                found |= {first + i for i in _highest(image.attention, _share(share, len(image.rows)))}
+            first += len(image.rows)
+        return found
+
+    def _step(self, token: int, position: int, caches: list[Cache], method: Method) -> Tensor:
+        """Run one new token; with renumbering each layer takes its cache's length for the position, as released."""
+        x = self._decoder.embed_tokens(torch.tensor([token]))
+        for number, layer in enumerate(self._decoder.layers):
+            renumbered = method.positions == "renumber"
+            row = Row(len(caches[number].rows) if renumbered else position, None)
+            x, _, caches[number] = self._layer(layer, x, [row], caches[number])
+        return x[-1]
+
+    def _layer(self, layer: Any, x: Tensor, rows: list[Row], past: Cache | None) -> tuple[Tensor, Tensor, Cache]:
+        """One layer over x [n, hidden]: its output, its attention [heads, n, all], and the cache with the new rows."""
+        attend, y = layer.self_attn, layer.input_layernorm(x)
+        q, k, v = (
+            proj(y).view(len(y), -1, attend.head_dim).transpose(0, 1)
+            for proj in (attend.q_proj, attend.k_proj, attend.v_proj)
+        )
+        positions = torch.tensor([[row.position for row in rows]])
+        cos, sin = (table[0] for table in self._decoder.rotary_emb(x[None], position_ids=positions))
+        q, k = (part * cos + _half_turned(part) * sin for part in (q, k))
+        before = 0 if past is None else len(past.rows)
+        if past is not None:
+            k, v, rows = torch.cat([past.key, k], 1), torch.cat([past.value, v], 1), [*past.rows, *rows]
+        group = len(q) // len(k)
+        scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) / math.sqrt(attend.head_dim)
+        seen = torch.arange(k.shape[1])[None] <= torch.arange(len(y))[:, None] + before
+        full = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        mixed = (full @ v.repeat_interleave(group, 0)).transpose(0, 1).flatten(1)
+        x = x + attend.o_proj(mixed)
+        return x + layer.mlp(layer.post_attention_layernorm(x)), full, Cache(k, v, rows)
+
+    def _logits(self, row: Tensor) -> Tensor:
+        out: Tensor = self._head(self._decoder.norm(row)).float()
+        return out
+
+
+def _merge_windows(x: Tensor, places: list[int], tau: float) -> tuple[Tensor, list[int], list[bool]]:
+    """LSM: 3x3 windows of the patch grid whose mean pairwise cosine is at least `tau` become their mean.
+
+    A merged window stands where its first patch stood; rows and columns left over at the border stay.
+    """
+    patches = [i for i, place in enumerate(places) if place >= 0]
+    side = math.isqrt(len(patches))
+    means: dict[int, Tensor] = {}  # by the row of a window's first patch
+    gone: set[int] = set()
+    for top in range(0, side - side % 3, 3):
+        for left in range(0, side - side % 3, 3):
+            window = [patches[(top + i) * side + left + j] for i in range(3) for j in range(3)]
+            pairs = [(a, b) for i, a in enumerate(window) for b in window[i + 1 :]]
+            cosines = [torch.cosine_similarity(x[a], x[b], dim=0) for a, b in pairs]
+            if torch.stack(cosines).mean() >= tau:
+                means[window[0]] = x[window].mean(0)
+                gone |= set(window[1:])
+    left_over = [i for i in range(len(x)) if i not in gone]
+    rows = torch.stack([means.get(i, x[i]) for i in left_over])
+    return rows, [places[i] for i in left_over], [i in means for i in left_over]
+
+
+def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method: Method, keys: set[int]) -> list[int]:
+    """Dual attention (MustDrop Eq. 8 to 10): image rows that stay, by what the rows after the last image give them."""
+    mean = attention.mean(0)
+    vision = [i for i, row in enumerate(rows) if row.image is not None]
+    question = mean[[i for i, row in enumerate(rows) if row.asks]][:, vision]
+    total, most = question.sum(0), question.max(0).values
+    out.received[number] = total.tolist(), most.tolist()
+    kept = []
+    for j, i in enumerate(vision):
+        image = rows[i].image
+        assert image is not None
+        drop = total[j] < method.gamma * total.sum() and most[j] < method.alpha
+        if image in keys or not drop:
+            kept.append(image)
+    return kept
+
+
+def _fastv(attention: Tensor, rows: list[Row], drop: float) -> list[int]:
+    """FastV: the image rows that the prompt's last row looks at most."""
+    vision = [i for i, row in enumerate(rows) if row.image is not None]
+    last = attention.mean(0)[-1, vision].tolist()
+    kept = _highest(last, len(vision) - math.floor(round(drop * len(vision), 9)))
+    return [image for j in kept if (image := rows[vision[j]].image) is not None]
+
+
+def _select(x: Tensor, rows: list[Row], which: list[int]) -> tuple[Tensor, list[Row]]:
+    return x[which], [rows[i] for i in which]
+
+
+def _highest(values: list[float] | None, count: int) -> list[int]:
+    """Indices of the `count` largest values, in rising order."""
+    assert values is not None, "this tower has no class token"
+    return sorted(sorted(range(len(values)), key=lambda i: -values[i])[:count])
+
+
+def _share(share: float, count: int) -> int:
+    """ceil(share * count), free of the rounding of binary fractions."""
+    return math.ceil(round(share * count, 9))
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
