@@ -19,7 +19,7 @@ from vtx.exporter.bench.series import shown, spread
 from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
 from vtx.runtime.api.model import Model, load
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.vision.encoded import Ids, Rows
+from vtx.runtime.vision.tokens import Ids, Rows
 
 LAYER = 1  # after which rows are scored
 

@@ -21,7 +21,7 @@ from vtx.exporter.bundling.predict import EXPORT_BASE
 from vtx.exporter.calibration.source import Source, answering
 from vtx.exporter.data.items import Data, Item, plain
 from vtx.exporter.data.journal import Journal
-from vtx.exporter.data.prompts import Asked, prepare
+from vtx.exporter.data.prompts import PreparedItem, prepare
 from vtx.exporter.estimate.rates import LAYER_SECONDS, product_speed
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.reference.attention import AttentionMeter
@@ -80,7 +80,7 @@ class Forecast:
     memory: int
 
 
-def forecast(source: Source, asked: Sequence[Asked], options: CalibrationOptions) -> Forecast:
+def forecast(source: Source, asked: Sequence[PreparedItem], options: CalibrationOptions) -> Forecast:
     """What measuring will take, by the matrices' arithmetic and the speed of one of them here: a rough figure."""
     size, text = model_size(source.config, source.name), source.config.text
     ks, vision = options.ks(text.layers), source.config.vision_tokens
@@ -161,7 +161,7 @@ class _Measure:
         self._end_ids = torch.tensor(source.text.settings.end_ids, dtype=torch.int64)
 
     @torch.inference_mode()
-    def batch(self, batch: Sequence[Asked], layer: Callable[[int], None]) -> list[dict[str, Any]]:
+    def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[dict[str, Any]]:
         """Measure some items; `layer` gets 1 a decoder layer."""
         answers = [self._answer(one) for one in batch]
         features = [self._features(one.item) for one in batch]
@@ -185,7 +185,7 @@ class _Measure:
             rows.append(row | ({"attention": meter.shares(i)} if meter else {}))
         return rows
 
-    def _answer(self, one: Asked) -> Answer | None:
+    def _answer(self, one: PreparedItem) -> Answer | None:
         """The full model's own answer."""
         if self._model is None:
             return None
@@ -227,7 +227,7 @@ class _Measure:
             yield self._reference.head(rows[start : start + step])
 
 
-def _met(one: Asked, answer: Answer | None) -> bool:
+def _met(one: PreparedItem, answer: Answer | None) -> bool:
     """Whether the whole answer is the right one, capitals and the last full stop apart."""
     if answer is None or answer.stopped != "end" or one.item.answer is None:
         return False

@@ -16,7 +16,7 @@ MAX_REFERENCE = 32  # tokens; what is longer is no answer that could be met word
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PreparedItem:
     """An item as the model reads it: `ids` [n] of the prompt; `wanted` [m] of the right answer, its end included."""
 
     item: Item
@@ -24,7 +24,7 @@ class Asked:
     wanted: NDArray[np.int64] | None
 
 
-def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[Asked], list[str]]:
+def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[PreparedItem], list[str]]:
     """Tokenise every item; those that cannot be asked, or do not fit the context, are named instead.
 
     Raises:
@@ -40,7 +40,9 @@ def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[Asked
             continue
         if len(ids) <= room:
             wanted = answer_ids(source, item, ids)
-            asked.append(Asked(item, ids, wanted if wanted is not None and len(wanted) <= MAX_REFERENCE else None))
+            asked.append(
+                PreparedItem(item, ids, wanted if wanted is not None and len(wanted) <= MAX_REFERENCE else None)
+            )
         else:
             skipped.append(f"question {number}: {len(ids)} tokens, {room} fit the context of {source.context}")
     if len(skipped) > MAX_SKIPPED * (len(asked) + len(skipped)):

@@ -10,11 +10,11 @@ from typing import Any
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.methods.gate import Decision
-from vtx.runtime.session.prefilled import Asked
-from vtx.runtime.session.prefix import Pictures
-from vtx.runtime.session.reduced import Reduced
+from vtx.runtime.session.prefix import ImageEncoders
+from vtx.runtime.session.reduction_report import ReductionReport
+from vtx.runtime.session.result import Selection
 from vtx.runtime.session.sampling import Sampling
-from vtx.runtime.vision.encoded import Encoded
+from vtx.runtime.vision.tokens import ImageTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Stats:
     timings_ms: dict[str, float]
     gate: tuple[Decision, ...] | None = None
     reduce: str = "none"
-    reduced: Reduced | None = None
+    reduced: ReductionReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class AnswerStream:
 
     def __init__(self, pieces: Callable[[AnswerStream], Generator[str]]) -> None:
         self._answer: Answer | None = None
-        self._asked: Asked | None = None
+        self._asked: Selection | None = None
         self._pieces = pieces(self)
 
     def __iter__(self) -> Iterator[str]:
@@ -123,13 +123,13 @@ class Clock:
         self._prefilled = self._first = self._last = self._start
         self._tokens = 0
 
-    def vision(self, encode: Callable[[], Encoded]) -> Encoded:
+    def vision(self, encode: Callable[[], ImageTokens]) -> ImageTokens:
         start = time.perf_counter()
         image = encode()
         self._vision += time.perf_counter() - start
         return image
 
-    def all_vision(self, encoders: Pictures) -> Pictures:
+    def all_vision(self, encoders: ImageEncoders) -> ImageEncoders:
         """The same encoders, their time measured."""
         return tuple((key, lambda encode=encode: self.vision(encode)) for key, encode in encoders)
 

@@ -30,11 +30,11 @@ from vtx.runtime.policies import word
 from vtx.runtime.policies.make import decisions, make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.text import Message, Part, Text
-from vtx.runtime.session.gallery import Gallery, Picture
+from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.generate import generate
-from vtx.runtime.session.reduced import reduced
+from vtx.runtime.session.reduction_report import reduced
 from vtx.runtime.session.sampling import Sampler
-from vtx.runtime.session.session import Asked, Prefilled, Prompt, Session
+from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 from vtx.runtime.units import size
 from vtx.runtime.vision.image import ImageSource, load_image, preprocess
 
@@ -76,10 +76,10 @@ class Model:
         threshold = (options or Options()).gate_threshold
         return make_policy(depth, manifest, self.backend.gate, threshold, reduce=wanted, dialect=self.backend.dialect)
 
-    def picture(self, source: ImageSource) -> Picture:
+    def picture(self, source: ImageSource) -> PreparedImage:
         """Read and preprocess an image."""
         pixels = preprocess(load_image(source), self.manifest.image)
-        return Picture(pixels, hashlib.sha256(pixels.tobytes()).hexdigest())
+        return PreparedImage(pixels, hashlib.sha256(pixels.tobytes()).hexdigest())
 
 
 class Conversation:
@@ -89,10 +89,10 @@ class Conversation:
     Calls from several threads wait for each other.
     """
 
-    def __init__(self, model: Model, pictures: tuple[Picture, ...]) -> None:
+    def __init__(self, model: Model, pictures: tuple[PreparedImage, ...]) -> None:
         self.model, self.pictures = model, pictures
         self._session = Session(model.backend, model.manifest)
-        self._gallery = Gallery(model.backend, pictures)
+        self._gallery = EncodedImages(model.backend, pictures)
         self._lock = threading.Lock()
         self._reading: tuple[int, weakref.ref[AnswerStream]] | None = None  # thread and stream that hold the lock
 
@@ -107,7 +107,7 @@ class Conversation:
         self._end_own_stream()
         with self._lock:
             self._session = Session(self.model.backend, self.model.manifest)
-            self._gallery = Gallery(self.model.backend, self.pictures)
+            self._gallery = EncodedImages(self.model.backend, self.pictures)
 
     def ask(
         self, question: str, k: K = DEFAULT, options: Options | None = None, *, reduce: str | None = DEFAULT
@@ -142,7 +142,7 @@ class Conversation:
         return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
     def _stream(
-        self, messages: Sequence[Message], k: K, options: Options, reduce: str | None, after: Asked | None = None
+        self, messages: Sequence[Message], k: K, options: Options, reduce: str | None, after: Selection | None = None
     ) -> AnswerStream:
         manifest, text = self.model.manifest, self.model.text
         policy = self.model.policy(k, options, reduce)
@@ -176,7 +176,7 @@ class Conversation:
     def _generate(
         self,
         stream: AnswerStream,
-        done: Prefilled,
+        done: PrefillResult,
         prompt_tokens: int,
         options: Options,
         clock: Clock,
@@ -205,7 +205,7 @@ class Conversation:
         stream._asked = done.asked
         stream._answer = Answer("".join(shown), tuple(ids), stats, stopped)
 
-    def _stats(self, done: Prefilled, prompt_tokens: int, clock: Clock, policy: Policy) -> Stats:
+    def _stats(self, done: PrefillResult, prompt_tokens: int, clock: Clock, policy: Policy) -> Stats:
         manifest, gate = self.model.manifest, decisions(policy)
         return Stats(
             k=done.k,
@@ -233,7 +233,7 @@ class Chat:
     def __init__(self, conversation: Conversation, k: K, reduce: str | None) -> None:
         self._conversation, self._k, self._reduce = conversation, k, reduce
         self.messages: list[Message] = []
-        self._asked: Asked | None = None  # the question by which the vision rows of this chat were chosen
+        self._asked: Selection | None = None  # the question by which the vision rows of this chat were chosen
 
     def ask(self, question: str, options: Options | None = None) -> Answer:
         """Answer the next turn; the turns before it are part of the prompt."""

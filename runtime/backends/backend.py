@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.vision.encoded import Encoded, Ids, Rows, Scores
+from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows, Scores
 
 
 class StageCache(Protocol):
@@ -61,7 +61,7 @@ class Backend(Protocol):
         """Token ids [n] to rows [n, hidden]."""
         ...
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
         """One image [1, 3, height, width] to its rows; windows of patches merge from the cosine `tau` on, if given.
 
         A `tau` is given only where the manifest says that the vision graph merges.

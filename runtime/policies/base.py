@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.vision.encoded import Encoded, Ids, Mask, Patches, Scores
+from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask, Patches, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Entry(Protocol):
         """The cosine from which windows of patches merge in the tower; None: none do."""
         ...
 
-    def enters(self, image: Encoded) -> Ids | None:
+    def enters(self, image: ImageTokens) -> Ids | None:
         """Indices of the rows that enter the decoder, in their order there; None: all as they are."""
         ...
 

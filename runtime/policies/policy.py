@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
-from vtx.runtime.vision.encoded import Mask
+from vtx.runtime.vision.tokens import Mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Departure:
+class Removal:
     """Vision rows leave at a boundary: `kept` [rows that were there] go on, `by` names who left out the others.
 
     `renumbers`: all rows that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: earlier caches
@@ -55,7 +55,7 @@ class Policy:
         """What happens to an image before the decoder, in order."""
         return tuple(entry for part in self.parts if (entry := part.entry()) is not None)
 
-    def ask(self, boundary: Boundary) -> Departure | None:
+    def ask(self, boundary: Boundary) -> Removal | None:
         """Which rows go on from here; None: all. Rows that one part leaves out, no later one brings back."""
         kept, who = np.ones(boundary.count, bool), list[Reduction]()
         for part in self.parts:
@@ -66,4 +66,4 @@ class Policy:
         if not who:
             return None
         shrinks = self.needs().shrinks is not None and not all(part.whole for part in who)
-        return Departure(kept, tuple(part.name for part in who), any(part.renumbers for part in who), shrinks)
+        return Removal(kept, tuple(part.name for part in who), any(part.renumbers for part in who), shrinks)

@@ -17,7 +17,7 @@ from vtx.runtime.policies.base import Reduction
 
 R = TypeVar("R", bound=Reduction)
 OFF = "off"
-MAX_WORD = 1000
+MAX_SPEC = 1000
 _kinds: dict[str, type[Reduction]] = {}
 
 
@@ -54,8 +54,8 @@ def parse(text: str) -> tuple[Reduction, ...]:
         RequestError: unknown names, options or values, or methods that do not go together.
 
     """
-    if len(text) > MAX_WORD:
-        raise RequestError(f"the reduction's word has {len(text):,} characters, the limit is {MAX_WORD:,}; shorten it")
+    if len(text) > MAX_SPEC:
+        raise RequestError(f"the reduction spec has {len(text):,} characters, the limit is {MAX_SPEC:,}; shorten it")
     parts = () if text.strip() == "none" else tuple(_one(part) for part in text.split("+"))
     check_together(parts)
     return tuple(sorted(parts, key=_first_cut))

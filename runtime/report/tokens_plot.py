@@ -13,8 +13,8 @@ from vtx.runtime.api.answer import Stats
 from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.session.gallery import Picture
-from vtx.runtime.session.reduced import Kept, Reduced
+from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.session.reduction_report import Kept, ReductionReport
 from vtx.runtime.vision.image import ImageSettings
 
 PANEL = 336  # pixels a side, at least
@@ -27,7 +27,7 @@ KEY = (0, 220, 255)
 INK = (20, 20, 20)
 
 
-def check_shown(policy: Policy, pictures: Sequence[Picture]) -> None:
+def check_shown(policy: Policy, pictures: Sequence[PreparedImage]) -> None:
     """Raise RequestError where no patch could be drawn."""
     if not pictures:
         raise RequestError("--show-tokens has nothing to show: there is no image; name one, or leave it out")
@@ -35,7 +35,7 @@ def check_shown(policy: Policy, pictures: Sequence[Picture]) -> None:
         raise RequestError("--show-tokens has nothing to show without a reduction; add --reduce, as --reduce fastv")
 
 
-def draw_tokens(answers: Sequence[Stats], pictures: Sequence[Picture], manifest: Manifest) -> Image.Image:
+def draw_tokens(answers: Sequence[Stats], pictures: Sequence[PreparedImage], manifest: Manifest) -> Image.Image:
     """One row for each answer and image, one panel for each cut: what has gone is dark.
 
     Merged windows have a yellow frame, key rows a blue corner.
@@ -62,19 +62,19 @@ def _sheet(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
     return sheet
 
 
-def _pixels(picture: Picture, settings: ImageSettings) -> NDArray[np.float64]:
+def _pixels(picture: PreparedImage, settings: ImageSettings) -> NDArray[np.float64]:
     """The picture as the tower saw it, [height, width, 3], 0 to 255."""
     values = picture.pixels.transpose(1, 2, 0) * np.array(settings.std) + np.array(settings.mean)
     pixels: NDArray[np.float64] = (values / settings.rescale).clip(0, 255)
     return pixels
 
 
-def _panels(pixels: NDArray[np.float64], side: int, found: Reduced, number: int) -> Iterator[Image.Image]:
+def _panels(pixels: NDArray[np.float64], side: int, found: ReductionReport, number: int) -> Iterator[Image.Image]:
     for kept in found.kept:
         yield _panel(pixels, side, found, kept, number)
 
 
-def _panel(pixels: NDArray[np.float64], side: int, found: Reduced, kept: Kept, number: int) -> Image.Image:
+def _panel(pixels: NDArray[np.float64], side: int, found: ReductionReport, kept: Kept, number: int) -> Image.Image:
     """The image, `side` patches a side, with those of `kept` lit."""
     merged, alive = set(found.merged[number]), set(kept.places[number]) - {-1}
     lit = np.zeros((side, side), bool)
@@ -96,7 +96,7 @@ def _panel(pixels: NDArray[np.float64], side: int, found: Reduced, kept: Kept, n
     return image
 
 
-def _said(found: Reduced, step: int, number: int) -> str:
+def _said(found: ReductionReport, step: int, number: int) -> str:
     kept, entered = found.kept[step], len(found.kept[0].places[number])
     if kept.layer == 1:
         return f"{entered} rows enter, {len(found.merged[number])} merged"

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from vtx.runtime.policies.policy import Departure
-from vtx.runtime.vision.encoded import Encoded, Ids, Mask, Patches, Rows
+from vtx.runtime.policies.policy import Removal
+from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask, Patches, Rows
 
 Key = tuple[bytes, tuple[str, ...]]
-Pictures = tuple[tuple[str, Callable[[], Encoded]], ...]
+ImageEncoders = tuple[tuple[str, Callable[[], ImageTokens]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Prompt:
 
     ids: Ids
     is_vision: Mask
-    pictures: Pictures = ()
+    pictures: ImageEncoders = ()
 
     @property
     def front(self) -> int:
@@ -42,7 +42,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Aside:
+class SavedKV:
     """K/V of the `dropped` slots of a full stage, after its cache has shrunk to `survivors`."""
 
     stage: int
@@ -52,7 +52,7 @@ class Aside:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Front:
+class Prefix:
     """The prompt up to the last image, and how deep into the decoder it has come with all its vision rows.
 
     `boundaries` hold its rows after 0, 1, 2, ... stages: the first and the last [size, hidden], those between so
@@ -63,7 +63,7 @@ class Front:
     is_vision: Mask
     images: tuple[Patches, ...]
     boundaries: tuple[Rows, ...]
-    aside: tuple[Aside, ...] = ()
+    aside: tuple[SavedKV, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -77,7 +77,7 @@ class Front:
     def text_size(self) -> int:
         return int((~self.is_vision).sum())
 
-    def deeper(self, rows: Rows, *, hold: bool) -> Front:
+    def deeper(self, rows: Rows, *, hold: bool) -> Prefix:
         """With its rows after one more stage; `hold` the vision rows of the boundary before."""
         last = self.boundaries[-1]
         before = last if hold or not self.depth else last[~self.is_vision]
@@ -87,20 +87,20 @@ class Front:
         """Whether the vision rows at a boundary are there, or can still come."""
         return boundary > self.depth or len(self.boundaries[boundary]) == self.size
 
-    def rewound(self, boundary: int) -> Front:
+    def rewound(self, boundary: int) -> Prefix:
         """Back at the last boundary up to this one where all rows are there."""
         while not self.held(boundary):
             boundary -= 1
         return replace(self, boundaries=self.boundaries[: boundary + 1])
 
-    def line(self, boundary: int) -> Line:
+    def line(self, boundary: int) -> PrunedPrefix:
         """The front as it stands at a boundary, before any row has left."""
         positions = np.arange(self.size, dtype=np.int64)
-        return Line((), np.ones(self.size, bool), positions, self.size, self.boundaries[boundary], boundary)
+        return PrunedPrefix((), np.ones(self.size, bool), positions, self.size, self.boundaries[boundary], boundary)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
+class PrunedPrefix:
     """The front's rows on their way after some vision rows have left.
 
     `history`: at which boundary which rows stayed, and whether they took new positions. `present` [front.size] are
@@ -119,7 +119,7 @@ class Line:
     def size(self) -> int:
         return int(self.present.sum())
 
-    def left(self, departure: Departure, is_vision: Mask) -> Line:
+    def left(self, departure: Removal, is_vision: Mask) -> PrunedPrefix:
         """What goes on after a departure at this boundary."""
         stays = np.ones(self.size, bool)
         stays[is_vision[self.present]] = departure.kept
@@ -131,14 +131,14 @@ class Line:
         if departure.renumbers:
             positions, following = np.arange(len(rows), dtype=np.int64), len(rows)
         history = (*self.history, (self.depth, departure.kept.tobytes(), departure.renumbers))
-        return Line(history, present, positions, following, rows, self.depth)
+        return PrunedPrefix(history, present, positions, following, rows, self.depth)
 
-    def deeper(self, rows: Rows) -> Line:
+    def deeper(self, rows: Rows) -> PrunedPrefix:
         return replace(self, rows=rows, depth=self.depth + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seat:
+class PrefixSlots:
     """What a stage's cache holds of the front for one question: `present` rows of it ran there, `slots` are left.
 
     The tail's first row stands in the slot after these, at `position`.

@@ -16,7 +16,7 @@ from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.rope import read_rope
-from vtx.runtime.vision.encoded import Encoded, Ids, Rows, Scores
+from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows, Scores
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -51,10 +51,10 @@ class DialectBackend:
     def embed(self, ids: NDArray[np.int64]) -> Rows:
         return _first(self._embed, {names.IDS: ids})
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
         merges = self.manifest.dialects[self.dialect].vision_merges
         feeds = {names.TAU: np.array([NEVER if tau is None else tau], np.float32)} if merges else {}
-        return Encoded.of(_run(self._vision, {names.PIXELS: pixels, **feeds}))
+        return ImageTokens.of(_run(self._vision, {names.PIXELS: pixels, **feeds}))
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         return _first(self._head, {names.HIDDEN: rows})

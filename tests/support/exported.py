@@ -17,7 +17,7 @@ from vtx.runtime.api.model import Model, load
 from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.session.session import Prefilled, Prompt, Session
+from vtx.runtime.session.session import PrefillResult, Prompt, Session
 
 THREADS = 1  # the pool belongs to the process: every test asks for the same
 KS = (2, 3, 5, 8)
@@ -54,7 +54,7 @@ class Greedy(NamedTuple):
 
     ids: list[int]
     logits: NDArray[np.float32]
-    done: Prefilled
+    done: PrefillResult
 
 
 def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Image]) -> Prompt:

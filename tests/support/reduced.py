@@ -16,8 +16,8 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.policies.base import Reduction
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.session.session import Prefilled, Prompt, Session
-from vtx.runtime.vision.encoded import Encoded
+from vtx.runtime.session.session import PrefillResult, Prompt, Session
+from vtx.runtime.vision.tokens import ImageTokens
 
 CLEAR = 1e-4  # least relative distance of a score from its threshold; float32 and the order of sums stay far below
 
@@ -46,7 +46,7 @@ class Found:
 
     ids: list[int]
     logits: NDArray[np.float32]
-    done: Prefilled
+    done: PrefillResult
 
     @property
     def kept(self) -> dict[int, list[int]]:
@@ -100,7 +100,7 @@ class Talk:
         array = np.array(ids, np.int64)
         return Prompt(array, array == token, given)
 
-    def _encode(self, pixels: NDArray[np.float32], policy: Policy) -> Encoded:
+    def _encode(self, pixels: NDArray[np.float32], policy: Policy) -> ImageTokens:
         taus = [entry.tau for entry in policy.entries if entry.tau is not None]
         found = self._model.backend.vision(pixels[None], taus[0] if taus else None)
         for entry in policy.entries:

@@ -19,7 +19,7 @@ from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.rope import read_rope
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.encoded import NEVER, Encoded, Ids, Rows, Scores
+from vtx.runtime.vision.tokens import NEVER, Ids, ImageTokens, Rows, Scores
 
 _SMALLER = "use a smaller precision or a machine with more"
 _pool_lock = threading.Lock()
@@ -113,7 +113,7 @@ class OrtBackend:
         rows: Rows = self._embed.run(None, {names.IDS: ids})[0]
         return rows
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
         graphs = self._manifest.dialects["ort"]
         with self._vision_lock:
             if self._vision is None:
@@ -122,7 +122,7 @@ class OrtBackend:
         if graphs.vision_merges:
             feeds[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)
         found = dict(zip((o.name for o in self._vision.get_outputs()), self._vision.run(None, feeds), strict=True))
-        return Encoded.of(found)
+        return ImageTokens.of(found)
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         logits: NDArray[np.float32] = self._head.run(None, {names.HIDDEN: rows})[0]

@@ -12,7 +12,7 @@ from vtx.runtime.backends.ort.backend import OrtBackend, OrtStageCache, load_onn
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.rope import read_rope
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.vision.encoded import Ids
+from vtx.runtime.vision.tokens import Ids
 
 PROVIDER = "CUDAExecutionProvider"
 

@@ -18,7 +18,7 @@ from vtx.runtime.backends.tensorrt.engine import Context
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.manifest import StageSpec
-from vtx.runtime.vision.encoded import Ids, Rows, Scores
+from vtx.runtime.vision.tokens import Ids, Rows, Scores
 
 if TYPE_CHECKING:
     from vtx.runtime.backends.tensorrt.backend import TensorrtBackend

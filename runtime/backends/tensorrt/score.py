@@ -8,7 +8,7 @@ import numpy as np
 
 from vtx.runtime.backends.tensorrt.cuda import Buffer
 from vtx.runtime.bundle import names
-from vtx.runtime.vision.encoded import Scores
+from vtx.runtime.vision.tokens import Scores
 
 if TYPE_CHECKING:
     from vtx.runtime.backends.tensorrt.backend import TensorrtBackend

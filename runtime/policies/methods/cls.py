@@ -9,7 +9,7 @@ import numpy as np
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, Reduction
 from vtx.runtime.policies.spec import reduction
-from vtx.runtime.vision.encoded import Encoded, Ids, highest, share
+from vtx.runtime.vision.tokens import Ids, ImageTokens, highest, share
 
 
 @reduction("cls")
@@ -33,7 +33,7 @@ class Cls(Reduction):
     def entry(self) -> Entry | None:
         return self
 
-    def enters(self, image: Encoded) -> Ids | None:
+    def enters(self, image: ImageTokens) -> Ids | None:
         attention = image.patches.attention
         assert attention is not None
         return np.flatnonzero(highest(attention, share(self.keep, len(attention))))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Boundary, Needs, Reduction
-from vtx.runtime.vision.encoded import Mask
+from vtx.runtime.vision.tokens import Mask
 
 Odds = Callable[[int, NDArray[Any]], NDArray[Any]]
 

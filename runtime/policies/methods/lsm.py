@@ -10,7 +10,7 @@ import numpy as np
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, Reduction
 from vtx.runtime.policies.spec import reduction
-from vtx.runtime.vision.encoded import Encoded, Ids
+from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 
 @reduction("lsm")
@@ -34,7 +34,7 @@ class Lsm(Reduction):
     def entry(self) -> Entry | None:
         return self
 
-    def enters(self, image: Encoded) -> Ids | None:
+    def enters(self, image: ImageTokens) -> Ids | None:
         return None if self.order == "raster" else np.argsort(~image.patches.merged, kind="stable").astype(np.int64)
 
 

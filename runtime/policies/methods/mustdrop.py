@@ -11,7 +11,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
 from vtx.runtime.policies.methods.lsm import Lsm, check_tau
 from vtx.runtime.policies.spec import reduction
-from vtx.runtime.vision.encoded import Mask, Patches, keys
+from vtx.runtime.vision.tokens import Mask, Patches, keys
 
 
 @reduction("mustdrop")

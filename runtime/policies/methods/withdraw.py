@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vtx.runtime.policies.base import Boundary, Needs, Reduction
-from vtx.runtime.vision.encoded import Mask
+from vtx.runtime.vision.tokens import Mask
 
 
 @dataclass(frozen=True, slots=True)

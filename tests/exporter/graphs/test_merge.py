@@ -24,7 +24,7 @@ from vtx.exporter.tensorrt.graph import load_graph
 from vtx.exporter.tensorrt.lint import lint
 from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.runtime.bundle.names import DIALECTS
-from vtx.runtime.vision.encoded import Encoded
+from vtx.runtime.vision.tokens import Encoded
 
 TOWERS = {
     "clip-two-windows-a-side": Tiny(image=84),

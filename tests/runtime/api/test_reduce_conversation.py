@@ -23,8 +23,8 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies import parse
 from vtx.runtime.policies.make import check_provided
-from vtx.runtime.session.reduced import Reduced
-from vtx.runtime.vision.encoded import Encoded
+from vtx.runtime.session.reduction_report import ReductionReport
+from vtx.runtime.vision.tokens import ImageTokens
 
 OPTIONS = Options(max_new_tokens=6, ignore_eos=True)
 TINY = Tiny(image=126, context=512)  # 9 x 9 patches, so 9 windows
@@ -43,9 +43,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
         self.taus.append(tau)
-        found: Encoded = self._backend.vision(pixels, tau)
+        found: ImageTokens = self._backend.vision(pixels, tau)
         return found
 
 
@@ -62,7 +62,7 @@ def tau(model: Model) -> float:
     return next(tau for tau, count in merged.items() if count == 3)
 
 
-def reduced(stats: Stats) -> Reduced:
+def reduced(stats: Stats) -> ReductionReport:
     assert stats.reduced is not None
     return stats.reduced
 
@@ -246,7 +246,7 @@ def test_a_cut_past_the_last_layer_is_refused(model: Model) -> None:
 
 def test_a_class_attention_of_nan_is_an_error(model: Model) -> None:
     class Broken(Watched):
-        def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> Encoded:
+        def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
             found = super().vision(pixels, tau)
             attention = found.patches.attention
             assert attention is not None

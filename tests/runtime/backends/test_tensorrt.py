@@ -29,7 +29,7 @@ from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host import gpu
-from vtx.runtime.vision.encoded import Ids
+from vtx.runtime.vision.tokens import Ids
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))

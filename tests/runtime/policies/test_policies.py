@@ -35,7 +35,7 @@ from vtx.runtime.policies.methods.lsm import Lsm
 from vtx.runtime.policies.methods.mustdrop import MustDrop
 from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.vision.encoded import Encoded, Patches, highest, keys, share
+from vtx.runtime.vision.tokens import ImageTokens, Patches, highest, keys, share
 
 ROOT = Path(__file__).parents[3]
 Floats = NDArray[np.float32]
@@ -267,7 +267,7 @@ def test_the_highest_are_as_sorting_says(values: list[int], count: int) -> None:
 
 
 def test_cls_keeps_the_share_rounded_up_in_the_order_there() -> None:
-    image = Encoded(np.zeros((5, 2), np.float32), boundary([0] * 5, keys=[1, 5, 4, 2, 3]).images[0])
+    image = ImageTokens(np.zeros((5, 2), np.float32), boundary([0] * 5, keys=[1, 5, 4, 2, 3]).images[0])
     entered = Cls(0.5).enters(image)
     assert entered is not None
     assert entered.tolist() == [1, 2, 4]
@@ -275,7 +275,7 @@ def test_cls_keeps_the_share_rounded_up_in_the_order_there() -> None:
 
 def test_merged_first_moves_merged_rows_to_the_front() -> None:
     patches = Patches(np.array([0, 3, 4, 9]), np.array([False, True, False, True]), None)
-    image = Encoded(np.zeros((4, 2), np.float32), patches)
+    image = ImageTokens(np.zeros((4, 2), np.float32), patches)
     order = Lsm(order="merged-first").enters(image)
     assert order is not None
     assert image.take(order).patches.places.tolist() == [3, 9, 0, 4]
@@ -283,8 +283,8 @@ def test_merged_first_moves_merged_rows_to_the_front() -> None:
 
 
 def test_rows_without_merging_are_a_square_of_patches_and_maybe_a_class_token() -> None:
-    assert Encoded.plain(np.zeros((16, 2), np.float32)).patches.places.tolist() == list(range(16))
-    assert Encoded.plain(np.zeros((17, 2), np.float32)).patches.places.tolist() == list(range(-1, 16))
+    assert ImageTokens.plain(np.zeros((16, 2), np.float32)).patches.places.tolist() == list(range(16))
+    assert ImageTokens.plain(np.zeros((17, 2), np.float32)).patches.places.tolist() == list(range(-1, 16))
 
 
 # --- together -------------------------------------------------------------------------------------

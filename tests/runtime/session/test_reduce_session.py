@@ -26,7 +26,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.session import Prompt, Session
-from vtx.runtime.vision.encoded import Scores
+from vtx.runtime.vision.tokens import Scores
 
 TOLERANCE = 1e-5
 STEPS = 5
@@ -300,7 +300,7 @@ def test_what_is_set_aside_is_what_full_stages_lost(model: Model, prompts: list[
     """A stage before the first cut sets K and V of the dropped rows aside; later ones run anew and keep nothing."""
     session = Session(model.backend, model.manifest)
     done = session.prefill(prompts[0], policy(model, "mustdrop"))
-    (aside,) = session._front.aside
+    (aside,) = session._prefix.aside
     spec, dropped = model.manifest.model, int((~done.cuts[-1].kept).sum())
     assert session._stages[aside.stage].first == 2
     assert aside.kv.shape == (1, 2, 1, spec.kv_heads, dropped, spec.head_dim)

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry
-from vtx.runtime.session.prefix import Pictures
-from vtx.runtime.vision.encoded import Encoded
+from vtx.runtime.session.prefix import ImageEncoders
+from vtx.runtime.vision.tokens import ImageTokens
 
 MAX_THRESHOLDS = 4  # of which the rows are kept; beyond these the oldest go
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class PreparedImage:
     """One preprocessed image: [3, height, width] float32 and the hash of these pixels."""
 
     pixels: NDArray[np.float32]
@@ -27,19 +27,19 @@ class Picture:
 
 
 @dataclass(slots=True)
-class Gallery:
+class EncodedImages:
     """Rows of `pictures` by merging threshold. Its owner locks it."""
 
     backend: Backend
-    pictures: tuple[Picture, ...]
-    _encoded: dict[float | None, dict[str, Encoded]] = field(default_factory=dict)
+    pictures: tuple[PreparedImage, ...]
+    _encoded: dict[float | None, dict[str, ImageTokens]] = field(default_factory=dict)
 
-    def encoders(self, entries: Sequence[Entry]) -> Pictures:
+    def encoders(self, entries: Sequence[Entry]) -> ImageEncoders:
         """For each picture a key that stands for its rows, and the call that gives them."""
         how = "".join(f" {entry!r}" for entry in entries)
         return tuple((picture.key + how, partial(self._enter, picture, entries)) for picture in self.pictures)
 
-    def _enter(self, picture: Picture, entries: Sequence[Entry]) -> Encoded:
+    def _enter(self, picture: PreparedImage, entries: Sequence[Entry]) -> ImageTokens:
         tau = next((entry.tau for entry in entries if entry.tau is not None), None)
         image = self._tower(picture, tau)
         for entry in entries:
@@ -47,7 +47,7 @@ class Gallery:
             image = image if which is None else image.take(which)
         return image
 
-    def _tower(self, picture: Picture, tau: float | None) -> Encoded:
+    def _tower(self, picture: PreparedImage, tau: float | None) -> ImageTokens:
         rows = self._encoded.get(tau, {})
         if picture.key not in rows:
             image = self.backend.vision(picture.pixels[None], tau)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.session.session import Cut, Prefilled
-from vtx.runtime.vision.encoded import Mask, Patches
+from vtx.runtime.session.session import Cut, PrefillResult
+from vtx.runtime.vision.tokens import Mask, Patches
 
 Places = tuple[tuple[int, ...], ...]
 
@@ -27,7 +27,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class ReductionReport:
     """What reductions left of the images. Places count an image's patches in raster order, -1 is its class token.
 
     `kept`: what entered the decoder, then what was left after each cut. `merged`: first patches of windows that
@@ -42,7 +42,7 @@ class Reduced:
     notes: tuple[str, ...]
 
 
-def reduced(policy: Policy, done: Prefilled) -> Reduced | None:
+def reduced(policy: Policy, done: PrefillResult) -> ReductionReport | None:
     """The report of a prefill under `policy`; None where it has no reduction."""
     if not policy.reductions:
         return None
@@ -53,7 +53,7 @@ def reduced(policy: Policy, done: Prefilled) -> Reduced | None:
         marks = part.marks(done.images)
         keys = keys if marks is None else keys | marks
     leaving = [*done.vision_kept[1:], done.vision_kept[-1]]
-    return Reduced(
+    return ReductionReport(
         kept=tuple(Kept(cut.layer, "+".join(cut.by), _places(done.images, cut.kept)) for cut in (entered, *done.cuts)),
         merged=_places(done.images, merged),
         keys=_places(done.images, keys),
@@ -69,7 +69,7 @@ def _places(images: Sequence[Patches], mask: Mask) -> Places:
     return tuple(tuple(sorted(image.places[part].tolist())) for image, part in zip(images, parts, strict=True))
 
 
-def _notes(policy: Policy, done: Prefilled) -> list[str]:
+def _notes(policy: Policy, done: PrefillResult) -> list[str]:
     if not done.vision_tokens:
         names = " and ".join(part.name for part in policy.reductions)
         return [f"the prompt has no image: {names} had nothing to leave out"]

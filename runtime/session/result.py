@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.prefix import Key
-from vtx.runtime.vision.encoded import Mask, Patches
+from vtx.runtime.vision.tokens import Mask, Patches
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Selection:
     """A question by which vision rows were chosen: the front it followed, its policy, its ids.
 
     Equal ones choose the same rows, so caches of one are caches of the other.
@@ -39,7 +39,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
+class PrefillResult:
     """What a prefill did. Per-layer lists start with layer 1; `slots` count right after the prompt.
 
     `k` is the first layer without vision rows, None where some stayed. `images` are the vision rows that entered,
@@ -54,7 +54,7 @@ class Prefilled:
     vision_kept: tuple[int, ...]
     images: tuple[Patches, ...] = ()
     cuts: tuple[Cut, ...] = ()
-    asked: Asked | None = None
+    asked: Selection | None = None
 
 
 def common_prefix(cached: Sequence[int], wanted: Sequence[int]) -> int:

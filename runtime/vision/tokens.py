@@ -41,7 +41,7 @@ class Patches:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class ImageTokens:
     """Rows [rows, hidden] float32 that the tower and projector made of one image, and their patches.
 
     `idle` counts rows that the vision graph computed beside these: of merged windows, where its sizes are fixed.
@@ -52,7 +52,7 @@ class Encoded:
     idle: int = 0
 
     @classmethod
-    def of(cls, found: Mapping[str, NDArray[Any]]) -> Encoded:
+    def of(cls, found: Mapping[str, NDArray[Any]]) -> ImageTokens:
         """The outputs of a vision graph for one image, by name; rows that say they are gone are left out."""
         features = found[names.FEATURES]
         rows: Rows = features.reshape(-1, features.shape[-1])
@@ -65,7 +65,7 @@ class Encoded:
         return cls(rows[there], patches.take(there), len(rows) - len(there))
 
     @classmethod
-    def plain(cls, rows: Rows) -> Encoded:
+    def plain(cls, rows: Rows) -> ImageTokens:
         """Rows of a vision graph that does not merge: one a patch of a square, in raster order.
 
         One row more than a square is the class token, first.
@@ -74,8 +74,8 @@ class Encoded:
         places = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
         return cls(rows, Patches(places, np.zeros(count, bool), None))
 
-    def take(self, which: Ids) -> Encoded:
-        return Encoded(self.rows[which], self.patches.take(which))
+    def take(self, which: Ids) -> ImageTokens:
+        return ImageTokens(self.rows[which], self.patches.take(which))
 
 
 def share(part: float, count: int) -> int:
