@@ -24,7 +24,7 @@ from vtx.exporter.tensorrt.graph import load_graph
 from vtx.exporter.tensorrt.lint import lint
 from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.runtime.bundle.names import DIALECTS
-from vtx.runtime.vision.tokens import Encoded
+from vtx.runtime.vision.tokens import ImageTokens
 
 TOWERS = {
     "clip-two-windows-a-side": Tiny(image=84),
@@ -55,12 +55,12 @@ def graph(
     return session(bundle, lambda b: build_vision(b, plan.config, **extras), written, plan.weights.stored)
 
 
-def encode(vision: Any, pixels: np.ndarray, tau: float) -> tuple[dict[str, np.ndarray], Encoded]:
+def encode(vision: Any, pixels: np.ndarray, tau: float) -> tuple[dict[str, np.ndarray], ImageTokens]:
     """What a merging graph gives, and what the runtime makes of it."""
     outputs = [value.name for value in vision.get_outputs()]
     feed = {"pixel_values": pixels, "tau": np.array([tau], np.float32)}
     found = dict(zip(outputs, vision.run(None, feed), strict=True))
-    return found, Encoded.of(found)
+    return found, ImageTokens.of(found)
 
 
 def cosines(judge: Reference, pixels: torch.Tensor) -> list[float]:
