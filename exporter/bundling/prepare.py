@@ -25,11 +25,11 @@ from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan, plan_weights
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.scaling import scaled_weights
+from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.manifest import GateSpec, Graphs, StageSpec
 from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
-from vtx.runtime.prompt.text import TextSettings
-from vtx.runtime.vision.image import ImageSettings
 
 DEMO = "demo"
 DEFAULT_CONTEXT = 4096

@@ -16,10 +16,10 @@ from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.precision import FULL
 from vtx.runtime.api.model import Model, load
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.safetensors import TensorInfo, read_header
 from vtx.runtime.errors import BundleError, ExportError
 from vtx.runtime.prompt.text import Text, parse_tokenizer
-from vtx.runtime.vision.image import ImageSettings
 
 Report = Callable[[str, int, int], None]
 

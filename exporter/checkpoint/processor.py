@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object
+from vtx.runtime.bundle.image_settings import RESAMPLING, ImageSettings
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
-from vtx.runtime.vision.image import RESAMPLING, ImageSettings
 
 _OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _OPENAI_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -35,7 +35,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "SiglipImageProcessor": _SIGLIP,
     "LlavaImageProcessor": _CLIP,
 }
-_FILTERS = {int(member): name for name, member in RESAMPLING.items()}
+_FILTERS = dict(enumerate(RESAMPLING))
 
 
 def read_image_settings(folder: Path) -> ImageSettings:

@@ -12,9 +12,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object
+from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.template import MAX_SOURCE
-from vtx.runtime.prompt.text import MAX_TOKENIZER_BYTES, Text, TextSettings, parse_tokenizer, read_utf8
+from vtx.runtime.prompt.text import MAX_TOKENIZER_BYTES, Text, parse_tokenizer, read_utf8
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _SMALL_FILES = ("special_tokens_map.json", "added_tokens.json")

@@ -17,10 +17,11 @@ from torch import Tensor
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.runtime.backends.memory import returning_memory
 from vtx.runtime.bundle import names
+from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.prompt.text import Part, Text
 from vtx.runtime.report.golden import QUESTION, golden_image
-from vtx.runtime.vision.image import ImageSettings, preprocess
+from vtx.runtime.vision.image import preprocess
 
 MARGIN = 2.0  # of the scales over what was measured; what lies beyond is clipped
 STEPS = 127  # the largest integer

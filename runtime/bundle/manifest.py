@@ -12,11 +12,11 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
+from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.names import DIALECTS, kv_type
 from vtx.runtime.bundle.safetensors import parse_json
+from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import BundleError
-from vtx.runtime.prompt.text import TextSettings
-from vtx.runtime.vision.image import ImageSettings
 
 FORMAT = 2
 MAX_BYTES = 4 << 20

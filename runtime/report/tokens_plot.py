@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from vtx.runtime.api.answer import Stats
+from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.session.reduction_report import Kept, ReductionReport
-from vtx.runtime.vision.image import ImageSettings
 
 PANEL = 336  # pixels a side, at least
 MARGIN = 8

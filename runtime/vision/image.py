@@ -10,8 +10,7 @@ import os
 import stat
 import threading
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -19,15 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from vtx.runtime.errors import BundleError, ImageError
+from vtx.runtime.bundle.image_settings import MAX_INPUT_SIDE, ImageSettings
+from vtx.runtime.errors import ImageError
 
 MAX_FILE_BYTES = 64 << 20
 MAX_PIXELS = 64 << 20  # photos of the 61-megapixel sensors pass; 256 MiB decoded
 MAX_SIDE = 16_384
-MAX_INPUT_SIDE = 2_048  # of what a vision tower takes
 MAX_RESIZED_PIXELS = MAX_SIDE * MAX_INPUT_SIDE  # beyond this only the rows and columns that the crop keeps are made
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none of them starts another program
-RESAMPLING = {member.name.lower(): member for member in Image.Resampling}
 BAND_PIXELS = 4 << 20
 _LIMITS = f"the limit is {MAX_SIDE:,} a side and {MAX_PIXELS:,} in all; shrink it first"
 
@@ -62,70 +60,6 @@ _KERNELS: dict[str, tuple[int, Callable[[NDArray[np.float64]], NDArray[np.float6
     "bilinear": (1, _bilinear),
     "bicubic": (2, _bicubic),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSettings:
-    """How one picture becomes [3, height, width]: pad, resize, crop, then `(value * rescale - mean) / std`.
-
-    `pad` is the RGB background of a square around the picture, or None; `resize` the shortest edge, or
-    (height, width), or None; `crop` the centre's (height, width), or None. Raises BundleError for values
-    that are no settings, or that give pictures of several sizes.
-    """
-
-    pad: tuple[int, int, int] | None
-    resize: int | tuple[int, int] | None
-    resample: str
-    crop: tuple[int, int] | None
-    rescale: float
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-    def __post_init__(self) -> None:
-        _check("pad", self.pad, self.pad is None or _numbers(self.pad, 3, 0, 255, whole=True), "3 bytes or null")
-        edge = (self.resize,) if isinstance(self.resize, int) else self.resize
-        count = 1 if isinstance(self.resize, int) else 2
-        sizes = f"from 1 to {MAX_INPUT_SIDE}"
-        fits = edge is None or _numbers(edge, count, 1, MAX_INPUT_SIDE, whole=True)
-        _check("resize", self.resize, fits, f"an edge or [height, width] {sizes}, or null")
-        fits = self.crop is None or _numbers(self.crop, 2, 1, MAX_INPUT_SIDE, whole=True)
-        _check("crop", self.crop, fits, f"[height, width] {sizes}, or null")
-        known = isinstance(self.resample, str) and self.resample in RESAMPLING
-        _check("resample", self.resample, known, "one of " + ", ".join(RESAMPLING))
-        _check("rescale", self.rescale, _numbers((self.rescale,), 1, 1e-6, 1e6), "a number from 1e-6 to 1e6")
-        _check("mean", self.mean, _numbers(self.mean, 3, -1e6, 1e6), "3 numbers from -1e6 to 1e6")
-        _check("std", self.std, _numbers(self.std, 3, 1e-6, 1e6), "3 numbers from 1e-6 to 1e6")
-        one_size = self.crop or isinstance(self.resize, tuple) or (self.pad and self.resize)
-        _check("crop", self.crop, bool(one_size), "set where resize alone does not fix height and width")
-
-    @property
-    def height(self) -> int:
-        return self._output[0]
-
-    @property
-    def width(self) -> int:
-        return self._output[1]
-
-    @property
-    def _output(self) -> tuple[int, int]:
-        edge = self.crop or self.resize
-        return edge if isinstance(edge, tuple) else (cast(int, edge), cast(int, edge))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ImageSettings:
-        """Read what `to_dict` wrote; BundleError for unknown or missing keys and for bad values."""
-        if not isinstance(values, Mapping):
-            raise BundleError("image settings are not a JSON object; export the bundle again")
-        names = {field.name for field in fields(cls)}
-        if odd := names.symmetric_difference(values):
-            raise BundleError(f"image settings have unknown or missing keys: {sorted(map(repr, odd))[:4]}")
-        tuples: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**tuples)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, lists for tuples."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def load_image(source: ImageSource) -> Image.Image:
@@ -173,18 +107,6 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
     for channel, table in enumerate(_normalised_bytes(settings)):
         out[channel] = table[pixels[..., channel]]
     return out
-
-
-def _numbers(values: Any, count: int, low: float, high: float, *, whole: bool = False) -> bool:
-    kinds = (int,) if whole else (int, float)
-    if not isinstance(values, tuple) or len(values) != count:
-        return False
-    return all(isinstance(v, kinds) and not isinstance(v, bool) and low <= v <= high for v in values)
-
-
-def _check(key: str, value: Any, fits: bool, wanted: str) -> None:
-    if not fits:
-        raise BundleError(f"image setting {key} is {repr(value)[:80]}; it must be {wanted}")
 
 
 def _check_size(name: str, width: int, height: int) -> None:
@@ -290,7 +212,11 @@ def _resized_crop(image: Image.Image, settings: ImageSettings) -> Image.Image | 
     width, height = _resized_size(*image.size, settings.resize)
     left, top = (width - settings.width) // 2, (height - settings.height) // 2
     if settings.resize is None or width * height <= MAX_RESIZED_PIXELS:
-        resized = image if settings.resize is None else image.resize((width, height), RESAMPLING[settings.resample])
+        resized = (
+            image
+            if settings.resize is None
+            else image.resize((width, height), Image.Resampling[settings.resample.upper()])
+        )
         return resized.crop((left, top, left + settings.width, top + settings.height))
     if settings.resample not in _KERNELS:
         raise ImageError(

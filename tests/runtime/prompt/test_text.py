@@ -15,8 +15,9 @@ from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from vtx.exporter.checkpoint.text import read_template, read_text
+from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, TemplateError
-from vtx.runtime.prompt.text import MAX_TEXT, Message, Text, TextSettings
+from vtx.runtime.prompt.text import MAX_TEXT, Message, Text
 
 ROWS = 4  # what a 28 x 28 picture in 14 x 14 patches gives
 SENTENCE = "what is this the a cat picture of Hello world USER ASSISTANT system user assistant"

@@ -22,9 +22,10 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from vtx.exporter.checkpoint.processor import image_settings
+from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.vision import image as module
-from vtx.runtime.vision.image import ImageSettings, load_image, preprocess
+from vtx.runtime.vision.image import load_image, preprocess
 
 PROCESSORS = {
     "clip-336": CLIPImageProcessorPil(size=336, crop_size=336),
