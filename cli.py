@@ -50,7 +50,7 @@ def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int |
 @click.option(
     "--reduce",
     default="default",
-    metavar="WORD|none",
+    metavar="SPEC|none",
     help="Leave out vision tokens: fastv, mustdrop:192, lsm:tau=0.9+fastv:ratio=0.75 [default: the bundle's first].",
 )
 @click.option("--show-tokens", type=click.Path(path_type=Path), help="Draw the patches that survive each cut, as PNG.")

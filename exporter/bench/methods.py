@@ -17,7 +17,7 @@ from vtx.runtime.api.answer import Answer, Options
 from vtx.runtime.api.model import Conversation, Model
 from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import ImageError, RequestError
-from vtx.runtime.policies import Reduction, parse, word
+from vtx.runtime.policies import Reduction, parse, to_spec
 from vtx.runtime.prompt.text import Part
 
 NONE = "none"
@@ -84,7 +84,7 @@ def short(part: Reduction) -> str:
 
 def _options(part: Reduction) -> dict[str, str]:
     """A method's options as its canonical word spells them."""
-    return dict(item.split("=") for item in word((part,)).partition(":")[2].split(","))
+    return dict(item.split("=") for item in to_spec((part,)).partition(":")[2].split(","))
 
 
 # --- asking ---------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def _manifest(
         max_context=plan.max_context,
         variants=tuple(sorted(plan.ks)),
         default_k=plan.default_k,
-        reductions=plan.reductions.words,
+        reductions=plan.reductions.specs,
         dialects=plan.dialects,
         rope="rope.safetensors",
         golden="golden.safetensors",

@@ -11,14 +11,14 @@ from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Reduction
 from vtx.runtime.policies.make import check_depth
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.policies.spec import parse, word
+from vtx.runtime.policies.spec import parse, to_spec
 
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
-    """The canonical words, the default first, and what all of them together need."""
+    """The canonical specs, the default first, and what all of them together need."""
 
-    words: tuple[str, ...] = ()
+    specs: tuple[str, ...] = ()
     needs: Needs = Needs()  # noqa: RUF009 - frozen
 
     def cuts(self, ks: Sequence[int]) -> list[int]:
@@ -27,24 +27,24 @@ class Reductions:
 
 
 def plan_reductions(asked: Sequence[str], config: ModelConfig) -> Reductions:
-    """Read and check the words of `--reduce`.
+    """Read and check the specs of `--reduce`.
 
     Raises:
-        RequestError: an unknown word or option, a layer that the model does not have, one variant named twice.
+        RequestError: an unknown reduction or option, a layer that the model does not have, one variant named twice.
         UnsupportedModelError: the model's vision tower cannot give what a reduction looks at.
 
     """
-    needs, words = Needs(), list[str]()
+    needs, specs = Needs(), list[str]()
     for text in asked:
         parts = parse(text)
         check_depth(parts, config.text.layers)
         _check_tower(parts, config)
-        if (canonical := word(parts)) in words:
+        if (canonical := to_spec(parts)) in specs:
             raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
-        words.append(canonical)
+        specs.append(canonical)
         needs |= Policy(parts).needs()
     _check_both(needs, config)
-    return Reductions(tuple(words), needs)
+    return Reductions(tuple(specs), needs)
 
 
 def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:

@@ -1,29 +1,28 @@
-"""The thresholds of MustDrop that keep a wanted number of image rows, found with a new bundle before it is in place."""
+"""The thresholds of a reduction that keep a wanted number of image tokens, measured with the new bundle."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vtx.exporter.data.items import Data
 from vtx.runtime.api.answer import Options
 from vtx.runtime.api.model import Model, load
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies import Reduction, parse, word
-from vtx.runtime.policies.methods.mustdrop import MustDrop
+from vtx.runtime.policies import Reduction, parse, to_spec
 
 Report = Callable[[str, int, int], None]
 SAMPLES = 20
-STEPS = 24  # words that are tried at most
+STEPS = 24  # specs that are tried at most
 USUAL_STEPS = 10
 CLOSE = 0.5  # rows; nearer than this nothing more is tried
 DIGITS = 4  # of a threshold
-OPEN, SHUT = 0.0, 2.0  # thresholds under which no row leaves, and all but the key rows
+OPEN, SHUT = 0.0, 2.0  # thresholds under which no image token leaves, and as many as can
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +32,31 @@ class Retain:
     tokens: float
     data: Data
 
-    def check(self, words: Sequence[str]) -> None:
+    def check(self, specs: Sequence[str]) -> None:
         """Raise RequestError unless there are thresholds to look for."""
-        part = _mustdrop(parse(words[0])) if words else None
+        part = _with_thresholds(parse(specs[0])) if specs else None
         if part is None:
-            raise RequestError("--retain looks for MustDrop's thresholds; put --reduce mustdrop:192, or like it, first")
-        if not part.gamma or not part.alpha:
-            raise RequestError("--retain scales gamma and alpha by one factor; give both a start above 0")
+            raise RequestError(
+                "--retain needs a reduction with thresholds; put --reduce mustdrop:192 or the like first"
+            )
+        if not all(getattr(part, name) for name in part.thresholds):
+            names = " and ".join(part.thresholds)
+            raise RequestError(f"--retain scales {names} of {part.name} by one factor; give each a start above 0")
         if not 0 < self.tokens < math.inf:
             raise RequestError(f"--retain is {self.tokens}; give a number of vision tokens above 0")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The word that keeps `tokens` rows, by the `factor` on the thresholds that were given."""
+class Settled:
+    """The spec that keeps `tokens` image tokens, by the `factor` on the thresholds that were given."""
 
-    word: str
+    spec: str
     tokens: float
     factor: float
 
 
-def settle(folder: Path, wanted: Retain, report: Report) -> Found:
-    """Find the thresholds with the bundle in `folder` and write the word that was found into its manifest.
+def settle(folder: Path, wanted: Retain, report: Report) -> Settled:
+    """Find the thresholds with the bundle in `folder` and write the spec with them into its manifest.
 
     Raises:
         RequestError: the thresholds cannot keep so many, or so few.
@@ -62,39 +64,39 @@ def settle(folder: Path, wanted: Retain, report: Report) -> Found:
     """
     model = load(folder)
     manifest = model.manifest
-    found = _Search(model, wanted, parse(manifest.reductions[0]), report).find()
+    settled = _Search(model, wanted, parse(manifest.reductions[0]), report).find()
     record = {
         "asked": wanted.tokens,
-        "found": found.tokens,
-        "factor": found.factor,
+        "found": settled.tokens,
+        "factor": settled.factor,
         "start": manifest.reductions[0],
         "data": wanted.data.source,
         "questions": len(wanted.data.items),
     }
     changed = dataclasses.replace(
         manifest,
-        reductions=(found.word, *manifest.reductions[1:]),
+        reductions=(settled.spec, *manifest.reductions[1:]),
         record={**manifest.record, "retain": record},
     )
     (folder / MANIFEST).write_bytes(changed.to_json().encode("utf-8", "surrogatepass"))
-    return found
+    return settled
 
 
-def _mustdrop(parts: Sequence[Reduction]) -> MustDrop | None:
-    return next((part for part in parts if isinstance(part, MustDrop)), None)
+def _with_thresholds(parts: Sequence[Reduction]) -> Reduction | None:
+    return next((part for part in parts if part.thresholds), None)
 
 
 class _Search:
     """Bisection on the logarithm of the factor; the mean falls as the factor grows."""
 
     def __init__(self, model: Model, wanted: Retain, parts: Sequence[Reduction], report: Report) -> None:
-        part = _mustdrop(parts)
+        part = _with_thresholds(parts)
         assert part is not None
         self._model, self._wanted, self._parts, self._part = model, wanted, parts, part
         self._report, self._tried = report, 0
 
-    def find(self) -> Found:
-        most, least = (self._mean(self._word(gamma=limit, alpha=limit)) for limit in (OPEN, SHUT))
+    def find(self) -> Settled:
+        most, least = (self._mean(self._spec(dict.fromkeys(self._part.thresholds, limit))) for limit in (OPEN, SHUT))
         if not least <= self._wanted.tokens <= most:
             raise RequestError(
                 f"--retain {self._wanted.tokens:g} cannot be reached: on {self._wanted.data.source} the thresholds of "
@@ -106,32 +108,33 @@ class _Search:
         while self._tried < STEPS and abs(best.tokens - self._wanted.tokens) > CLOSE and high / low > 1.001:
             middle = self._try(math.sqrt(low * high))
             low, high = (middle.factor, high) if middle.tokens > self._wanted.tokens else (low, middle.factor)
-            best = min(best, middle, key=lambda found: abs(found.tokens - self._wanted.tokens))
+            best = min(best, middle, key=lambda settled: abs(settled.tokens - self._wanted.tokens))
         self._report("thresholds", 1, 1)
         return best
 
-    def _bracket(self, start: Found) -> tuple[float, float]:
+    def _bracket(self, start: Settled) -> tuple[float, float]:
         """Factors that keep more than wanted and no more than wanted."""
-        part, wanted = self._part, self._wanted.tokens
-        lowest, highest = 1e-6, SHUT / min(part.gamma, part.alpha)
-        found, last = start, start.factor
-        while (found.tokens > wanted) == (start.tokens > wanted) and lowest < found.factor < highest:
-            last = found.factor
+        wanted = self._wanted.tokens
+        lowest, highest = 1e-6, SHUT / min(getattr(self._part, name) for name in self._part.thresholds)
+        tried, last = start, start.factor
+        while (tried.tokens > wanted) == (start.tokens > wanted) and lowest < tried.factor < highest:
+            last = tried.factor
             factor = min(last * 4, highest) if start.tokens > wanted else max(last / 4, lowest)
-            found = self._try(factor)
-        return (last, found.factor) if start.tokens > wanted else (found.factor, last)
+            tried = self._try(factor)
+        return (last, tried.factor) if start.tokens > wanted else (tried.factor, last)
 
-    def _try(self, factor: float) -> Found:
-        gamma, alpha = (float(f"{x * factor:.{DIGITS}g}") for x in (self._part.gamma, self._part.alpha))
-        tried = self._word(gamma=gamma, alpha=alpha)
-        return Found(tried, self._mean(tried), factor)
+    def _try(self, factor: float) -> Settled:
+        starts = {name: getattr(self._part, name) for name in self._part.thresholds}
+        tried = self._spec({name: float(f"{start * factor:.{DIGITS}g}") for name, start in starts.items()})
+        return Settled(tried, self._mean(tried), factor)
 
-    def _word(self, **thresholds: Any) -> str:
-        changed = dataclasses.replace(self._part, **thresholds)
-        return word([changed if part is self._part else part for part in self._parts])
+    def _spec(self, thresholds: Mapping[str, float]) -> str:
+        """The spec with these thresholds."""
+        changed = dataclasses.replace(cast(Any, self._part), **thresholds)
+        return to_spec([changed if part is self._part else part for part in self._parts])
 
     def _mean(self, reduce: str) -> float:
-        """Image rows under a word, mean over layers after pruning and over the questions."""
+        """Image rows under a spec, mean over layers after pruning and over the questions."""
         items, total = self._wanted.data.items, 0.0
         for number, item in enumerate(items):
             self._report("thresholds", self._tried * len(items) + number, (STEPS + 2) * len(items))

@@ -97,7 +97,7 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
     help="Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO and others [default: all].",
 )  # fmt: skip
 @click.option(
-    "--reduce", "reductions", multiple=True, metavar="WORD",
+    "--reduce", "reductions", multiple=True, metavar="SPEC",
     help="Method that leaves out vision tokens, as mustdrop:192 or lsm+fastv:k=2,ratio=0.5; given again, one more "
     "variant over the same weights. The first is the default.",
 )  # fmt: skip
@@ -183,8 +183,8 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
     note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
     if p.kv == "int8":
         note(INT8_KV)
-    for word in plan.reductions.words:
-        note(f"reduces:   {word}")
+    for spec in plan.reductions.specs:
+        note(f"reduces:   {spec}")
     with export_bars() as bars:
 
         def expect(forecast: Forecast) -> None:

@@ -26,7 +26,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.host.machine import available_memory
-from vtx.runtime.policies import word
+from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.make import decisions, make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.text import Message, Part, Text
@@ -118,7 +118,7 @@ class Conversation:
             question: plain text; special tokens in it stay text.
             k: a prebuilt K, "none" or None for no withdrawal; the bundle's default when left out.
             options: sampling and limits.
-            reduce: a word for reductions, as "mustdrop:192"; "none" or None for none; the bundle's first when left out.
+            reduce: a spec of reductions, as "mustdrop:192"; "none" or None for none; the bundle's first when left out.
 
         Raises:
             RequestError: an empty question, a K the bundle was not cut at, a reduction it was not exported for.
@@ -222,7 +222,7 @@ class Conversation:
             precision=manifest.precision,
             timings_ms={"load": round(self.model.load_ms, 3), **clock.timings()},
             gate=None if gate is None else tuple(gate),
-            reduce=word(policy.reductions),
+            reduce=to_spec(policy.reductions),
             reduced=reduced(policy, done),
         )
 

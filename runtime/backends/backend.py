@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
 
 
 class StageCache(Protocol):
@@ -61,10 +61,11 @@ class Backend(Protocol):
         """Token ids [n] to rows [n, hidden]."""
         ...
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
-        """One image [1, 3, height, width] to its rows; windows of patches merge from the cosine `tau` on, if given.
+    def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
+        """One image [1, 3, height, width] to its tokens.
 
-        A `tau` is given only where the manifest says that the vision graph merges.
+        `extras` are extra inputs of the vision graph, [1] each; only those that the manifest says it takes. One that
+        is not given has the value that changes nothing.
         """
         ...
 

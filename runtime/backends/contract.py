@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.manifest import Manifest, StageSpec
 from vtx.runtime.errors import BundleError
@@ -28,6 +31,15 @@ def vision(m: Manifest, dialect: str) -> Contract:
     if graphs.vision_attention:
         outputs[names.CLS_ATTENTION] = ([None], "float")
     return inputs, outputs
+
+
+def vision_extras(
+    m: Manifest, dialect: str, extras: Mapping[str, NDArray[np.float32]]
+) -> dict[str, NDArray[np.float32]]:
+    """Every extra input that the vision graph takes, [1] float32: as given, else the value that changes nothing."""
+    taken = [name for name in vision(m, dialect)[0] if name != names.PIXELS]
+    assert set(extras) <= set(taken), f"the vision graph takes {taken}, not {sorted(extras)}"
+    return {name: extras.get(name, np.array([names.VISION_DEFAULTS[name]], np.float32)) for name in taken}
 
 
 def stage(m: Manifest, spec: StageSpec, dialect: str) -> Contract:

@@ -67,9 +67,11 @@ KEY_SCALE = "key_scale"
 ATTENTION_SUM = "attention_sum"
 ATTENTION_MAX = "attention_max"
 TAU = "tau"
+VISION_DEFAULTS = {TAU: 2.0}  # extra inputs of vision graphs, and the value with which each changes nothing
 PLACES = "places"
 MERGED = "merged"
 CLS_ATTENTION = "cls_attention"
+VISION_SIGNALS = (CLS_ATTENTION,)  # outputs of vision graphs that say something of each row, [rows] float32
 
 
 def past_key(layer: int) -> str:

@@ -1,10 +1,10 @@
-"""Policies: who says, between two stages, which vision rows go on. One file a method, in `methods/`.
+"""Policies: which image tokens go on, decided between two stages. One file a method, in `methods/`.
 
-A method that leaves out rows is a `Reduction`, registered under its word by `@reduction("word")`; every file in
-`methods/` is read when words are parsed. `make_policy` puts together what a question is asked with.
+A method that leaves out rows is a `Reduction`, registered under its name by `@reduction("name")`; every file in
+`methods/` is read when a spec is parsed. `make_policy` puts together what a question is asked with.
 """
 
 from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
-from vtx.runtime.policies.spec import parse, reduction, word
+from vtx.runtime.policies.spec import parse, reduction, to_spec
 
-__all__ = ["Boundary", "Entry", "Needs", "Reduction", "parse", "reduction", "word"]
+__all__ = ["Boundary", "Entry", "Needs", "Reduction", "parse", "reduction", "to_spec"]

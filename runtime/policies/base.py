@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,30 +78,33 @@ class Boundary:
         return self.scores(last_only)
 
 
-class Entry(Protocol):
-    """The part of a method that works on an image before it enters the decoder. Compared and hashed by its options."""
+class Entry:
+    """The part of a method that works on an image before it enters the decoder. Compared and shown by its options."""
 
-    @property
-    def tau(self) -> float | None:
-        """The cosine from which windows of patches merge in the tower; None: none do."""
-        ...
+    __slots__ = ()
 
-    def enters(self, image: ImageTokens) -> Ids | None:
-        """Indices of the rows that enter the decoder, in their order there; None: all as they are."""
-        ...
+    def vision_inputs(self) -> Mapping[str, float]:
+        """Extra inputs of the vision graph by name, as `tau` from which windows of patches merge; empty: none."""
+        return {}
+
+    def select(self, image: ImageTokens) -> Ids | None:
+        """Indices of the image tokens that enter the decoder, in their order there; None: all as they are."""
+        return None
 
 
 class Reduction:
     """A method that leaves out vision rows. Subclasses are frozen dataclasses of their options.
 
     `presets` are sets of options by name; `renumbers`: rows that go on take new positions without gaps;
-    `whole`: at its cuts all vision rows leave, or none.
+    `whole`: at its cuts all vision rows leave, or none. `thresholds` names options that say how many rows stay and may
+    be scaled together: with all at 0 none leaves, with all at 2 as many as can.
     """
 
     __slots__ = ()
     name: ClassVar[str] = ""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     whole: ClassVar[bool] = False
+    thresholds: ClassVar[tuple[str, ...]] = ()
 
     @property
     def renumbers(self) -> bool:
@@ -118,6 +121,6 @@ class Reduction:
         """Which rows of the images it never drops, over all of them; None: there are no such rows."""
         return None
 
-    def keeps(self, boundary: Boundary) -> Mask | None:
+    def keep_mask(self, boundary: Boundary) -> Mask | None:
         """Which of the vision rows still there go on, [boundary.count]; None: all. Asked at its cuts only."""
         return None

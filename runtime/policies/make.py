@@ -1,4 +1,4 @@
-"""From what the user wrote to a policy, checked against the bundle. The only place that knows who withdraws by what."""
+"""From `--k` and `--reduce` to a policy, checked against the bundle. Only here policies that withdraw are named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.methods.gate import Decision, Gate, Odds
 from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.policies.spec import parse, word
+from vtx.runtime.policies.spec import parse, to_spec
 
 
 def make_policy(
@@ -25,7 +25,7 @@ def make_policy(
 ) -> Policy:
     """The policy that `k` and `reduce` mean.
 
-    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `reduce` is a word for reductions,
+    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `reduce` is a spec of reductions,
     "none" or None; `dialect` that of the graphs that will run.
 
     Raises:
@@ -62,7 +62,7 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
         if lacking:
             raise RequestError(
                 f"this bundle was not exported for {part.name}: it lacks {lacking}; "
-                f"export it with vtx-export --reduce {word(reductions)}"
+                f"export it with vtx-export --reduce {to_spec(reductions)}"
             )
 
 
@@ -81,7 +81,7 @@ def _lacking(needs: Needs, graphs: Graphs) -> str:
 
 
 def _exit(k: int | str | None, manifest: Manifest, odds: Odds, threshold: float) -> Full | Withdraw | Gate:
-    """Who decides where the whole image leaves."""
+    """The policy that decides where the whole image leaves."""
     if k is None or k == "none":
         return Full()
     if k == "auto":

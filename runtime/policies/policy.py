@@ -12,7 +12,7 @@ from vtx.runtime.vision.tokens import Mask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Removal:
-    """Vision rows leave at a boundary: `kept` [rows that were there] go on, `by` names who left out the others.
+    """Image tokens leave at a boundary: `kept` [those that were there] go on, `by` names the methods at work.
 
     `renumbers`: all rows that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: earlier caches
     shrink to what it left, unless more leave later.
@@ -26,15 +26,15 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Methods in the order in which they are asked: first who takes the whole image away, then who takes rows."""
+    """Methods in the order in which they are asked: first the one that removes whole images."""
 
     parts: tuple[Reduction, ...] = ()
 
     def needs(self) -> Needs:
-        found = Needs()
+        needs = Needs()
         for part in self.parts:
-            found |= part.needs()
-        return found
+            needs |= part.needs()
+        return needs
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
@@ -57,13 +57,13 @@ class Policy:
 
     def ask(self, boundary: Boundary) -> Removal | None:
         """Which rows go on from here; None: all. Rows that one part leaves out, no later one brings back."""
-        kept, who = np.ones(boundary.count, bool), list[Reduction]()
+        kept, dropping = np.ones(boundary.count, bool), list[Reduction]()
         for part in self.parts:
-            mask = part.keeps(boundary) if kept.any() and boundary.layer in part.needs().cuts else None
+            mask = part.keep_mask(boundary) if kept.any() and boundary.layer in part.needs().cuts else None
             if mask is not None and not mask.all():
                 kept = kept & mask
-                who.append(part)
-        if not who:
+                dropping.append(part)
+        if not dropping:
             return None
-        shrinks = self.needs().shrinks is not None and not all(part.whole for part in who)
-        return Removal(kept, tuple(part.name for part in who), any(part.renumbers for part in who), shrinks)
+        shrinks = self.needs().shrinks is not None and not all(part.whole for part in dropping)
+        return Removal(kept, tuple(part.name for part in dropping), any(part.renumbers for part in dropping), shrinks)

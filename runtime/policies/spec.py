@@ -1,4 +1,4 @@
-"""Words for reductions, `name:preset,key=value` joined by `+`, to objects and back; who is registered under which."""
+"""Specs of reductions, `name:preset,key=value` joined by `+`, to objects and back, and the register of methods."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _kinds: dict[str, type[Reduction]] = {}
 
 
 def reduction(name: str) -> Callable[[type[R]], type[R]]:
-    """Register a method, a frozen dataclass, under its word; its fields are the word's options.
+    """Register a method, a frozen dataclass, under its name; its fields are the options of its spec.
 
     A field is an int, a float, a float or None ("off"), a tuple of ints ("3/7/11") or a Literal of strings, and has
     a default. Its `__post_init__` raises RequestError for values out of range.
     """
 
     def register(kind: type[R]) -> type[R]:
-        assert dataclasses.is_dataclass(kind), f"{kind.__name__} is no dataclass; put @dataclass below @reduction"
+        assert dataclasses.is_dataclass(kind), f"{kind.__name__} is not a dataclass; put @dataclass below @reduction"
         assert name not in _kinds, f"two reductions are called {name}"
         kind.name = name
         _kinds[name] = kind
@@ -39,7 +39,7 @@ def reduction(name: str) -> Callable[[type[R]], type[R]]:
 
 
 def kinds() -> dict[str, type[Reduction]]:
-    """Every registered method by its word; the files of this package are read for it."""
+    """Every registered method by its name; the files of this package are read for it."""
     import vtx.runtime.policies.methods as package
 
     for module in pkgutil.iter_modules(package.__path__):
@@ -48,7 +48,7 @@ def kinds() -> dict[str, type[Reduction]]:
 
 
 def parse(text: str) -> tuple[Reduction, ...]:
-    """The methods that a word names, in the order in which they work; "none" names none.
+    """The methods that a spec names, in the order in which they work; "none" names none.
 
     Raises:
         RequestError: unknown names, options or values, or methods that do not go together.
@@ -61,9 +61,9 @@ def parse(text: str) -> tuple[Reduction, ...]:
     return tuple(sorted(parts, key=_first_cut))
 
 
-def word(parts: Sequence[Reduction]) -> str:
-    """The canonical word: every option spelled out. Parsing it gives the same methods again."""
-    return "+".join(map(_word, parts)) or "none"
+def to_spec(parts: Sequence[Reduction]) -> str:
+    """The canonical spec: every option spelled out. Parsing it gives the same methods again."""
+    return "+".join(map(_one_spec, parts)) or "none"
 
 
 def check_together(parts: Sequence[Reduction]) -> None:
@@ -72,9 +72,13 @@ def check_together(parts: Sequence[Reduction]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise RequestError(f"{name} stands twice in --reduce {'+'.join(names)}; name it once")
-    merging = [part.name for part in parts if (entry := part.entry()) and entry.tau is not None]
-    if len(merging) > 1:
-        raise RequestError(f"{merging[0]} and {merging[1]} both merge windows; leave one out, or give one tau={OFF}")
+    setting: dict[str, str] = {}  # which method gives an extra input of the vision graph
+    for part in parts:
+        for name in entry.vision_inputs() if (entry := part.entry()) else ():
+            if name in setting:
+                both = f"{setting[name]} and {part.name}"
+                raise RequestError(f"{both} both set {name}; leave one out, or give {name}={OFF}")
+            setting[name] = part.name
     for before, after in pairwise(parts):
         if before.needs().cuts and not after.needs().cuts:
             raise RequestError(
@@ -138,7 +142,7 @@ def _value(hint: Any, text: str, where: str) -> Any:
 _NUMBERS = {int: "a whole number", float: "a number"}
 
 
-def _word(part: Reduction) -> str:
+def _one_spec(part: Reduction) -> str:
     fields = dataclasses.fields(typing.cast(Any, part))
     options = ",".join(f"{field.name}={_text(getattr(part, field.name))}" for field in fields)
     return f"{part.name}:{options}" if options else part.name

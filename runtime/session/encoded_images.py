@@ -1,4 +1,4 @@
-"""The pictures of a conversation, encoded once for each threshold of merging, and what of them enters the decoder."""
+"""The images of a conversation, encoded once for each set of extra inputs, and which of their tokens enter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry
 from vtx.runtime.session.prefix import ImageEncoders
-from vtx.runtime.vision.tokens import ImageTokens
+from vtx.runtime.vision.tokens import Extras, ImageTokens
 
-MAX_THRESHOLDS = 4  # of which the rows are kept; beyond these the oldest go
+MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
+ExtrasKey = tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +27,39 @@ class PreparedImage:
     key: str
 
 
+def vision_extras(entries: Sequence[Entry]) -> Extras:
+    """The extra inputs of the vision graph that `entries` ask for, by name, [1] float32 each."""
+    values = {name: value for entry in entries for name, value in entry.vision_inputs().items()}
+    return {name: np.array([value], np.float32) for name, value in values.items()}
+
+
 @dataclass(slots=True)
 class EncodedImages:
-    """Rows of `pictures` by merging threshold. Its owner locks it."""
+    """The tokens of `images` by the vision graph's extra inputs. Its owner locks it."""
 
     backend: Backend
-    pictures: tuple[PreparedImage, ...]
-    _encoded: dict[float | None, dict[str, ImageTokens]] = field(default_factory=dict)
+    images: tuple[PreparedImage, ...]
+    _encoded: dict[ExtrasKey, dict[str, ImageTokens]] = field(default_factory=dict)
 
     def encoders(self, entries: Sequence[Entry]) -> ImageEncoders:
-        """For each picture a key that stands for its rows, and the call that gives them."""
-        how = "".join(f" {entry!r}" for entry in entries)
-        return tuple((picture.key + how, partial(self._enter, picture, entries)) for picture in self.pictures)
+        """For each image a key that stands for its tokens, and the call that gives them."""
+        settings = "".join(f" {entry!r}" for entry in entries)
+        return tuple((image.key + settings, partial(self._enter, image, entries)) for image in self.images)
 
-    def _enter(self, picture: PreparedImage, entries: Sequence[Entry]) -> ImageTokens:
-        tau = next((entry.tau for entry in entries if entry.tau is not None), None)
-        image = self._tower(picture, tau)
+    def _enter(self, image: PreparedImage, entries: Sequence[Entry]) -> ImageTokens:
+        tokens = self._tower(image, vision_extras(entries))
         for entry in entries:
-            which = entry.enters(image)
-            image = image if which is None else image.take(which)
-        return image
+            selected = entry.select(tokens)
+            tokens = tokens if selected is None else tokens.take(selected)
+        return tokens
 
-    def _tower(self, picture: PreparedImage, tau: float | None) -> ImageTokens:
-        rows = self._encoded.get(tau, {})
-        if picture.key not in rows:
-            image = self.backend.vision(picture.pixels[None], tau)
-            attention = image.patches.attention
-            if attention is not None and not np.isfinite(attention).all():
+    def _tower(self, image: PreparedImage, extras: Extras) -> ImageTokens:
+        key = tuple((name, value.tobytes()) for name, value in sorted(extras.items()))
+        encoded = self._encoded.get(key, {})
+        if image.key not in encoded:
+            tokens = self.backend.vision(image.pixels[None], extras)
+            if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
                 raise BundleError("the class token's attention is not a number; use --reduce none, or export at fp32")
-            rows = {**rows, picture.key: image}
-            self._encoded = dict(list({**self._encoded, tau: rows}.items())[-MAX_THRESHOLDS:])
-        return rows[picture.key]
+            encoded = {**encoded, image.key: tokens}
+            self._encoded = dict(list({**self._encoded, key: encoded}.items())[-MAX_SETS:])
+        return encoded[image.key]

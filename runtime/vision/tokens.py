@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ Rows = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Scores = tuple[NDArray[np.float32], NDArray[np.float32]]
-NEVER = 2.0  # a cosine that no window of patches reaches
+Extras = Mapping[str, NDArray[np.float32]]  # extra inputs of a vision graph, by name
+NO_EXTRAS: Extras = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,20 +26,19 @@ class Patches:
     """Where the rows of one image come from; arrays [rows], in the order of the rows.
 
     `places`: the patch in raster order (of a merged window its first one; -1 the tower's class token).
-    `merged`: whether the row is a merged window. `attention`: what the tower's class token gives to the row,
-    mean over heads, or None where the bundle's vision graph does not say.
+    `merged`: whether the row is a merged window. `signals`: what else the vision graph says of each row, [rows] by the
+    names of its outputs; none where the bundle was not exported for it.
     """
 
     places: Ids
     merged: Mask
-    attention: NDArray[np.float32] | None
+    signals: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.places)
 
     def take(self, which: Ids) -> Patches:
-        attention = None if self.attention is None else self.attention[which]
-        return Patches(self.places[which], self.merged[which], attention)
+        return Patches(self.places[which], self.merged[which], {name: s[which] for name, s in self.signals.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +60,7 @@ class ImageTokens:
         plain = cls.plain(rows).patches
         places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
         there = np.flatnonzero(merged >= 0)
-        patches = Patches(places, merged > 0, found.get(names.CLS_ATTENTION))
+        patches = Patches(places, merged > 0, {name: found[name] for name in names.VISION_SIGNALS if name in found})
         if len(there) == len(rows):
             return cls(rows, patches)
         return cls(rows[there], patches.take(there), len(rows) - len(there))
@@ -72,7 +73,7 @@ class ImageTokens:
         """
         count = len(rows)
         places = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
-        return cls(rows, Patches(places, np.zeros(count, bool), None))
+        return cls(rows, Patches(places, np.zeros(count, bool)))
 
     def take(self, which: Ids) -> ImageTokens:
         return ImageTokens(self.rows[which], self.patches.take(which))
@@ -94,6 +95,5 @@ def keys(images: Sequence[Patches], part: float) -> Mask:
     """MustDrop's key rows: of each image the `part` that its class token looks at most (MustDrop Eq. 6 and 7)."""
     found = [np.zeros(0, bool)]
     for image in images:
-        assert image.attention is not None
-        found.append(highest(image.attention, share(part, len(image))))
+        found.append(highest(image.signals[names.CLS_ATTENTION], share(part, len(image))))
     return np.concatenate(found)

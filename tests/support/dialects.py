@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from tests.support.exported import THREADS
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.backends.ort.backend import NEVER, load_onnxruntime, share_threads
+from vtx.runtime.backends.ort.backend import load_onnxruntime, share_threads
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.rope import read_rope
-from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -51,10 +51,9 @@ class DialectBackend:
     def embed(self, ids: NDArray[np.int64]) -> Rows:
         return _first(self._embed, {names.IDS: ids})
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
-        merges = self.manifest.dialects[self.dialect].vision_merges
-        feeds = {names.TAU: np.array([NEVER if tau is None else tau], np.float32)} if merges else {}
-        return ImageTokens.of(_run(self._vision, {names.PIXELS: pixels, **feeds}))
+    def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
+        feeds = {names.PIXELS: pixels, **contract.vision_extras(self.manifest, self.dialect, extras)}
+        return ImageTokens.of(_run(self._vision, feeds))
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         return _first(self._head, {names.HIDDEN: rows})

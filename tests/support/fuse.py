@@ -14,7 +14,7 @@ from tests.support.exported import answer, policy
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.session.session import Prompt, Session
-from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
 
 Logits = NDArray[np.float32]
 
@@ -92,8 +92,8 @@ class FusedBackend:
         found: Rows = self.fuse.run(lambda: self._backend.embed(ids))
         return found
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
-        found: ImageTokens = self.fuse.run(lambda: self._backend.vision(pixels, tau))
+    def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
+        found: ImageTokens = self.fuse.run(lambda: self._backend.vision(pixels, extras))
         return found
 
     def head(self, rows: Rows) -> Logits:

@@ -16,6 +16,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.policies.base import Reduction
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
+from vtx.runtime.session.encoded_images import vision_extras
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 from vtx.runtime.vision.tokens import ImageTokens
 
@@ -101,10 +102,9 @@ class Talk:
         return Prompt(array, array == token, given)
 
     def _encode(self, pixels: NDArray[np.float32], policy: Policy) -> ImageTokens:
-        taus = [entry.tau for entry in policy.entries if entry.tau is not None]
-        found = self._model.backend.vision(pixels[None], taus[0] if taus else None)
+        found = self._model.backend.vision(pixels[None], vision_extras(policy.entries))
         for entry in policy.entries:
-            which = entry.enters(found)
+            which = entry.select(found)
             found = found if which is None else found.take(which)
         return found
 

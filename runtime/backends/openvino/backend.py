@@ -21,7 +21,7 @@ from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.rope import read_rope
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.tokens import NEVER, Ids, ImageTokens, Rows, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
 
 DIALECT = "plain"
 WORDS = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # OpenVINO's and onnxruntime's
@@ -176,13 +176,12 @@ class OpenvinoBackend:
     def embed(self, ids: Ids) -> Rows:
         return self._embed.run({names.IDS: ids})[names.HIDDEN]
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
+    def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         with self._vision_lock:
             if self._vision is None:
                 self._vision = self._compile_vision()
         inputs = {names.PIXELS: np.ascontiguousarray(pixels)}
-        if self._manifest.dialects[DIALECT].vision_merges:
-            inputs[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)
+        inputs |= contract.vision_extras(self._manifest, DIALECT, extras)
         return ImageTokens.of(self._vision.run(inputs))
 
     def _compile_vision(self) -> _Graph:

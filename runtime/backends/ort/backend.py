@@ -19,7 +19,7 @@ from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.rope import read_rope
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.tokens import NEVER, Ids, ImageTokens, Rows, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
 
 _SMALLER = "use a smaller precision or a machine with more"
 _pool_lock = threading.Lock()
@@ -113,14 +113,12 @@ class OrtBackend:
         rows: Rows = self._embed.run(None, {names.IDS: ids})[0]
         return rows
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
+    def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         graphs = self._manifest.dialects["ort"]
         with self._vision_lock:
             if self._vision is None:
                 self._vision = self._session(graphs.vision, contract.vision(self._manifest, self.dialect))
-        feeds = {names.PIXELS: pixels}
-        if graphs.vision_merges:
-            feeds[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)
+        feeds = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
         found = dict(zip((o.name for o in self._vision.get_outputs()), self._vision.run(None, feeds), strict=True))
         return ImageTokens.of(found)
 

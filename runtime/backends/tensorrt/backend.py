@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends import contract
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.tensorrt.engine import Context, Engine
@@ -25,7 +26,7 @@ from vtx.runtime.bundle.rope import read_rope
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.units import size
-from vtx.runtime.vision.tokens import NEVER, Ids, ImageTokens, Rows
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows
 
 WHOLE: dict[str, Any] = {names.PLACES: np.int64, names.MERGED: np.int64}  # outputs that are no float32
 COMPUTE = {"float16": "f16", "float32": "f32"}  # `trt` engines compute in the type of K and V
@@ -94,12 +95,9 @@ class TensorrtBackend:
         hidden = self._manifest.model.hidden
         return self._run(self._graphs.embed, {names.IDS: ids}, names.HIDDEN, (len(ids), hidden))
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
-        graphs = self._graphs
-        inputs: dict[str, NDArray[Any]] = {names.PIXELS: pixels}
-        if graphs.vision_merges:
-            inputs[names.TAU] = np.array([NEVER if tau is None else tau], np.float32)
-        return ImageTokens.of(self._run_all(graphs.vision, inputs, self._vision_shapes()))
+    def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
+        inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
+        return ImageTokens.of(self._run_all(self._graphs.vision, inputs, self._vision_shapes()))
 
     def _vision_shapes(self) -> dict[str, tuple[int, ...]]:
         model, graphs = self._manifest.model, self._graphs

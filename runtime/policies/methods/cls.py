@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vtx.runtime.bundle.names import CLS_ATTENTION
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, Reduction
 from vtx.runtime.policies.spec import reduction
@@ -14,7 +15,7 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens, highest, share
 
 @reduction("cls")
 @dataclass(frozen=True, slots=True)
-class Cls(Reduction):
+class Cls(Reduction, Entry):
     """Of each image the share `keep` of its rows, rounded up, enters the decoder, in the order it has."""
 
     keep: float = 0.25
@@ -23,17 +24,12 @@ class Cls(Reduction):
         if not 0 < self.keep <= 1:
             raise RequestError(f"cls: keep is {self.keep}; give the share to keep, above 0 and up to 1")
 
-    @property
-    def tau(self) -> None:
-        return None
-
     def needs(self) -> Needs:
         return Needs(attention=True)
 
     def entry(self) -> Entry | None:
         return self
 
-    def enters(self, image: ImageTokens) -> Ids | None:
-        attention = image.patches.attention
-        assert attention is not None
+    def select(self, image: ImageTokens) -> Ids | None:
+        attention = image.patches.signals[CLS_ATTENTION]
         return np.flatnonzero(highest(attention, share(self.keep, len(attention))))

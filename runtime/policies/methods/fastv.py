@@ -28,6 +28,6 @@ class FastV(Reduction):
     def needs(self) -> Needs:
         return Needs(cuts=(self.k + 1,), queries=(self.k,))
 
-    def keeps(self, boundary: Boundary) -> Mask | None:
+    def keep_mask(self, boundary: Boundary) -> Mask | None:
         leave = math.floor(round(self.ratio * boundary.count, 9))
         return highest(boundary.attention(last_only=True)[0], boundary.count - leave) if leave else None

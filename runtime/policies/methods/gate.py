@@ -45,7 +45,7 @@ class Gate(Reduction):
     def needs(self) -> Needs:
         return Needs(cuts=self.ks)
 
-    def keeps(self, boundary: Boundary) -> Mask | None:
+    def keep_mask(self, boundary: Boundary) -> Mask | None:
         start = time.perf_counter()
         probability = float(self.odds(boundary.layer, boundary.rows)[1])
         if not math.isfinite(probability):

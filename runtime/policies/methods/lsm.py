@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from vtx.runtime.bundle.names import TAU
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, Reduction
 from vtx.runtime.policies.spec import reduction
@@ -15,7 +17,7 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 @reduction("lsm")
 @dataclass(frozen=True, slots=True)
-class Lsm(Reduction):
+class Lsm(Reduction, Entry):
     """Non-overlapping 3x3 windows whose mean pairwise cosine is at least `tau` merge into their mean.
 
     A merged row stands at its window's first patch, or with order=merged-first before all others, as in the code
@@ -34,7 +36,10 @@ class Lsm(Reduction):
     def entry(self) -> Entry | None:
         return self
 
-    def enters(self, image: ImageTokens) -> Ids | None:
+    def vision_inputs(self) -> Mapping[str, float]:
+        return {TAU: self.tau}
+
+    def select(self, image: ImageTokens) -> Ids | None:
         return None if self.order == "raster" else np.argsort(~image.patches.merged, kind="stable").astype(np.int64)
 
 

@@ -33,6 +33,7 @@ class MustDrop(Reduction):
     positions: Literal["keep", "renumber"] = "keep"
     order: Literal["raster", "merged-first"] = "raster"
 
+    thresholds: ClassVar[tuple[str, ...]] = ("gamma", "alpha")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "192": {"gamma": 0.001, "alpha": 0.001},
         "128": {"gamma": 0.0012, "alpha": 0.001},
@@ -72,7 +73,7 @@ class MustDrop(Reduction):
     def marks(self, images: Sequence[Patches]) -> Mask | None:
         return keys(images, self.key) if self.key else None
 
-    def keeps(self, boundary: Boundary) -> Mask | None:
+    def keep_mask(self, boundary: Boundary) -> Mask | None:
         total, most = boundary.attention()
         kept: Mask = (total >= self.gamma * total.sum()) | (most >= self.alpha)
         marked = self.marks(boundary.images)

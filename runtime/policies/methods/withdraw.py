@@ -21,5 +21,5 @@ class Withdraw(Reduction):
     def needs(self) -> Needs:
         return Needs(cuts=(self.k,))
 
-    def keeps(self, boundary: Boundary) -> Mask | None:
+    def keep_mask(self, boundary: Boundary) -> Mask | None:
         return np.zeros(boundary.count, bool)

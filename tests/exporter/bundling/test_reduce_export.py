@@ -105,7 +105,7 @@ def test_every_dialect_has_what_reductions_need(tiny_checkpoint: Checkpoints, tm
         (Tiny(), ("fastv:k=two",), RequestError, "give a whole number"),
         (Tiny(), ("mustdrop:192",), RequestError, "8 layers"),
         (Tiny(), ("fastv:k=8",), RequestError, "8 layers"),
-        (Tiny(), ("lsm+mustdrop:192,layers=2",), RequestError, "both merge windows"),
+        (Tiny(), ("lsm+mustdrop:192,layers=2",), RequestError, "both set tau"),
         (Tiny(), ("lsm", "lsm:tau=0.8"), RequestError, "given twice"),
         (Tiny(vision="siglip"), ("cls",), UnsupportedModelError, "no class token"),
         (Tiny(vision="siglip"), ("mustdrop:192,layers=2",), UnsupportedModelError, "key=0"),

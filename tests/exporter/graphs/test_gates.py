@@ -253,7 +253,7 @@ def test_auto_is_deterministic(coins: Model) -> None:
 def test_a_gate_that_gives_nan_is_an_error_and_no_decision() -> None:
     policy = Gate(lambda *_: np.full(2, np.nan, np.float32), (3,))
     with pytest.raises(BundleError, match="the gate before layer 3 gave nan"):
-        policy.keeps(Boundary(3, np.zeros((2, 4), np.float32)))
+        policy.keep_mask(Boundary(3, np.zeros((2, 4), np.float32)))
 
 
 def test_a_chat_keeps_the_depth_that_its_first_turn_chose(coins: Model) -> None:

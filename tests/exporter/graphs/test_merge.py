@@ -103,7 +103,7 @@ def test_merged_rows_equal_the_statement(
         assert found.patches.merged.tolist() == wanted.merged
         np.testing.assert_allclose(found.rows, wanted.rows, atol=2e-5, rtol=0)
         if clip:
-            np.testing.assert_allclose(found.patches.attention, wanted.attention, atol=1e-6, rtol=0)
+            np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-6, rtol=0)
         rows = given["image_features"].shape[1]
         assert rows == (len(wanted.rows) if dialect == "ort" else judge.model.config.image_seq_length)
         assert len(found.rows) + found.idle == rows
@@ -186,7 +186,7 @@ def test_half_precision_merges_the_same_windows(
     assert found.patches.places.tolist() == wanted.places
     assert found.patches.merged.tolist() == wanted.merged
     np.testing.assert_allclose(found.rows, wanted.rows, atol=1.5e-2, rtol=0)
-    np.testing.assert_allclose(found.patches.attention, wanted.attention, atol=1e-3, rtol=0)
+    np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(

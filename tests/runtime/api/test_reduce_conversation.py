@@ -24,13 +24,14 @@ from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies import parse
 from vtx.runtime.policies.make import check_provided
 from vtx.runtime.session.reduction_report import ReductionReport
-from vtx.runtime.vision.tokens import ImageTokens
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens
 
 OPTIONS = Options(max_new_tokens=6, ignore_eos=True)
 TINY = Tiny(image=126, context=512)  # 9 x 9 patches, so 9 windows
 PATCHES = 81
 # A little below 1/81, what a row gets on average.
 DUAL = "mustdrop:gamma=0.011,alpha=1,layers=2/4/6"
+TAUS = np.linspace(-1, 1, 81).tolist()
 IMAGE, OTHER = random_image(4), random_image(7)
 
 
@@ -38,14 +39,14 @@ class Watched:
     """A backend that counts the images it encodes."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend, self.taus = backend, list[float | None]()
+        self._backend, self.extras = backend, list[dict[str, list[float]]]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
-        self.taus.append(tau)
-        found: ImageTokens = self._backend.vision(pixels, tau)
+    def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
+        self.extras.append({name: value.tolist() for name, value in extras.items()})
+        found: ImageTokens = self._backend.vision(pixels, extras)
         return found
 
 
@@ -58,7 +59,7 @@ def model(models: Models) -> Model:
 def tau(model: Model) -> float:
     """A threshold at which three of nine windows of IMAGE merge."""
     pixels = model.picture(IMAGE).pixels[None]
-    merged = {tau: model.backend.vision(pixels, tau).patches.merged.sum() for tau in np.linspace(-1, 1, 81).tolist()}
+    merged = {tau: model.backend.vision(pixels, {"tau": np.float32([tau])}).patches.merged.sum() for tau in TAUS}
     return next(tau for tau, count in merged.items() if count == 3)
 
 
@@ -173,7 +174,7 @@ def test_the_tower_runs_once_for_each_threshold(model: Model, tau: float) -> Non
     with Model(model.bundle, watched, 0.0).open(IMAGE) as image:
         for word in words:
             image.ask(QUESTIONS[0], None, OPTIONS, reduce=word)
-    assert watched.taus == [tau, None]
+    assert watched.extras == [{"tau": [np.float32(tau)]}, {}]
 
 
 def test_a_change_of_run_options_reuses_the_image(model: Model) -> None:
@@ -246,11 +247,9 @@ def test_a_cut_past_the_last_layer_is_refused(model: Model) -> None:
 
 def test_a_class_attention_of_nan_is_an_error(model: Model) -> None:
     class Broken(Watched):
-        def vision(self, pixels: NDArray[np.float32], tau: float | None = None) -> ImageTokens:
-            found = super().vision(pixels, tau)
-            attention = found.patches.attention
-            assert attention is not None
-            attention[3] = np.nan
+        def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
+            found = super().vision(pixels, extras)
+            found.patches.signals["cls_attention"][3] = np.nan
             return found
 
     with (

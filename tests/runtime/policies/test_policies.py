@@ -1,4 +1,4 @@
-"""Words for reductions and back, what they need of a bundle, and which rows each keeps."""
+"""Specs of reductions and back, what they need of a bundle, and which rows each keeps."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from vtx import cli
 from vtx.runtime.api.answer import Options
 from vtx.runtime.api.model import load
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies import Boundary, Needs, parse, word
-from vtx.runtime.policies import spec as words
+from vtx.runtime.policies import Boundary, Needs, parse, to_spec
+from vtx.runtime.policies import spec as specs
 from vtx.runtime.policies.make import check_depth
 from vtx.runtime.policies.methods.cls import Cls
 from vtx.runtime.policies.methods.fastv import FastV
@@ -41,16 +41,19 @@ ROOT = Path(__file__).parents[3]
 Floats = NDArray[np.float32]
 
 
+def attention(values: list[float]) -> dict[str, Floats]:
+    return {"cls_attention": np.array(values, np.float32)}
+
+
 def boundary(total: list[float], most: list[float] | None = None, layer: int = 3, keys: Any = None) -> Boundary:
     """A boundary where the rows still there get this attention; `keys` is what the class token gives them."""
     count = len(total)
-    attention = None if keys is None else np.array(keys, np.float32)
-    image = Patches(np.arange(count), np.zeros(count, bool), attention)
+    image = Patches(np.arange(count), np.zeros(count, bool), {} if keys is None else attention(keys))
     scores = np.array(total, np.float32), np.array(total if most is None else most, np.float32)
     return Boundary(layer, np.zeros((1, 4), np.float32), (image,), np.ones(count, bool), lambda _: scores)
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- specs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,16 +77,16 @@ def boundary(total: list[float], most: list[float] | None = None, layer: int = 3
         ("cls+lsm", (Cls(), Lsm())),
     ],
 )
-def test_a_word_means_these_methods_in_the_order_in_which_they_work(text: str, parts: tuple[Any, ...]) -> None:
+def test_a_spec_means_these_methods_in_the_order_in_which_they_work(text: str, parts: tuple[Any, ...]) -> None:
     assert parse(text) == parts
 
 
-def test_the_canonical_word_spells_every_option_out() -> None:
-    assert word(parse("mustdrop:64,tau=off")) == (
+def test_the_canonical_spec_spells_every_option_out() -> None:
+    assert to_spec(parse("mustdrop:64,tau=off")) == (
         "mustdrop:gamma=0.011,alpha=0.01,tau=off,key=0.08,layers=3/7/11/15,positions=keep,order=raster"
     )
-    assert word(parse("lsm:tau=1+fastv")) == "lsm:tau=1,order=raster+fastv:k=2,ratio=0.5"
-    assert word(()) == "none"
+    assert to_spec(parse("lsm:tau=1+fastv")) == "lsm:tau=1,order=raster+fastv:k=2,ratio=0.5"
+    assert to_spec(()) == "none"
 
 
 SHARES = st.floats(0, 1)
@@ -100,8 +103,8 @@ METHODS = st.one_of(
 
 
 @given(METHODS)
-def test_the_canonical_word_gives_the_same_method_again(method: Any) -> None:
-    assert parse(word((method,))) == (method,)
+def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
+    assert parse(to_spec((method,))) == (method,)
 
 
 @pytest.mark.parametrize(
@@ -141,31 +144,31 @@ def test_the_canonical_word_gives_the_same_method_again(method: Any) -> None:
         ("mustdrop:layers=3//7", "give a whole number"),
         ("mustdrop:positions=drop", "one of keep, renumber"),
         ("fastv+fastv:k=3", r"fastv stands twice in --reduce fastv\+fastv"),
-        ("lsm+mustdrop", "lsm and mustdrop both merge windows"),
+        ("lsm+mustdrop", "lsm and mustdrop both set tau"),
         ("fastv+cls", "cls works before the decoder and fastv within it; write cls first"),
         ("mustdrop:tau=off+lsm", "write lsm first"),
         ("fastv," * 300, "the limit is 1,000"),
     ],
 )
-def test_a_word_that_makes_no_sense_is_refused_by_name(text: str, said: str) -> None:
+def test_a_spec_that_makes_no_sense_is_refused_by_name(text: str, said: str) -> None:
     with pytest.raises(RequestError, match=said) as caught:
         parse(text)
     assert "\n" not in str(caught.value)
 
 
 @given(st.text(max_size=60) | st.from_regex(r"(mustdrop|fastv|lsm|cls):[a-z=,0-9./+-]{0,40}", fullmatch=True))
-def test_nothing_but_a_request_error_comes_of_random_words(text: str) -> None:
+def test_nothing_but_a_request_error_comes_of_random_specs(text: str) -> None:
     try:
         parts = parse(text)
     except RequestError as e:
         assert "\n" not in str(e)  # noqa: PT017 - it need not be raised
     else:
-        assert parse(word(parts)) == parts
+        assert parse(to_spec(parts)) == parts
 
 
 def test_every_method_of_the_package_is_registered_by_its_own_file() -> None:
-    assert list(words.kinds()) == ["cls", "fastv", "lsm", "mustdrop"]
-    for name, kind in words.kinds().items():
+    assert list(specs.kinds()) == ["cls", "fastv", "lsm", "mustdrop"]
+    for name, kind in specs.kinds().items():
         assert kind.__module__ == f"vtx.runtime.policies.methods.{name}"
         assert kind.__doc__
 
@@ -200,14 +203,14 @@ def test_a_cut_past_the_last_layer_is_refused_by_name() -> None:
 
 
 def test_fastv_keeps_the_rows_most_looked_at_and_of_equal_ones_the_earlier() -> None:
-    kept = FastV(2, 0.5).keeps(boundary([1, 5, 1, 1, 9, 1]))
+    kept = FastV(2, 0.5).keep_mask(boundary([1, 5, 1, 1, 9, 1]))
     assert kept is not None
     assert kept.tolist() == [True, True, False, False, True, False]
 
 
 @pytest.mark.parametrize(("ratio", "left"), [(0.0, 10), (0.05, 10), (0.1, 9), (0.3, 7), (0.99, 1), (1.0, 0)])
 def test_fastv_rounds_what_leaves_down(ratio: float, left: int) -> None:
-    kept = FastV(2, ratio).keeps(boundary(list(range(10))))
+    kept = FastV(2, ratio).keep_mask(boundary(list(range(10))))
     assert (10 if kept is None else int(kept.sum())) == left
 
 
@@ -215,38 +218,37 @@ def test_fastv_asks_for_the_last_row_only() -> None:
     asked: list[bool] = []
     scores = np.ones(4, np.float32), np.ones(4, np.float32)
     here = Boundary(3, np.zeros((1, 4)), (), np.ones(4, bool), lambda last: (asked.append(last), scores)[1])
-    FastV().keeps(here)
-    MustDrop(key=0).keeps(here)
+    FastV().keep_mask(here)
+    MustDrop(key=0).keep_mask(here)
     assert asked == [True, False]
 
 
 def test_mustdrop_drops_what_is_low_in_both_scores() -> None:
     # V = 20: gamma * V is 2. Row 0 is low in both, 1 in the sum only, 2 in the maximum only, 3 at the thresholds.
     method = MustDrop(gamma=0.1, alpha=0.5, tau=None, key=0)
-    kept = method.keeps(boundary([1, 1, 16, 2], [0.4, 0.6, 0.4, 0.5]))
+    kept = method.keep_mask(boundary([1, 1, 16, 2], [0.4, 0.6, 0.4, 0.5]))
     assert kept is not None
     assert kept.tolist() == [False, True, True, True]
 
 
 def test_mustdrop_spares_key_rows_chosen_among_all_that_entered() -> None:
-    image = Patches(np.arange(4), np.zeros(4, bool), np.array([9, 8, 1, 2], np.float32))
+    image = Patches(np.arange(4), np.zeros(4, bool), attention([9, 8, 1, 2]))
     present = np.array([False, True, True, True])
     scores = np.zeros(3, np.float32), np.zeros(3, np.float32)
     here = Boundary(4, np.zeros((1, 4)), (image,), present, lambda _: scores)
-    kept = MustDrop(gamma=0.1, alpha=0.5, tau=None, key=0.5).keeps(dataclasses.replace(here, scores=lambda _: scores))
+    method = MustDrop(gamma=0.1, alpha=0.5, tau=None, key=0.5)
+    kept = method.keep_mask(here)
     assert kept is not None
     # Half of four rows are keys: 0, which has left, and 1. Sums of 0 are not below a share of 0, so alpha decides.
     assert kept.tolist() == [True, True, True]
     low = np.array([1, 1, 98], np.float32), np.zeros(3, np.float32)
-    kept = MustDrop(gamma=0.1, alpha=0.5, tau=None, key=0.5).keeps(dataclasses.replace(here, scores=lambda _: low))
+    kept = method.keep_mask(dataclasses.replace(here, scores=lambda _: low))
     assert kept is not None
     assert kept.tolist() == [True, False, True]
 
 
 def test_key_rows_are_chosen_image_by_image() -> None:
-    images = [
-        Patches(np.arange(3), np.zeros(3, bool), np.array(a, np.float32)) for a in ([1, 2, 3], [30, 20, 10], [5, 5, 5])
-    ]
+    images = [Patches(np.arange(3), np.zeros(3, bool), attention(a)) for a in ([1, 2, 3], [30, 20, 10], [5, 5, 5])]
     assert keys(images, 0.3).tolist() == [False, False, True, True, False, False, True, False, False]
     assert keys([], 0.3).tolist() == []
 
@@ -268,18 +270,18 @@ def test_the_highest_are_as_sorting_says(values: list[int], count: int) -> None:
 
 def test_cls_keeps_the_share_rounded_up_in_the_order_there() -> None:
     image = ImageTokens(np.zeros((5, 2), np.float32), boundary([0] * 5, keys=[1, 5, 4, 2, 3]).images[0])
-    entered = Cls(0.5).enters(image)
+    entered = Cls(0.5).select(image)
     assert entered is not None
     assert entered.tolist() == [1, 2, 4]
 
 
 def test_merged_first_moves_merged_rows_to_the_front() -> None:
-    patches = Patches(np.array([0, 3, 4, 9]), np.array([False, True, False, True]), None)
+    patches = Patches(np.array([0, 3, 4, 9]), np.array([False, True, False, True]))
     image = ImageTokens(np.zeros((4, 2), np.float32), patches)
-    order = Lsm(order="merged-first").enters(image)
+    order = Lsm(order="merged-first").select(image)
     assert order is not None
     assert image.take(order).patches.places.tolist() == [3, 9, 0, 4]
-    assert Lsm().enters(image) is None
+    assert Lsm().select(image) is None
 
 
 def test_rows_without_merging_are_a_square_of_patches_and_maybe_a_class_token() -> None:
@@ -324,7 +326,7 @@ def every(tmp_path: Path) -> Iterator[str]:
     section = text[text.index("## How to add a policy") :]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert code is not None
-    words.kinds()  # the package's own come first
+    specs.kinds()  # the package's own come first
     (tmp_path / "every.py").write_text(code[1], encoding="utf-8")
     spec = importlib.util.spec_from_file_location("every", tmp_path / "every.py")
     assert spec is not None
@@ -332,7 +334,7 @@ def every(tmp_path: Path) -> Iterator[str]:
     sys.modules["every"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield "every"
-    del words._kinds["every"], sys.modules["every"]
+    del specs._kinds["every"], sys.modules["every"]
 
 
 def test_the_policy_that_contributing_shows_runs_from_export_to_answer(
