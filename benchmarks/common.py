@@ -103,7 +103,8 @@ def _hub_name(name: str) -> str:
 
 
 def export(checkpoint: Path, out: Path, ks: Sequence[int], precision: str = "fp32") -> Path:
-    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+    from vtx.exporter.bundling.export import plan_export, run_export
+    from vtx.exporter.bundling.options import ExportOptions
 
     plan = plan_export(ExportOptions(str(checkpoint), tuple(ks), precision, None))
     run_export(plan, out, force=False, report=lambda *_: None)

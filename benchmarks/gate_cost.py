@@ -16,7 +16,8 @@ import numpy as np
 from common import decoder_parser, random_checkpoint, report, scratch
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.graphs.gates import gate_tensors
 from vtx.runtime.api.model import Model, load
 from vtx.runtime.backends.backend import Rows

@@ -35,8 +35,8 @@ AWARE = {"int8, activation-aware": ("int8", "int8", None), "int4, activation-awa
 
 
 def export(folder: Path, precision: str, vision: str | None, kv: str | None, measured: Data | None) -> Path:
-    from vtx.exporter.bundling.activation_aware import Aware
-    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+    from vtx.exporter.bundling.export import plan_export, run_export
+    from vtx.exporter.bundling.options import Aware, ExportOptions
 
     ks, aware = tuple(k for k in KS if k), Aware(measured) if measured else None
     options = ExportOptions(

@@ -28,7 +28,8 @@ def make(checkpoint: Path, folder: Path, tokens: int) -> Workload:
         ValueError: `tokens` leaves no room for a question beside the image.
 
     """
-    from vtx.exporter.bundling.export import ExportOptions, plan_export
+    from vtx.exporter.bundling.export import plan_export
+    from vtx.exporter.bundling.options import ExportOptions
 
     plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
     side = plan.image.width

@@ -5,7 +5,6 @@ One pass of the plain reference, a layer in memory at a time; each layer's facto
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,45 +14,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.exporter.bundling.options import Aware
+from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
-from vtx.exporter.data.items import Data
 from vtx.exporter.weights.awq import ROWS, find_factors, tried
-from vtx.exporter.weights.precision import FULL
 from vtx.exporter.weights.quantize import scheme
 from vtx.exporter.weights.scaling import Channels, Floats, quantised_channels
 from vtx.runtime.backends.memory import returning_memory
 from vtx.runtime.bundle.safetensors import open_tensor, read_header, widen_bf16, write_safetensors
-from vtx.runtime.errors import CheckpointError, RequestError
+from vtx.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vtx.exporter.bundling.prepare import Plan
     from vtx.exporter.reference.model import Sample
 
 SAMPLES = 8  # questions that are measured; at 7B each takes a minute or more on two cores
 FACTORS = ".factors.safetensors"
 NORM = "layernorm.weight"
 Report = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Aware:
-    """The questions whose activations decide."""
-
-    data: Data
-
-    def check(self, precision: str) -> None:
-        """Raise RequestError where no matrix of the decoder is quantised."""
-        if precision in FULL:
-            raise RequestError(
-                f"--activation-aware changes what rounding to integers loses, and {precision} weights are not rounded "
-                "to integers; add --precision int4 or int8, or leave it out"
-            )
-
-    def digest(self) -> str:
-        """Changes with any item."""
-        return hashlib.sha256("".join(item.digest() for item in self.data.items).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +63,11 @@ def measure_factors(plan: Plan, aware: Aware, report: Report) -> Factors:
     """
     import torch
 
-    from vtx.exporter.calibration.source import source_of
     from vtx.exporter.data.prompts import prepare
     from vtx.exporter.reference.model import Reference
     from vtx.exporter.weights.tensors import CheckpointWeights
 
-    asked, skipped = prepare(source_of(plan), aware.data, 0)
+    asked, skipped = prepare(plan.source(), aware.data, 0)
     reference, layers = Reference(plan.checkpoint, plan.config), plan.config.text.layers
     report("activations", 0, layers)
     with torch.inference_mode(), returning_memory():

@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 
 from vtx.exporter.bundling.activation_aware import FACTORS, Factors, measure_factors
 from vtx.exporter.bundling.prepare import Plan
-from vtx.exporter.bundling.resume import JOURNAL, PROBE, Journal
 from vtx.exporter.bundling.staging import sync_file
-from vtx.exporter.graphs.builder import Builder, StoredTensor
+from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
+from vtx.exporter.weights.journal import JOURNAL, PROBE, Journal
 from vtx.exporter.weights.scaling import scalings
+from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import MANIFEST, sha256

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vtx.exporter.bundling.build import CONFIG, Report, fill
+from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import check_disk, check_memory
-from vtx.exporter.bundling.prepare import DEMO, ExportOptions, Plan, demo_checkpoint, load_template, plan_export
-from vtx.exporter.bundling.resume import Journal, begin, can_go_on, key_of
+from vtx.exporter.bundling.prepare import Plan, demo_checkpoint, load_template, plan_export
+from vtx.exporter.bundling.resume import can_resume, key_of
 from vtx.exporter.bundling.retain import settle
 from vtx.exporter.bundling.staging import (
     alone_in,
@@ -24,11 +24,9 @@ from vtx.exporter.bundling.staging import (
     set_back_after_killed,
     sync,
 )
+from vtx.exporter.weights.journal import Journal, begin
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import ExportError
-
-if TYPE_CHECKING:
-    from vtx.exporter.estimate.forecast import Forecast
 
 
 def run_export(
@@ -38,11 +36,11 @@ def run_export(
     force: bool,
     report: Report,
     say: Callable[[str], None] = lambda _: None,
-    expect: Callable[[Forecast], None] | None = None,
+    begun: Callable[[Path, Journal], None] | None = None,
 ) -> Bundle:
     """Write the bundle `out`. `report` gets (phase, done, total) as the work goes on, `say` a line for the user.
 
-    `expect` gets a forecast of the time, for which the machine is measured, once the work can begin.
+    `begun` is called with the staging directory and the journal once the work can begin, as to forecast its time.
 
     An export that is interrupted leaves a hidden folder beside `out`; the same export goes on from there.
 
@@ -64,16 +62,14 @@ def run_export(
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
     key = key_of(plan)
-    with building(out, lambda folder: can_go_on(folder, key), say) as folder:
+    with building(out, lambda folder: can_resume(folder, key), say) as folder:
         journal = Journal(folder)
         if journal.found_work:
             say("going on with an export that was interrupted: what it finished is kept")
         else:
             begin(folder, key)
-        if expect is not None:
-            from vtx.exporter.estimate.forecast import forecast
-
-            expect(forecast(plan, folder, journal))
+        if begun is not None:
+            begun(folder, journal)
         fill(folder, plan, journal, report)
         if plan.options.retain is not None:
             settle(folder, plan.options.retain, report)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
 
-from vtx.exporter.bundling.activation_aware import Aware
-from vtx.exporter.bundling.predict import QUESTION_ROWS, Prediction, predict, small_files
+from vtx.exporter.bundling.options import DEMO, ExportOptions
+from vtx.exporter.bundling.predict import Prediction, predict, small_files
 from vtx.exporter.bundling.reductions import Reductions, plan_reductions
-from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint, open_checkpoint
 from vtx.exporter.checkpoint.processor import read_image_settings
 from vtx.exporter.checkpoint.text import read_text
+from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
@@ -27,63 +26,11 @@ from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.manifest import GateSpec, Graphs, StageSpec
-from vtx.runtime.bundle.names import DIALECTS
 from vtx.runtime.bundle.text_settings import TextSettings
-from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError
+from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
+from vtx.runtime.prompt.text import Text, parse_tokenizer
 
-DEMO = "demo"
 DEFAULT_CONTEXT = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """What to export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
-
-    `dialects` are the operator sets to write the graphs in.
-    "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
-    `calibration` says how K was chosen where it was measured; it is kept in the record. `reductions` are words of
-    methods that leave out vision rows, the first one the default; `retain` says how many rows its thresholds are to
-    keep. `aware` names questions by whose activations the channels of quantised matrices are scaled.
-    """
-
-    model: str = DEMO
-    ks: tuple[int, ...] | Literal["auto"] = ()
-    precision: str = "fp16"
-    max_context: int | None = None
-    template: str | None = None
-    gates: Path | None = None
-    calibration: Mapping[str, Any] | None = None
-    dialects: tuple[str, ...] = DIALECTS
-    reductions: tuple[str, ...] = ()
-    vision_precision: str | None = None
-    head_precision: str | None = None
-    kv_precision: str | None = None
-    retain: Retain | None = None
-    aware: Aware | None = None
-
-    def __post_init__(self) -> None:
-        precisions = self.precisions()
-        if self.aware is not None:
-            self.aware.check(precisions.decoder)
-        if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
-            asked = ", ".join(self.dialects)
-            raise RequestError(f"dialects {asked}: name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
-        if self.max_context is not None and self.max_context < 2:
-            raise RequestError(f"--max-context is {self.max_context}; give at least 2")
-        if self.ks == "auto" and self.gates is None:
-            raise RequestError(
-                "--k auto needs something to choose by; add --gates FILE (vtx-train-gate makes one) for a K per "
-                "question or --calibration DATA for one K, or name K"
-            )
-
-    def precisions(self) -> Precisions:
-        """What was asked for, filled up with the defaults."""
-        return Precisions.choose(self.precision, self.vision_precision, self.head_precision, self.kv_precision)
-
-    def measured_rows(self, config: ModelConfig) -> tuple[int, ...]:
-        """Rows of each prompt whose activations are measured, roughly."""
-        items = self.aware.data.items if self.aware else ()
-        return tuple(config.vision_tokens * len(item.images) + QUESTION_ROWS for item in items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +57,12 @@ class Plan:
         demo = self.options.model == DEMO
         name = DEMO if demo else Path(self.options.model).expanduser().absolute().name
         return name.encode("utf-8", "replace").decode()  # a directory's name need not be Unicode, a manifest is
+
+    def source(self) -> Source:
+        """The model as measurements read it."""
+        text = Text(parse_tokenizer(self.tokenizer, ExportError), self.template, self.text)
+        fingerprint = self.checkpoint.fingerprint()
+        return Source(self.name, fingerprint, self.checkpoint, self.config, text, self.image, self.max_context)
 
     @property
     def default_k(self) -> int | str | None:

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.bundling.predict import EXPORT_BASE
-from vtx.exporter.calibration.source import Source, answering
+from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.data.items import Data, Item, plain
 from vtx.exporter.data.journal import Journal
 from vtx.exporter.data.prompts import PreparedItem, prepare
+from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.rates import LAYER_SECONDS, product_speed
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.reference.attention import AttentionMeter
@@ -103,7 +104,7 @@ def forecast(source: Source, asked: Sequence[PreparedItem], options: Calibration
 
 
 def calibrate(
-    source: Source, data: Data, options: CalibrationOptions, out: Path, report: Report = lambda *_: None
+    source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Report = lambda *_: None
 ) -> Measurement:
     """Measure every item that `out`/samples.jsonl does not hold yet, and write it there; an equal item counts once.
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from vtx.exporter.calibration.calibrate import Measurement
-from vtx.exporter.calibration.source import Source
 from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.exporter.common.files import write_json
 from vtx.exporter.data.intervals import CONFIDENCE, mean_intervals, share_interval
+from vtx.exporter.data.source import Source
 from vtx.exporter.reference.attention import KINDS
 from vtx.runtime.errors import RequestError
 

@@ -5,45 +5,34 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from vtx.exporter.bundling.export import CONFIG, ExportOptions, Plan, plan_export, run_export
+from vtx.exporter.bundling.export import CONFIG, Plan, plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import MAX_CONFIG, Checkpoint, canonical_name, read_json_object
+from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.precision import FULL
 from vtx.runtime.api.model import Model, load
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.safetensors import TensorInfo, read_header
-from vtx.runtime.errors import BundleError, ExportError
-from vtx.runtime.prompt.text import Text, parse_tokenizer
+from vtx.runtime.errors import BundleError
+from vtx.runtime.prompt.text import Text
 
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A checked model. `fingerprint` is its checkpoint's, also where it comes from a bundle made of that."""
+class OpenedModel(Source):
+    """A model and what it was opened from: the plan of an export of its checkpoint, or a bundle."""
 
-    name: str
-    fingerprint: str
-    checkpoint: Checkpoint
-    config: ModelConfig
-    text: Text
-    image: ImageSettings
-    context: int
-    made: Plan | Bundle
-
-    def version(self) -> list[list[str | int]]:
-        """Name, bytes and time of change of each file of weights."""
-        files = sorted({info.file for info in self.checkpoint.tensors.values()})
-        return [[f.name, (s := f.stat()).st_size, s.st_mtime_ns] for f in files]
+    origin: Plan | Bundle
 
 
-def open_source(model: str, bundle: Path | None = None, template: str | None = None) -> Source:
+def open_source(model: str, bundle: Path | None = None, template: str | None = None) -> OpenedModel:
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle where one is given.
 
     `template` is a chat template for a checkpoint without one.
@@ -58,17 +47,11 @@ def open_source(model: str, bundle: Path | None = None, template: str | None = N
     plan = plan_export(ExportOptions(model, precision="fp32", template=template))
     if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):
         plan = plan_export(ExportOptions(model, precision="fp16", template=template))
-    return source_of(plan)
+    source = plan.source()
+    return OpenedModel(**{field.name: getattr(source, field.name) for field in fields(source)}, origin=plan)
 
 
-def source_of(plan: Plan) -> Source:
-    """The model that an export was planned of."""
-    text = Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text)
-    fingerprint = plan.checkpoint.fingerprint()
-    return Source(plan.name, fingerprint, plan.checkpoint, plan.config, text, plan.image, plan.max_context, plan)
-
-
-def _of_bundle(bundle: Bundle) -> Source:
+def _of_bundle(bundle: Bundle) -> OpenedModel:
     manifest = bundle.manifest
     if CONFIG not in manifest.files:
         raise BundleError(f"{bundle.folder.name} holds no {CONFIG} to read its weights by; export it again")
@@ -89,7 +72,7 @@ def _of_bundle(bundle: Bundle) -> Source:
         checkpoint.require(name, shape)
     recorded = manifest.record.get("source")
     fingerprint = recorded.get("fingerprint") if isinstance(recorded, dict) else None
-    return Source(
+    return OpenedModel(
         manifest.model.name,
         fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint(),
         checkpoint,
@@ -102,13 +85,13 @@ def _of_bundle(bundle: Bundle) -> Source:
 
 
 @contextmanager
-def answering(source: Source, folder: Path, report: Report) -> Iterator[Model]:
+def answering(source: OpenedModel, folder: Path, report: Report) -> Iterator[Model]:
     """The model as the runtime answers with it; a checkpoint becomes a bundle in `folder` for as long as this lasts."""
-    if isinstance(source.made, Bundle):
-        yield load(source.made.folder)
+    if isinstance(source.origin, Bundle):
+        yield load(source.origin.folder)
         return
     try:
-        run_export(source.made, folder, force=True, report=report)
+        run_export(source.origin, folder, force=True, report=report)
         yield load(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

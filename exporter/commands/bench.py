@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.common.libraries import exporter
+from vtx.exporter.commands.libraries import exporter
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.exporter.common.libraries import exporter
+from vtx.exporter.commands.libraries import exporter
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
 
 if TYPE_CHECKING:
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.report import Choosing
-    from vtx.exporter.calibration.source import Source
+    from vtx.exporter.calibration.source import OpenedModel
 
 
 @command(
@@ -79,7 +79,7 @@ def calibrate(
 
 
 def _measure(
-    source: Source, data: str, images: Path | None, samples: int, seed: int, options: CalibrationOptions,
+    source: OpenedModel, data: str, images: Path | None, samples: int, seed: int, options: CalibrationOptions,
     choosing: Choosing, folder: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure with a forecast before and a bar during, and write the report into `folder`."""

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vtx.exporter.commands.calibrate import calibrated
-from vtx.exporter.common.libraries import exporter
+from vtx.exporter.commands.libraries import exporter
 from vtx.runtime.bundle.names import DIALECTS
 from vtx.runtime.terminal.console import command, end_on_sigterm, note, table
 from vtx.runtime.terminal.last import home, remember, remembered
 
 if TYPE_CHECKING:
-    from vtx.exporter.bundling.activation_aware import Aware
     from vtx.exporter.bundling.export import Plan
+    from vtx.exporter.bundling.options import Aware
     from vtx.exporter.bundling.retain import Retain
     from vtx.exporter.data.items import Data
-    from vtx.exporter.estimate.forecast import Forecast
+    from vtx.exporter.weights.journal import Journal
     from vtx.runtime.bundle.bundle import Bundle
 
 
@@ -152,7 +152,8 @@ def _retain(tokens: float, calibration: str | None, *, demo: bool) -> Retain:
 
 
 def _aware(calibration: str | None, *, demo: bool) -> Aware:
-    from vtx.exporter.bundling.activation_aware import SAMPLES, Aware
+    from vtx.exporter.bundling.activation_aware import SAMPLES
+    from vtx.exporter.bundling.options import Aware
 
     return Aware(_questions("--activation-aware measures", calibration, SAMPLES, demo=demo))
 
@@ -171,6 +172,7 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
 
     from vtx.exporter.bundling.predict import peak_memory
     from vtx.exporter.bundling.progress import export_bars
+    from vtx.exporter.estimate.forecast import forecast as forecast_export
     from vtx.runtime.report.inspect import INT8_KV
     from vtx.runtime.units import duration, size
 
@@ -187,14 +189,15 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
         note(f"reduces:   {spec}")
     with export_bars() as bars:
 
-        def expect(forecast: Forecast) -> None:
+        def begun(folder: Path, journal: Journal) -> None:
             nonlocal expected, started
+            forecast = forecast_export(plan, folder, journal)
             expected, started = forecast.seconds, time.monotonic()
             parts = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in forecast.phases.items())
             note(f"           about {duration(expected)} if the machine stays as busy as it is: {parts}")
             bars.expect(forecast.phases)
 
-        bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, expect=expect)
+        bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, begun=begun)
     seconds = time.monotonic() - started
     weighed = sum(record.bytes for record in bundle.manifest.files.values())
     note(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.calibration.source import Source
 from vtx.exporter.data.items import MAX_SKIPPED, Data, Item
+from vtx.exporter.data.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.text import Message, Part
 

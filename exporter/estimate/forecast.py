@@ -12,11 +12,10 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from vtx.exporter.bundling.activation_aware import Aware
 from vtx.exporter.bundling.build import write_first_layer
+from vtx.exporter.bundling.options import Aware
 from vtx.exporter.bundling.predict import PASSAGE_ROWS, QUESTION_ROWS
 from vtx.exporter.bundling.prepare import Plan
-from vtx.exporter.bundling.resume import PROBE, Journal
 from vtx.exporter.bundling.retain import USUAL_STEPS, Retain
 from vtx.exporter.estimate.flops import attention_macs, encode_flops, prefill_flops
 from vtx.exporter.estimate.rates import (
@@ -34,6 +33,7 @@ from vtx.exporter.estimate.rates import (
 from vtx.exporter.estimate.sizes import ModelSize, model_size
 from vtx.exporter.reference.golden import golden_ids
 from vtx.exporter.weights.awq import ALPHAS, OUTPUTS, ROWS
+from vtx.exporter.weights.journal import PROBE, Journal
 from vtx.exporter.weights.plan import WeightFile
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.exporter.weights.writing import THREADS

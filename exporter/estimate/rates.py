@@ -16,9 +16,9 @@ from typing import BinaryIO
 
 import torch
 
-from vtx.exporter.bundling.resume import PROBE
-from vtx.exporter.graphs.builder import StoredTensor
+from vtx.exporter.weights.journal import PROBE
 from vtx.exporter.weights.plan import Entry, WeightFile, laid_out, place_of
+from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights
 from vtx.exporter.weights.writing import CHUNK, THREADS, forget, take_whole, write_tensor
 from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.calibration.source import Source, open_source
+from vtx.exporter.calibration.source import open_source
 from vtx.exporter.data.items import Item, plain
 from vtx.exporter.data.prompts import answer_ids, messages
+from vtx.exporter.data.source import Source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, Work
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.runtime.errors import CheckpointError, RequestError, VtxError

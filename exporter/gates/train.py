@@ -10,11 +10,12 @@ from typing import Any
 
 from PIL import Image
 
-from vtx.exporter.bundling.export import DEMO
+from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.bundling.predict import check_disk
-from vtx.exporter.calibration.source import Source, open_source
+from vtx.exporter.calibration.source import open_source
 from vtx.exporter.common.files import write_json
 from vtx.exporter.data.items import SCENES, Item, read_data
+from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
 from vtx.exporter.gates.measure import Measurer, measure

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.calibration.source import Source
 from vtx.exporter.data.items import MAX_SKIPPED, Item
+from vtx.exporter.data.source import Source
 from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 

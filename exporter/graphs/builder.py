@@ -1,19 +1,22 @@
-"""A small builder of ONNX graphs whose weights stay in files: nodes in, `onnx_ir` model out."""
+"""A small builder of ONNX graphs whose weights stay in files, and the interface of the dialects it writes them in.
+
+Nodes in, `onnx_ir` model out. A dialect provides the operations that engines express differently, and the dtypes they
+are computed in; the two refer to each other, so they share this file.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from vtx.exporter.graphs.dialects.base import Dialect
+from vtx.exporter.checkpoint.config import TextConfig
+from vtx.exporter.weights.stored import StoredTensor
 
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
@@ -25,21 +28,6 @@ ELEMENT_TYPES = {
     "I4": ir.DataType.INT4,
 }
 Shape = Sequence[int | str]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where one weight lies in the bundle: `file` is relative to the bundle, `dtype` is safetensors' word.
-
-    A quantised matrix [out, in] is I8, or I4 with two to a byte, and has float16 `scales` [out, blocks of a row].
-    """
-
-    file: str
-    offset: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    scales: StoredTensor | None = None
 
 
 class Builder:
@@ -184,3 +172,98 @@ class Builder:
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
         self._initializers[name] = value
         return value
+
+
+class StageAttention(Protocol):
+    """Causal attention of one stage under construction, by KV slot; making one declares the stage's inputs for it.
+
+    `split` brings rows [rows, heads * head_dim] into the layout that `rotate` and `attend` work in, `join` back.
+    """
+
+    def split(self, x: ir.Value, heads: int) -> ir.Value: ...
+
+    def rotate(self, x: ir.Value, heads: int) -> ir.Value:
+        """Rotary embedding by the rows' positions, which are not their KV slots once vision rows have left."""
+        ...
+
+    def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
+        """Append K and V to the layer's cache, its input here, and let every row see its own slot and those before."""
+        ...
+
+    def join(self, x: ir.Value) -> ir.Value: ...
+
+    def finish(self) -> None:
+        """Declare the caches of all layers as outputs."""
+        ...
+
+
+class Dialect(Protocol):
+    """One operator set. `compute` is the type of the arithmetic; rows cross a graph's boundary in float32."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def opsets(self) -> Mapping[str, int]: ...
+
+    @property
+    def ir_version(self) -> int: ...
+
+    @property
+    def compute(self) -> ir.DataType: ...
+
+    @property
+    def capacity(self) -> int | None:
+        """Slots of every cache, where the graphs fix them; then no tensor may be as large as another one says."""
+        ...
+
+    @property
+    def sizes_from_values(self) -> bool:
+        """Whether a tensor may have as many rows as values say; where not, rows stay and a mask hides them."""
+        ...
+
+    def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
+        """Of a layer's keys [1, kv_heads, slots, head_dim] the first `total` [1] int64, or all where a mask must do."""
+        ...
+
+    def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
+        """RMS norm over the last axis, computed in float32."""
+        ...
+
+    def add_norm(
+        self, b: Builder, delta: ir.Value, total: ir.Value, weight: str, eps: float
+    ) -> tuple[ir.Value, ir.Value]:
+        """(norm(total + delta), total + delta)."""
+        ...
+
+    def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
+        """Layer norm over the last axis with `name`.weight and `name`.bias, computed in float32."""
+        ...
+
+    def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
+        """X @ W^T (+ b) with the quantised matrix W of that name."""
+        ...
+
+    def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
+        """Exact GELU, or its tanh approximation."""
+        ...
+
+    def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
+        """X * sigmoid(rate * x)."""
+        ...
+
+    def mish(self, b: Builder, x: ir.Value) -> ir.Value:
+        """X * tanh(softplus(x))."""
+        ...
+
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> StageAttention: ...
+
+    def tower_attention(
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
+    ) -> ir.Value:
+        """Attention of every row to every other; all of [images, rows, hidden].
+
+        `seen` [1, 1, 1, rows] bool: the rows that are attended to, None for all. It is given only where
+        `sizes_from_values` is false; the number of rows may be known at run time only where that is true.
+        """
+        ...

@@ -13,8 +13,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.graphs.dialects.base import StageAttention
+from vtx.exporter.graphs.builder import FLOAT, Builder, StageAttention
 from vtx.runtime.bundle import names
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.exporter.graphs.builder import StoredTensor
 from vtx.exporter.weights.precision import Precisions
 from vtx.exporter.weights.quantize import Scheme
+from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import TensorInfo, layout
 
 

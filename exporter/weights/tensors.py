@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.exporter.graphs.builder import StoredTensor
 from vtx.exporter.weights.quantize import Scheme, dequantise
+from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import TensorInfo, open_tensor
 
 CHUNK = 1 << 22  # elements that are widened at a time

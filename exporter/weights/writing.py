@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.bundling.resume import Journal, Written
 from vtx.exporter.checkpoint.loader import check_finite
+from vtx.exporter.weights.journal import Journal, Written
 from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling

@@ -16,7 +16,8 @@ from tests.support.bundles import export
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages
-from vtx.exporter.bundling.export import DEMO, demo_checkpoint
+from vtx.exporter.bundling.export import demo_checkpoint
+from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.data import scenes
 from vtx.runtime.api.answer import Options
 from vtx.runtime.api.model import Model, load

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.exported import THREADS
-from vtx.exporter.bundling.export import DEMO
+from vtx.exporter.bundling.options import DEMO
 from vtx.runtime.api.model import Model, load
 
 ROOT = Path(__file__).resolve().parents[2]

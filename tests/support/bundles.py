@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vtx.runtime.bundle.bundle import Bundle
 
 if TYPE_CHECKING:
-    from vtx.exporter.bundling.export import ExportOptions
+    from vtx.exporter.bundling.options import ExportOptions
 
 IGNORE: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
 
@@ -28,7 +28,8 @@ def export(
     reductions: tuple[str, ...] = (),
 ) -> Bundle:
     """Export a checkpoint to `out`, without a command around it."""
-    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+    from vtx.exporter.bundling.export import plan_export, run_export
+    from vtx.exporter.bundling.options import ExportOptions
 
     options = ExportOptions(str(checkpoint), ks, precision, max_context, reductions=reductions)
     return run_export(plan_export(options), out, force=force, report=IGNORE)

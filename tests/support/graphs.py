@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.exported import THREADS
-from vtx.exporter.graphs.builder import Builder, StoredTensor
-from vtx.exporter.graphs.dialects.base import Dialect
+from vtx.exporter.graphs.builder import Builder, Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
+from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.backends.ort.backend import share_threads
 
 

@@ -16,7 +16,8 @@ BUNDLE = "bundle"
 
 
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
-    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+    from vtx.exporter.bundling.export import plan_export, run_export
+    from vtx.exporter.bundling.options import ExportOptions
 
     stored, _, ks = precision.partition("/")
     plan = plan_export(ExportOptions(str(checkpoint), tuple(map(int, ks.split(","))) if ks else (), stored))

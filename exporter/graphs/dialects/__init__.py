@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from vtx.exporter.graphs.dialects.base import Dialect
+from vtx.exporter.graphs.builder import Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.exporter.graphs.dialects.plain import Plain
 from vtx.exporter.graphs.dialects.trt import Trt

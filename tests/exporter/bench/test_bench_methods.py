@@ -24,7 +24,8 @@ from vtx import cli
 from vtx.exporter.bench.compare import BETTER, EQUAL, WORSE, in_tables, make_comparison
 from vtx.exporter.bench.methods import Found, Method, find_methods, short
 from vtx.exporter.bench.stopwatch import timed
-from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.commands import bench as commands
 from vtx.exporter.estimate.flops import encode_flops, prefill_flops, scheduled_rows
 from vtx.exporter.estimate.sizes import bundle_size

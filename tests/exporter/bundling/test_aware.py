@@ -24,9 +24,9 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling import activation_aware as measuring
 from vtx.exporter.bundling import build
-from vtx.exporter.bundling.activation_aware import Aware, drawn, exact_factors, measure_factors, shares
-from vtx.exporter.bundling.export import ExportOptions, Plan, plan_export, run_export
-from vtx.exporter.bundling.resume import Journal
+from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
+from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.options import Aware, ExportOptions
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.data.items import Data, Item
@@ -36,6 +36,7 @@ from vtx.exporter.estimate.rates import Pace
 from vtx.exporter.reference.model import Reference
 from vtx.exporter.weights import writing
 from vtx.exporter.weights.awq import factors_of
+from vtx.exporter.weights.journal import Journal
 from vtx.exporter.weights.plan import plan_weights
 from vtx.exporter.weights.quantize import dequantise, quantise, scheme
 from vtx.exporter.weights.scaling import Scaling, channels, scalings

@@ -23,7 +23,8 @@ from vtx.exporter.bundling import build as build_module
 from vtx.exporter.bundling import export as export_module
 from vtx.exporter.bundling import predict
 from vtx.exporter.bundling import staging as place_module
-from vtx.exporter.bundling.export import ExportOptions, Plan, check_memory, plan_export, run_export
+from vtx.exporter.bundling.export import Plan, check_memory, plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.weights import writing
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import BundleError, CheckpointError, ExportError, RequestError

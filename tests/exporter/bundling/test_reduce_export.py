@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from tests.support.bundles import IGNORE
 from tests.support.tiny import Tiny
 from vtx.cli import export as export_command
-from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.names import DIALECTS
 from vtx.runtime.errors import RequestError, UnsupportedModelError, VtxError

@@ -13,7 +13,8 @@ from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny, random_image
 from vtx.cli import export as export_command
-from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.data.items import Data, Item
 from vtx.runtime.api.answer import Options

@@ -16,13 +16,14 @@ import pytest
 
 from tests.support.bundles import IGNORE, copy
 from tests.support.tiny import Tiny
-from vtx.exporter.bundling.export import ExportOptions, Plan, plan_export, run_export
+from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.progress import ALL, Bars
-from vtx.exporter.bundling.resume import PROBE, Journal
 from vtx.exporter.estimate import forecast as forecasting
 from vtx.exporter.estimate import rates
 from vtx.exporter.estimate.forecast import Forecast, forecast
 from vtx.exporter.estimate.rates import Disk, Pace, cached_share, form_of, measure_disk, measure_paces, product_speed
+from vtx.exporter.weights.journal import PROBE, Journal
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.units import duration
 
@@ -52,7 +53,13 @@ def expected(plan_: Plan, out: Path, stop: Callable[[str, int, int], None] = IGN
     """What an export expects before it goes on until `stop` stops it."""
     found: list[Forecast] = []
     with contextlib.suppress(KeyboardInterrupt):
-        run_export(plan_, out, force=True, report=stop, expect=found.append)
+        run_export(
+            plan_,
+            out,
+            force=True,
+            report=stop,
+            begun=lambda folder, journal: found.append(forecast(plan_, folder, journal)),
+        )
     return found[0].phases
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from tests.support.bundles import copy, export, export_with
 from tests.support.tiny import Tiny
 from vtx import cli
-from vtx.exporter.bundling.export import ExportOptions
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.estimate.plan import Workload, find_profile, make_plan, spread_ks
 from vtx.exporter.estimate.sizes import KNOWN, ModelSize, bundle_size, find_size
 from vtx.exporter.estimate.weights import all_weights, precisions_of, resident, stored_bytes

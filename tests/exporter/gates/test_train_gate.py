@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter.calibration.source import Source, open_source
+from vtx.exporter.calibration.source import open_source
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.data.items import Item
+from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
 from vtx.exporter.gates.measure import Measurer, gate_input, measure

@@ -16,7 +16,8 @@ from tests.support.dialects import DialectBackend
 from tests.support.exported import KS, Checkpoints, Models, greedy, policy, prompt
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.names import DIALECTS
 from vtx.runtime.bundle.safetensors import write_safetensors

@@ -19,7 +19,8 @@ from tests.support.exported import THREADS, Checkpoints
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter.bundling.export import ExportOptions, Plan, plan_export, run_export
+from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates

@@ -19,10 +19,11 @@ import vtx
 from tests.support import bundles
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import predict
-from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
-from vtx.exporter.bundling.resume import Journal
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.loader import canonical_name, open_checkpoint
 from vtx.exporter.weights import writing
+from vtx.exporter.weights.journal import Journal
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.bundle.safetensors import TensorInfo, read_header, read_tensor

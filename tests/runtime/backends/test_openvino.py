@@ -21,7 +21,8 @@ from tests.support.exported import KS, QUESTIONS, THREADS, Checkpoints, Models, 
 from tests.support.fuse import check_interrupts
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.answer import Options
 from vtx.runtime.api.model import Model, load
 from vtx.runtime.backends.devices import AUTO, choose

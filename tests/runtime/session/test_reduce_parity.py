@@ -51,7 +51,8 @@ Cases = Callable[[Tiny], Case]
 def cases(
     tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
 ) -> Cases:
-    from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+    from vtx.exporter.bundling.export import plan_export, run_export
+    from vtx.exporter.bundling.options import ExportOptions
 
     folder = tmp_path_factory.mktemp("reduce")
 

@@ -1,0 +1,28 @@
+"""A model whose prompts and hidden states are measured: its weights for the plain reference, its text, its images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.runtime.prompt.text import Text
+from vtx.runtime.bundle.image_settings import ImageSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checked model. `fingerprint` is its checkpoint's, even where it was opened from a bundle."""
+
+    name: str
+    fingerprint: str
+    checkpoint: Checkpoint
+    config: ModelConfig
+    text: Text
+    image: ImageSettings
+    context: int
+
+    def version(self) -> list[list[str | int]]:
+        """Name, bytes and time of change of each file of weights."""
+        files = sorted({info.file for info in self.checkpoint.tensors.values()})
+        return [[f.name, (s := f.stat()).st_size, s.st_mtime_ns] for f in files]
