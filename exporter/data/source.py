@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.runtime.prompt.text import Text
 from vtx.runtime.bundle.image_settings import ImageSettings
+from vtx.runtime.prompt.text import Text
 
 
 @dataclass(frozen=True, slots=True)
