@@ -95,7 +95,7 @@ def run(
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown
 
-            check_shown(model.policy(k, options, reduce), conversation.pictures)
+            check_shown(model.policy(k, options, reduce), conversation.images)
         answers = []
         for number, stream in enumerate(_streams(conversation, questions, k, options, reduce, chat=chat)):
             _show(stream, as_json=as_json, before=where if device == "auto" and not number else "")
@@ -122,7 +122,7 @@ def _draw(path: Path, conversation: Conversation, answers: Sequence[Stats]) -> N
     from vtx.runtime.errors import RequestError
     from vtx.runtime.report.tokens_plot import draw_tokens
 
-    picture = draw_tokens(answers, conversation.pictures, conversation.model.manifest)
+    picture = draw_tokens(answers, conversation.images, conversation.model.manifest)
     try:
         with replacing(path) as partial:
             picture.save(partial, "PNG")

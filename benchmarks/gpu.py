@@ -109,7 +109,7 @@ def main() -> None:
     held = model.backend.cuda.memory() if given.device == "tensorrt" else None
     theirs = Theirs(given.checkpoint, "cpu" if given.device == "cpu" else "cuda")
     rng = np.random.default_rng(0)
-    picture = model.picture(Image.fromarray(rng.integers(0, 256, (336, 336, 3), dtype=np.uint8)))
+    picture = model.prepare(Image.fromarray(rng.integers(0, 256, (336, 336, 3), dtype=np.uint8)))
     ids = prompt_of(model, picture).ids
     sides: dict[str, list[Times]] = {"vtx": [], "transformers": []}
     for number in range(given.rounds + 1):

@@ -48,7 +48,7 @@ def export(folder: Path, precision: str, vision: str | None, kv: str | None, mea
 
 def answers(model: Model, item: Item) -> tuple[NDArray[np.float32], list[tuple[NDArray[np.float64], bool]]]:
     """The image's rows; at each K the log-probabilities of the first token and whether the greedy answer is right."""
-    manifest, picture = model.manifest, model.picture(item.images[0])
+    manifest, picture = model.manifest, model.prepare(item.images[0])
     rows = model.backend.vision(picture.pixels[None])
     content: list[Any] = [{"type": "image"}, {"type": "text", "text": item.question}]
     ids = model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens)

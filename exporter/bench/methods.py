@@ -138,7 +138,7 @@ class Trial:
             self.skipped.append(f"{item.question[:40]!r}: {e}")
 
     def _ask_all(self, item: Item, number: int) -> dict[Method, Found]:
-        pictures = tuple(self.model.picture(image) for image in item.images)
+        pictures = tuple(self.model.prepare(image) for image in item.images)
         parts: list[Part] = [{"type": "image"} for _ in pictures]
         content: list[Part] = [*parts, {"type": "text", "text": item.question}]
         text = len(self.model.text.prompt([{"role": "user", "content": content}], 1)) - len(pictures)

@@ -88,7 +88,7 @@ class AnswerStream:
 
     def __init__(self, pieces: Callable[[AnswerStream], Generator[str]]) -> None:
         self._answer: Answer | None = None
-        self._asked: Selection | None = None
+        self._selection: Selection | None = None
         self._pieces = pieces(self)
 
     def __iter__(self) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 model = vtx.load("bundle/")
 with model.open("image.jpg") as image:
-for piece in image.stream("What is on the table?", k=16):
-print(piece, end="")
-answer = image.ask("What colour is it?")   # the image's part of the caches is reused
+    for piece in image.stream("What is on the table?", k=16):
+        print(piece, end="")
+    answer = image.ask("What colour is it?")   # the image's part of the caches is reused
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Model:
 
         """
         many = cast(Sequence[ImageSource], images if isinstance(images, list | tuple) else [images])
-        return Conversation(self, tuple(self.picture(source) for source in many))
+        return Conversation(self, tuple(self.prepare(source) for source in many))
 
     def ask(self, question: str, k: K = DEFAULT, options: Options | None = None) -> Answer:
         """Answer a question without an image."""
@@ -76,7 +76,7 @@ class Model:
         threshold = (options or Options()).gate_threshold
         return make_policy(depth, manifest, self.backend.gate, threshold, reduce=wanted, dialect=self.backend.dialect)
 
-    def picture(self, source: ImageSource) -> PreparedImage:
+    def prepare(self, source: ImageSource) -> PreparedImage:
         """Read and preprocess an image."""
         pixels = preprocess(load_image(source), self.manifest.image)
         return PreparedImage(pixels, hashlib.sha256(pixels.tobytes()).hexdigest())
@@ -89,10 +89,10 @@ class Conversation:
     Calls from several threads wait for each other.
     """
 
-    def __init__(self, model: Model, pictures: tuple[PreparedImage, ...]) -> None:
-        self.model, self.pictures = model, pictures
+    def __init__(self, model: Model, images: tuple[PreparedImage, ...]) -> None:
+        self.model, self.images = model, images
         self._session = Session(model.backend, model.manifest)
-        self._gallery = EncodedImages(model.backend, pictures)
+        self._encoded = EncodedImages(model.backend, images)
         self._lock = threading.Lock()
         self._reading: tuple[int, weakref.ref[AnswerStream]] | None = None  # thread and stream that hold the lock
 
@@ -107,7 +107,7 @@ class Conversation:
         self._end_own_stream()
         with self._lock:
             self._session = Session(self.model.backend, self.model.manifest)
-            self._gallery = EncodedImages(self.model.backend, self.pictures)
+            self._encoded = EncodedImages(self.model.backend, self.images)
 
     def ask(
         self, question: str, k: K = DEFAULT, options: Options | None = None, *, reduce: str | None = DEFAULT
@@ -138,7 +138,7 @@ class Conversation:
         return Chat(self, k, reduce)
 
     def _user(self, question: str, *, with_images: bool = True) -> Message:
-        parts: list[Part] = [{"type": "image"} for _ in self.pictures] if with_images else []
+        parts: list[Part] = [{"type": "image"} for _ in self.images] if with_images else []
         return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
     def _stream(
@@ -153,15 +153,15 @@ class Conversation:
             with self._lock:
                 self._reading = threading.get_ident(), weakref.ref(stream)
                 clock = Clock()
-                encoders = clock.all_vision(self._gallery.encoders(policy.entries))
-                asked = ids
+                encoders = clock.all_vision(self._encoded.encoders(policy.entries))
+                prompt_ids = ids
                 if policy.entries and encoders:  # how many rows an image has, only its pixels say
-                    asked = text.prompt(messages, [len(encode().patches) for _, encode in encoders])
+                    prompt_ids = text.prompt(messages, [len(encode().patches) for _, encode in encoders])
                 done = self._session.prefill(
-                    Prompt(asked, asked == manifest.text.image_token_id, encoders), policy, after=after
+                    Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, encoders), policy, after=after
                 )
                 clock.prefilled()
-                yield from self._generate(stream, done, len(asked), options, clock, policy)
+                yield from self._generate(stream, done, len(prompt_ids), options, clock, policy)
 
         return AnswerStream(pieces)
 
@@ -202,7 +202,7 @@ class Conversation:
             yield rest
         stopped = "end" if ids[-1] in end_ids else "length" if len(ids) == options.max_new_tokens else "context"
         stats = self._stats(done, prompt_tokens, clock, policy)
-        stream._asked = done.asked
+        stream._selection = done.selection
         stream._answer = Answer("".join(shown), tuple(ids), stats, stopped)
 
     def _stats(self, done: PrefillResult, prompt_tokens: int, clock: Clock, policy: Policy) -> Stats:
@@ -233,7 +233,7 @@ class Chat:
     def __init__(self, conversation: Conversation, k: K, reduce: str | None) -> None:
         self._conversation, self._k, self._reduce = conversation, k, reduce
         self.messages: list[Message] = []
-        self._asked: Selection | None = None  # the question by which the vision rows of this chat were chosen
+        self._selection: Selection | None = None  # the question by which the vision rows of this chat were chosen
 
     def ask(self, question: str, options: Options | None = None) -> Answer:
         """Answer the next turn; the turns before it are part of the prompt."""
@@ -243,11 +243,11 @@ class Chat:
         """As `ask`, giving the text piece by piece. The turn counts once it has been read to its end."""
         turn = self._conversation._user(question, with_images=not self.messages)
         messages, limits = [*self.messages, turn], options or Options()
-        inner = self._conversation._stream(messages, self._k, limits, self._reduce, self._asked)
+        inner = self._conversation._stream(messages, self._k, limits, self._reduce, self._selection)
 
         def pieces(stream: AnswerStream) -> Generator[str]:
             yield from inner
-            stream._answer, self._asked = inner.answer, inner._asked
+            stream._answer, self._selection = inner.answer, inner._selection
             self.messages += [turn, {"role": "assistant", "content": [{"type": "text", "text": inner.answer.text}]}]
 
         return AnswerStream(pieces)

@@ -76,7 +76,7 @@ def _panels(pixels: NDArray[np.float64], side: int, found: ReductionReport, numb
 
 def _panel(pixels: NDArray[np.float64], side: int, found: ReductionReport, kept: Kept, number: int) -> Image.Image:
     """The image, `side` patches a side, with those of `kept` lit."""
-    merged, alive = set(found.merged[number]), set(kept.places[number]) - {-1}
+    merged, alive = set(found.merged[number]), set(kept.patches[number]) - {-1}
     lit = np.zeros((side, side), bool)
     for place in alive:
         y, x, reach = *divmod(place, side), WINDOW if place in merged else 1
@@ -97,10 +97,10 @@ def _panel(pixels: NDArray[np.float64], side: int, found: ReductionReport, kept:
 
 
 def _said(found: ReductionReport, step: int, number: int) -> str:
-    kept, entered = found.kept[step], len(found.kept[0].places[number])
+    kept, entered = found.kept[step], len(found.kept[0].patches[number])
     if kept.layer == 1:
         return f"{entered} rows enter, {len(found.merged[number])} merged"
-    return f"{len(kept.places[number])} of {entered} go into layer {kept.layer} ({kept.by})"
+    return f"{len(kept.patches[number])} of {entered} go into layer {kept.layer} ({kept.by})"
 
 
 def _captioned(image: Image.Image, text: str) -> Image.Image:

@@ -47,13 +47,13 @@ class EncodedImages:
         return tuple((image.key + settings, partial(self._enter, image, entries)) for image in self.images)
 
     def _enter(self, image: PreparedImage, entries: Sequence[Entry]) -> ImageTokens:
-        tokens = self._tower(image, vision_extras(entries))
+        tokens = self._encode(image, vision_extras(entries))
         for entry in entries:
             selected = entry.select(tokens)
             tokens = tokens if selected is None else tokens.take(selected)
         return tokens
 
-    def _tower(self, image: PreparedImage, extras: Extras) -> ImageTokens:
+    def _encode(self, image: PreparedImage, extras: Extras) -> ImageTokens:
         key = tuple((name, value.tobytes()) for name, value in sorted(extras.items()))
         encoded = self._encoded.get(key, {})
         if image.key not in encoded:

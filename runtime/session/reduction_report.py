@@ -11,33 +11,33 @@ from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.session import Cut, PrefillResult
 from vtx.runtime.vision.tokens import Mask, Patches
 
-Places = tuple[tuple[int, ...], ...]
+PatchIndices = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The rows that go into `layer` and on, as places of each image; `by`: who left out the others.
+    """The image tokens that enter `layer`, by patch index in each image; `by` names what left out the others.
 
     Layer 1: all that entered.
     """
 
     layer: int
     by: str
-    places: Places
+    patches: PatchIndices
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionReport:
-    """What reductions left of the images. Places count an image's patches in raster order, -1 is its class token.
+    """What reductions left of the images. A patch index counts in raster order, -1 is the class token.
 
     `kept`: what entered the decoder, then what was left after each cut. `merged`: first patches of windows that
-    became one row. `keys`: what no prune may drop. `vision_tokens_mean`: vision rows that leave a layer, those its
-    prune has just dropped not counted, mean over all layers. `notes`: what was off, and why.
+    became one token. `keys`: what is never dropped. `vision_tokens_mean`: image tokens that leave a layer, those it
+    has just dropped not counted, mean over all layers. `notes`: what had no effect, and why.
     """
 
     kept: tuple[Kept, ...]
-    merged: Places
-    keys: Places
+    merged: PatchIndices
+    keys: PatchIndices
     vision_tokens_mean: float
     notes: tuple[str, ...]
 
@@ -54,16 +54,16 @@ def reduced(policy: Policy, done: PrefillResult) -> ReductionReport | None:
         keys = keys if marks is None else keys | marks
     leaving = [*done.vision_kept[1:], done.vision_kept[-1]]
     return ReductionReport(
-        kept=tuple(Kept(cut.layer, "+".join(cut.by), _places(done.images, cut.kept)) for cut in (entered, *done.cuts)),
-        merged=_places(done.images, merged),
-        keys=_places(done.images, keys),
+        kept=tuple(Kept(cut.layer, "+".join(cut.by), _patches(done.images, cut.kept)) for cut in (entered, *done.cuts)),
+        merged=_patches(done.images, merged),
+        keys=_patches(done.images, keys),
         vision_tokens_mean=round(sum(leaving) / len(leaving), 2),
         notes=tuple(_notes(policy, done)),
     )
 
 
-def _places(images: Sequence[Patches], mask: Mask) -> Places:
-    """Of each image the places of its masked rows, rising."""
+def _patches(images: Sequence[Patches], mask: Mask) -> PatchIndices:
+    """The patch indices of each image's masked tokens, ascending."""
     ends = np.cumsum([len(image) for image in images])
     parts = np.split(mask, ends[:-1]) if len(images) else []
     return tuple(tuple(sorted(image.places[part].tolist())) for image, part in zip(images, parts, strict=True))

@@ -110,8 +110,8 @@ class FusedBackend:
 
 def fused(backend: FusedBackend, asked: Prompt) -> Prompt:
     """`asked` with pictures that are encoded through the fuse."""
-    pictures = tuple((key, lambda e=encode: backend.fuse.run(e)) for key, encode in asked.pictures)
-    return replace(asked, pictures=pictures)
+    encoders = tuple((key, lambda e=encode: backend.fuse.run(e)) for key, encode in asked.encoders)
+    return replace(asked, encoders=encoders)
 
 
 def check_interrupts(
@@ -141,7 +141,7 @@ def check_interrupts(
         backend.fuse = Fuse()
         for number, k in enumerate((5, 2, None)):
             # the first one goes on, as a chat's next turn does: it may reuse what the interrupted one had finished
-            done = session.prefill(fused(backend, prompts[0]), policy(k), after=None if number else session.asked)
+            done = session.prefill(fused(backend, prompts[0]), policy(k), after=None if number else session.selection)
             np.testing.assert_allclose(done.logits, fresh[0, k][0], atol=tolerance, rtol=0)
             assert np.array_equal(answer(session, prompts[1], policy(k), 3), fresh[1, k][:3]), (at, k)
     assert at > 10, "the question made fewer calls than it has stages"

@@ -86,7 +86,7 @@ class Talk:
 
     def _prompt(self, messages: Sequence[Message], images: Sequence[Image.Image], policy: Policy) -> Prompt:
         model = self._model
-        pictures = [model.picture(image) for image in images]
+        pictures = [model.prepare(image) for image in images]
         encoded = [self._encode(picture.pixels, policy) for picture in pictures]
         spec, token = model.manifest.model, model.manifest.text.image_token_id
         plain = model.text.prompt(messages, spec.vision_tokens)

@@ -58,7 +58,7 @@ def model(models: Models) -> Model:
 @pytest.fixture(scope="module")
 def tau(model: Model) -> float:
     """A threshold at which three of nine windows of IMAGE merge."""
-    pixels = model.picture(IMAGE).pixels[None]
+    pixels = model.prepare(IMAGE).pixels[None]
     merged = {tau: model.backend.vision(pixels, {"tau": np.float32([tau])}).patches.merged.sum() for tau in TAUS}
     return next(tau for tau, count in merged.items() if count == 3)
 
@@ -93,14 +93,14 @@ def test_an_answer_says_what_each_cut_kept(model: Model, tau: float) -> None:
     assert len(found.keys[0]) == -(-8 * stats.vision_tokens // 100)
     assert [kept.layer for kept in found.kept] == [1, 3, 5, 7]
     assert [kept.by for kept in found.kept] == ["mustdrop"] * 4
-    sizes = [len(kept.places[0]) for kept in found.kept]
+    sizes = [len(kept.patches[0]) for kept in found.kept]
     assert sizes[0] == stats.vision_tokens
     assert list(stats.vision_tokens_kept) == [size for size in sizes for _ in range(2)]
     # Two layers each, the second of which is where the next prune is counted.
     assert found.vision_tokens_mean == pytest.approx((sum(sizes) + sum(sizes[1:]) + sizes[-1]) / 8, abs=0.01)
     for earlier, later in zip(found.kept, found.kept[1:], strict=False):
-        assert set(later.places[0]) < set(earlier.places[0])
-        assert set(found.keys[0]) <= set(later.places[0])
+        assert set(later.patches[0]) < set(earlier.patches[0])
+        assert set(found.keys[0]) <= set(later.patches[0])
     text = stats.prompt_tokens - stats.vision_tokens
     assert stats.kv_slots == (stats.prompt_tokens, *[text + sizes[-1]] * 7)
     assert stats.kv_bytes == sum(stats.kv_slots) * model.manifest.kv_slot_bytes()
@@ -115,7 +115,7 @@ def test_two_images_have_merging_keys_and_survivors_of_their_own(model: Model, t
     assert found[0].merged == (*found[1].merged, *found[2].merged)
     assert found[0].keys == (*found[1].keys, *found[2].keys)
     assert stats[0].vision_tokens == stats[1].vision_tokens + stats[2].vision_tokens
-    assert all(len(kept.places) == 2 for kept in found[0].kept)
+    assert all(len(kept.patches) == 2 for kept in found[0].kept)
 
 
 @pytest.mark.parametrize("word", [DUAL, "lsm", "cls", "fastv:k=3"])
@@ -146,7 +146,7 @@ def test_the_json_object_is_flat_and_whole(model: Model) -> None:
         plain = image.ask(QUESTIONS[0], None, OPTIONS, reduce=None).to_dict()
     assert set(found) - set(plain) == {"kept", "merged", "keys", "vision_tokens_mean", "notes"}
     assert "reduced" not in found
-    assert set(found["kept"][0]) == {"layer", "by", "places"}
+    assert set(found["kept"][0]) == {"layer", "by", "patches"}
     json.dumps(found)
 
 
@@ -163,7 +163,7 @@ def test_each_question_has_its_own_survivors_and_equals_a_fresh_run(model: Model
             assert answer.token_ids == alone.token_ids
             assert answer.stats.reduced == alone.stats.reduced
             assert answer.stats.reused_image == (number > 0)
-            seen.add(reduced(answer.stats).kept[-1].places)
+            seen.add(reduced(answer.stats).kept[-1].patches)
     assert len(seen) == 3
 
 
@@ -279,7 +279,7 @@ def test_the_command_takes_a_word_and_prints_what_it_kept(model: Model, picture:
     assert done.exit_code == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [f["reduce"] for f in found] == ["fastv:k=3,ratio=0.5"] * 2
-    assert [len(f["kept"][-1]["places"][0]) for f in found] == [41, 41]
+    assert [len(f["kept"][-1]["patches"][0]) for f in found] == [41, 41]
 
 
 def test_the_command_tells_on_stderr_what_was_off(model: Model) -> None:
@@ -312,14 +312,14 @@ def test_the_picture_shows_what_survives_each_cut(model: Model, picture: Path, t
     assert done.exit_code == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     sheet = np.asarray(Image.open(out).convert("RGB"))
-    values = model.picture(IMAGE).pixels.transpose(1, 2, 0)
+    values = model.prepare(IMAGE).pixels.transpose(1, 2, 0)
     settings = model.manifest.image
     pixels = ((values * settings.std + settings.mean) / settings.rescale).clip(0, 255)
     for row, answer in enumerate(found):
         for column, kept in enumerate(answer["kept"]):
             top, left = 8 + 16 + row * (378 + 16 + 8), 8 + column * (378 + 8)
             alive = np.zeros((9, 9), bool)
-            for place in kept["places"][0]:
+            for place in kept["patches"][0]:
                 reach = 3 if place in answer["merged"][0] else 1
                 alive[place // 9 : place // 9 + reach, place % 9 : place % 9 + reach] = True
             dark = pixels.max() < 10

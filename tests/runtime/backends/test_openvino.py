@@ -309,7 +309,7 @@ def test_other_images_and_text_between_questions_change_nothing(
         number, k = int(rng.integers(len(prompts))), DEPTHS[rng.integers(len(DEPTHS))]
         steps, go_on = int(rng.integers(1, STEPS)), bool(rng.integers(2))
         if go_on:
-            found = session.prefill(prompts[number], policy(k), after=session.asked).logits
+            found = session.prefill(prompts[number], policy(k), after=session.selection).logits
             np.testing.assert_allclose(found, fresh[number, k][0], atol=SAME, rtol=0)
         else:
             np.testing.assert_allclose(

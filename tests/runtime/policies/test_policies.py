@@ -351,7 +351,7 @@ def test_the_policy_that_contributing_shows_runs_from_export_to_answer(
     assert answer.stats.reduce == "every:n=2,k=2"
     assert answer.stats.vision_tokens_kept == (16, 16, *[8] * 6)
     assert answer.stats.reduced is not None
-    assert answer.stats.reduced.kept[-1].places == (tuple(range(0, 16, 2)),)
+    assert answer.stats.reduced.kept[-1].patches == (tuple(range(0, 16, 2)),)
     assert thirds.stats.vision_tokens_kept == (16, 16, 6, 6, 0, 0, 0, 0)
     assert plain.stats.vision_tokens_kept == (16,) * 8
     assert plain.stats.reduced is None

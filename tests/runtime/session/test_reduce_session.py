@@ -117,7 +117,7 @@ def test_a_withdrawal_after_mustdrop_leaves_its_survivors_in_the_earlier_caches(
 
 
 def test_a_question_of_one_token_is_scored(model: Model, prompts: list[Prompt]) -> None:
-    front = prompts[0].front
+    front = prompts[0].prefix_length
     asked = replace(prompts[0], ids=prompts[0].ids[: front + 1], is_vision=prompts[0].is_vision[: front + 1])
     for way in ("fastv", "mustdrop"):
         done = Session(model.backend, model.manifest).prefill(asked, policy(model, way))
@@ -160,7 +160,7 @@ def test_any_questions_in_any_order_equal_fresh_ones(
     session = Session(model.backend, model.manifest)
     for number, way, n, go_on in asked:
         if go_on:
-            session.prefill(prompts[number], policy(model, way), after=session.asked)
+            session.prefill(prompts[number], policy(model, way), after=session.selection)
         else:
             found = answer(session, prompts[number], policy(model, way), n)
             assert np.array_equal(found, fresh[number, way][:n])
@@ -201,7 +201,7 @@ def test_the_image_is_not_run_again_before_the_first_cut(model: Model, prompts: 
         append = cache.append
         cache.append = lambda rows, *rest, append=append, **how: (ran.append(len(rows)), append(rows, *rest, **how))[1]  # type: ignore[method-assign]
     assert session.prefill(prompts[2], policy(model, "mustdrop")).reused_image
-    assert ran == [len(prompts[2].ids) - prompts[2].front] * 2  # layers 1 and 2, one stage each
+    assert ran == [len(prompts[2].ids) - prompts[2].prefix_length] * 2  # layers 1 and 2, one stage each
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_a_later_turn_keeps_the_rows_of_the_first(
     turns = [*said, 40, 41, 42]
     ids = np.concatenate([asked.ids, turns])
     longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(len(turns), bool)))
-    second = session.prefill(longer, how, after=session.asked)
+    second = session.prefill(longer, how, after=session.selection)
     wanted = stated_turns(reference(Tiny()), model, 1, method, turns, 0)
     np.testing.assert_allclose(second.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
     assert list(second.slots) == wanted.slots
@@ -297,10 +297,10 @@ def test_shrinking_and_restoring_hold_nothing_that_grows(model: Model, prompts: 
 
 
 def test_what_is_set_aside_is_what_full_stages_lost(model: Model, prompts: list[Prompt]) -> None:
-    """A stage before the first cut sets K and V of the dropped rows aside; later ones run anew and keep nothing."""
+    """A stage before the first cut sets K and V of the dropped rows saved; later ones run anew and keep nothing."""
     session = Session(model.backend, model.manifest)
     done = session.prefill(prompts[0], policy(model, "mustdrop"))
-    (aside,) = session._prefix.aside
+    (saved,) = session._prefix.saved_kv
     spec, dropped = model.manifest.model, int((~done.cuts[-1].kept).sum())
-    assert session._stages[aside.stage].first == 2
-    assert aside.kv.shape == (1, 2, 1, spec.kv_heads, dropped, spec.head_dim)
+    assert session._stages[saved.stage].first == 2
+    assert saved.kv.shape == (1, 2, 1, spec.kv_heads, dropped, spec.head_dim)

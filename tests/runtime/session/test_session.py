@@ -47,8 +47,8 @@ def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], L
 def one_shot(backend: Backend, session: Session, asked: Prompt, k: int | None) -> Logits:
     """The same graphs over the whole prompt at once: each stage once, no chunks."""
     rows = backend.embed(asked.ids)
-    if asked.pictures:
-        rows[asked.is_vision] = np.concatenate([encode().rows for _, encode in asked.pictures])
+    if asked.encoders:
+        rows[asked.is_vision] = np.concatenate([encode().rows for _, encode in asked.encoders])
     positions = np.arange(len(rows), dtype=np.int64)
     for number, stage in enumerate(session._stages):
         if stage.first == k:
@@ -89,7 +89,7 @@ def test_a_prompt_that_begins_with_the_image_withdraws_to_nothing(
 
 
 def test_a_prompt_that_ends_with_an_image_is_refused(model: Model, prompts: list[Prompt]) -> None:
-    cut = prompts[0].front
+    cut = prompts[0].prefix_length
     asked = replace(prompts[0], ids=prompts[0].ids[:cut], is_vision=prompts[0].is_vision[:cut])
     with pytest.raises(RequestError, match="ends with an image"):
         Session(model.backend, model.manifest).prefill(asked, policy(None))
@@ -152,7 +152,7 @@ def test_any_questions_in_any_order_equal_fresh_ones(
     session = Session(model.backend, model.manifest)
     for number, k, n, go_on in asked:
         if go_on:
-            done = session.prefill(prompts[number], policy(k), after=session.asked)
+            done = session.prefill(prompts[number], policy(k), after=session.selection)
             np.testing.assert_allclose(done.logits, fresh[number, k][0], atol=TOLERANCE, rtol=0)
         else:
             assert np.array_equal(answer(session, prompts[number], policy(k), n), fresh[number, k][:n])
@@ -163,7 +163,7 @@ def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
 ) -> None:
     session = Session(model.backend, model.manifest)
     for k in (2, 5, 2, None, 5, 8, 3, 8):
-        done = session.prefill(prompts[1], policy(k), after=session.asked)
+        done = session.prefill(prompts[1], policy(k), after=session.selection)
         np.testing.assert_allclose(done.logits, fresh[1, k][0], atol=TOLERANCE, rtol=0)
 
 
