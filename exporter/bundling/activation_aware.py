@@ -94,7 +94,8 @@ def measure_factors(plan: Plan, aware: Aware, report: Report) -> Factors:
 
 def _sample(reference: Any, plan: Plan, asked: Any) -> Sample:
     from vtx.exporter.reference.model import Sample
-    from vtx.runtime.vision.image import load_image, preprocess
+    from vtx.runtime.vision.image import load_image
+    from vtx.runtime.vision.preprocess import preprocess
 
     pixels = np.stack([preprocess(load_image(image), plan.image) for image in asked.item.images])
     ids = asked.ids if asked.wanted is None else np.concatenate([asked.ids, asked.wanted])

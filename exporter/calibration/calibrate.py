@@ -31,7 +31,8 @@ from vtx.runtime.api.answer import Answer, Options
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import CheckpointError, RequestError
-from vtx.runtime.vision.image import load_image, preprocess
+from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.preprocess import preprocess
 
 LOGITS = 1 << 25  # logits computed at a time
 Report = Callable[[str, int, int], None]

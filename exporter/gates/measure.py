@@ -22,7 +22,8 @@ from vtx.exporter.data.source import Source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, Work
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.runtime.errors import CheckpointError, RequestError, VtxError
-from vtx.runtime.vision.image import load_image, preprocess
+from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.preprocess import preprocess
 
 HEAD_ROWS = 512  # rows of logits in memory at once
 UNKNOWN = 2

@@ -17,7 +17,7 @@ from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.prompt.text import Part, Text
 from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, key_of, seen
-from vtx.runtime.vision.image import preprocess
+from vtx.runtime.vision.preprocess import preprocess
 
 
 def golden_ids(text: Text, vision_tokens: int) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.prompt.text import Part, Text
 from vtx.runtime.report.golden import QUESTION, golden_image
-from vtx.runtime.vision.image import preprocess
+from vtx.runtime.vision.preprocess import preprocess
 
 MARGIN = 2.0  # of the scales over what was measured; what lies beyond is clipped
 STEPS = 127  # the largest integer

@@ -36,7 +36,8 @@ from vtx.runtime.session.reduction_report import reduced
 from vtx.runtime.session.sampling import Sampler
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 from vtx.runtime.units import size
-from vtx.runtime.vision.image import ImageSource, load_image, preprocess
+from vtx.runtime.vision.image import ImageSource, load_image
+from vtx.runtime.vision.preprocess import preprocess
 
 K = int | str | None
 DEFAULT = "default"

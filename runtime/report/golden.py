@@ -15,7 +15,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.prompt.text import Part
 from vtx.runtime.session.session import Prompt, Session
-from vtx.runtime.vision.image import preprocess
+from vtx.runtime.vision.preprocess import preprocess
 
 QUESTION = "What is in the picture?"
 SHOWN_ROWS = 8

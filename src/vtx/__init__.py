@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vtx.runtime.api.model import load as load
     from vtx.runtime.errors import VtxError as VtxError
     from vtx.runtime.session.sampling import Sampling as Sampling
+    from vtx.runtime.vision.source import bgr as bgr
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -29,6 +30,7 @@ _HOMES = {
     "load": "api.model",
     "Sampling": "session.sampling",
     "VtxError": "errors",
+    "bgr": "vision.source",
 }
 __all__ = [*sorted(_HOMES), "__version__"]
 

@@ -143,7 +143,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_the_public_names_are_these() -> None:
-    names = {"Answer", "Chat", "Conversation", "Model", "Options", "Sampling", "VtxError", "load"}
+    names = {"Answer", "Chat", "Conversation", "Model", "Options", "Sampling", "VtxError", "bgr", "load"}
     assert set(vtx.__all__) == names | {"__version__"}
     assert set(dir(vtx)) == set(vtx.__all__)
     for name in names:

@@ -25,7 +25,9 @@ from vtx.exporter.checkpoint.processor import image_settings
 from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.vision import image as module
-from vtx.runtime.vision.image import load_image, preprocess
+from vtx.runtime.vision import source as source_module
+from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.preprocess import preprocess
 
 PROCESSORS = {
     "clip-336": CLIPImageProcessorPil(size=336, crop_size=336),
@@ -39,7 +41,19 @@ PROCESSORS = {
     "llava-padded": LlavaImageProcessorPil(do_pad=True, size=56, crop_size=42),
     "llava-padded-uncropped": LlavaImageProcessorPil(do_pad=True, size={"shortest_edge": 33}, do_center_crop=False),
 }
-SIZES = [(1, 1), (2, 1), (31, 31), (336, 336), (20, 50), (300, 47), (47, 300), (61, 40), (40, 61), (641, 479), (1, 97)]
+SIZES = [
+    (1, 1),
+    (2, 1),
+    (31, 31),
+    (336, 336),
+    (20, 50),
+    (300, 47),
+    (47, 300),
+    (61, 40),
+    (40, 61),
+    (641, 479),
+    (1, 97),
+]
 
 
 def noise(width, height, bands=3):
@@ -95,36 +109,17 @@ def test_preprocess_equals_hf_at_any_size(width, height, name):
     np.testing.assert_array_equal(ours(PROCESSORS[name], image), expected(PROCESSORS[name], image))
 
 
-SLIVERS = [(1, 5000), (5000, 1), (7, 1201), (1201, 7), (20, 39)]
+@pytest.mark.parametrize("size", [(1, 98), (98, 1), (20, 1979)], ids=str)
+def test_sides_that_differ_too_much_for_a_crop_are_refused(size):
+    with pytest.raises(ImageError, match=r"its sides may differ at most 97-fold, .*; cut off some of its longer side"):
+        ours(PROCESSORS["clip-336"], noise(*size))
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [(name, size) for name in ("clip-odd", "clip-crop-beyond-resize") for size in SLIVERS]
-    + [("llava-padded", (3, 3)), ("llava-padded", (9, 31)), ("siglip", (20, 13))],
-    ids=str,
-)
-def test_making_only_what_the_crop_keeps_equals_hf(name, size, monkeypatch):
-    enlarged = []
-    monkeypatch.setattr(module, "MAX_RESIZED_PIXELS", 0)
-    monkeypatch.setattr(module, "_enlarged", lambda *args, real=module._enlarged: enlarged.append(1) or real(*args))
-    np.testing.assert_array_equal(ours(PROCESSORS[name], noise(*size)), expected(PROCESSORS[name], noise(*size)))
-    assert len(enlarged) == 2
-
-
-@pytest.mark.parametrize("size", [(1, 5000), (5000, 1), (1, module.MAX_SIDE)], ids=str)
-def test_a_sliver_costs_milliseconds_not_gigabytes(size):
-    start = time.perf_counter()
-    assert ours(PROCESSORS["clip-336"], load_image(encoded(noise(*size), "PNG"))).shape == (3, 336, 336)
-    assert time.perf_counter() - start < 2
-
-
-def test_a_sliver_beyond_the_exact_filters_is_refused():
-    settings = image_settings({"image_processor_type": "CLIPImageProcessor", "size": 336, "resample": 4})
-    with pytest.raises(
-        ImageError, match=r"1x5000 pixels, resized it would be 336x1680000; with box the limit is .* cut"
-    ):
-        preprocess(noise(1, 5000), settings)
+@pytest.mark.parametrize("size", [(5, 487), (487, 5)], ids=str)
+def test_sides_that_differ_as_much_as_a_crop_allows_give_the_numbers_of_hf(size):
+    np.testing.assert_array_equal(
+        ours(PROCESSORS["clip-336"], noise(*size)), expected(PROCESSORS["clip-336"], noise(*size))
+    )
 
 
 def test_a_square_too_large_to_pad_is_refused():
@@ -153,16 +148,10 @@ MODES = {
     "grey-key": with_transparency(RGB.convert("L"), 7),
     "rgba": encoded(RGBA, "PNG"),
     "rgba-webp": encoded(RGBA, "WEBP", lossless=True),
-    "rgba-tiff": encoded(RGBA, "TIFF"),
     "cmyk-jpeg": encoded(RGB.convert("CMYK"), "JPEG"),
-    "cmyk-tiff": encoded(RGB.convert("CMYK"), "TIFF"),
     "progressive": encoded(RGB, "JPEG", progressive=True),
     "16-bit-png": sixteen_bit("PNG"),
-    "16-bit-tiff": sixteen_bit("TIFF"),
-    "32-bit-tiff": encoded(RGB.convert("I"), "TIFF"),
-    "float-tiff": encoded(RGB.convert("F"), "TIFF"),
     "bmp": encoded(RGB, "BMP"),
-    "ppm": encoded(RGB, "PPM"),
     "gif": encoded(RGB, "GIF", transparency=3),
     "animated-gif": encoded(RGB, "GIF", save_all=True, append_images=[RGB.rotate(90)]),
     "animated-png": encoded(RGBA, "PNG", save_all=True, append_images=[RGBA.rotate(90)]),
@@ -176,7 +165,7 @@ def test_every_mode_becomes_rgb_as_in_the_hf_processor(mode):
     np.testing.assert_array_equal(ours(PROCESSORS["clip-odd"], load_image(MODES[mode])), wanted)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(10))
 def test_exif_turns_the_image_upright_as_hf_load_image_does(kind, orientation, tmp_path):
     exif = Image.Exif()
@@ -215,7 +204,9 @@ def test_what_is_no_image_is_refused_with_the_formats(content, tmp_path):
 
 
 def test_formats_beyond_the_list_are_refused():
-    refused(encoded(RGB, "ICO"), "is not an image")
+    refused(encoded(RGB, "ICO"), "is not an image that vtx reads")
+    refused(encoded(RGB, "TIFF"), "is a TIFF image; vtx reads JPEG, PNG", "give a PIL image")
+    refused(encoded(RGB, "AVIF"), "is a AVIF image")
 
 
 def test_an_empty_image_is_refused(tmp_path):
@@ -225,9 +216,7 @@ def test_an_empty_image_is_refused(tmp_path):
     refused(io.BytesIO(), "empty")
 
 
-@pytest.mark.parametrize(
-    "kind", ["JPEG", "progressive", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "animated-gif", "animated-webp"]
-)
+@pytest.mark.parametrize("kind", ["JPEG", "progressive", "PNG", "WEBP", "BMP", "GIF", "animated-gif", "animated-webp"])
 def test_a_truncated_image_is_refused_or_complete_never_grey(kind):
     content = MODES.get(kind) or encoded(RGB, kind)
     whole, outcomes = np.asarray(load_image(content)), set()
@@ -239,7 +228,7 @@ def test_a_truncated_image_is_refused_or_complete_never_grey(kind):
     assert max(outcomes) > len(content) * 0.4
 
 
-@given(st.sampled_from(["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"]), st.data())
+@given(st.sampled_from(["JPEG", "PNG", "WEBP", "BMP", "GIF"]), st.data())
 @hypothesis_settings(max_examples=150, deadline=None)
 def test_damaged_bytes_give_an_image_or_an_image_error(kind, data):
     content = bytearray(encoded(noise(9, 8), kind))
@@ -264,10 +253,9 @@ def gif(width, height, frame_width, frame_height):
         png(8_193, 8_193),
         gif(60_000, 60_000, 60_000, 60_000),
         gif(9, 9, 60_000, 60_000),
-        b"P6 60000 60000 255\n",
         b"BM" + struct.pack("<IHHIIiiHHIIiiII", 100, 0, 0, 54, 40, 60_000, 60_000, 1, 24, 0, 0, 0, 0, 0, 0),
     ],
-    ids=range(9),
+    ids=range(8),
 )
 def test_too_many_pixels_are_refused_from_the_header_alone(content):
     start = time.perf_counter()
@@ -294,14 +282,14 @@ def test_a_decompression_bomb_takes_no_memory():
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iCCP"])
-def test_huge_text_and_profiles_are_refused_or_passed_over(kind):
-    refused(png(8, 8, (kind, b"a\0\0" + zlib.compress(bytes(100 << 20), 9))), "too large")
+def test_huge_text_and_profiles_are_passed_over(kind):
+    assert load_image(png(8, 8, (kind, b"a\0\0" + zlib.compress(bytes(100 << 20), 9)))).size == (8, 8)
     assert load_image(png(8, 8, *[(b"tEXt", b"a\0" + b"x" * 900_000)] * 40)).size == (8, 8)
 
 
 def test_an_image_without_pixels_is_refused():
     refused(Image.new("RGB", (0, 5)), "0x5 pixels", "nothing")
-    refused(b"P6 0 5 255\n")
+    refused(png(0, 5), "0x5 pixels", "nothing")
 
 
 def test_a_given_image_meets_the_same_limits():
@@ -317,7 +305,7 @@ def test_files_and_streams_over_the_byte_limit_are_refused_while_reading(tmp_pat
             buffer[:] = b"\xff" * len(buffer)
             return len(buffer)
 
-    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(source_module, "MAX_FILE_BYTES", 1 << 20)
     path = tmp_path / "sparse.png"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -335,7 +323,7 @@ def test_directory_missing_device_and_fifo_are_refused_without_waiting(tmp_path)
     refused("a\0b", "cannot be opened")
     refused("a" * 5000, "cannot be opened (File name too long)")
     refused(tmp_path / "line\nbreak.png", "does not exist")
-    refused(7, "int is no image")
+    refused(7, "int is not an image")
 
 
 def test_no_permission_is_refused_by_name(tmp_path, monkeypatch):

@@ -1,0 +1,222 @@
+"""Which format an image file has, and the structure of PNG, WebP, GIF, BMP and PPM files.
+
+Only what makes the first frame reaches a decoder. Metadata, later frames and junk stay outside, and the number of
+chunks is bounded, because decoders spend time on each.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+
+from vtx.runtime.errors import ImageError
+from vtx.runtime.vision.container import Container, DamagedError, check_size, too_many
+from vtx.runtime.vision.jpeg import read_jpeg
+from vtx.runtime.vision.limits import DEFAULT_FORMATS, KNOWN_FORMATS, MAX_GIF_BLOCKS, MAX_PARTS
+from vtx.runtime.vision.orientation import exif_orientation, xmp_orientation
+
+_SIGNATURES = (
+    ("JPEG", re.compile(rb"\xff\xd8\xff")),
+    ("PNG", re.compile(rb"\x89PNG\r\n\x1a\n")),
+    ("WEBP", re.compile(rb"RIFF....WEBP", re.DOTALL)),
+    ("GIF", re.compile(rb"GIF8[79]a")),
+    ("BMP", re.compile(rb"BM")),
+    ("PPM", re.compile(rb"P[1-6]\s")),
+    ("TIFF", re.compile(rb"II\*\0|MM\0\*")),
+    ("AVIF", re.compile(rb"....ftypavi[fs]", re.DOTALL)),
+    ("HEIC", re.compile(rb"....ftyp", re.DOTALL)),
+)
+_PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+_PNG_XMP = b"XML:com.adobe.xmp\0"
+_SPACE = rb"(?:\s|#[^\n]{0,200}\n){1,9}"
+_PPM = re.compile(rb"P([56])" + _SPACE + rb"(\d{1,9})" + _SPACE + rb"(\d{1,9})" + _SPACE + rb"255\s")
+_BMP_CODINGS = {1: "RLE8", 2: "RLE4", 4: "JPEG", 5: "PNG"}
+
+
+def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
+    """The names in capitals; ImageError for a format that vtx cannot read."""
+    names = tuple(str(name).upper() for name in ([formats] if isinstance(formats, str) else formats))
+    for name in names:
+        if name not in KNOWN_FORMATS:
+            raise ImageError(f"image format {name[:20]!r} is unknown; vtx reads {', '.join(KNOWN_FORMATS)}")
+    if not names:
+        raise ImageError(f"the list of image formats is empty; name at least one of {', '.join(KNOWN_FORMATS)}")
+    return names
+
+
+def read_container(name: str, content: bytes, formats: Sequence[str] = DEFAULT_FORMATS) -> Container:
+    """The structure of an image file; `name` is for messages.
+
+    Raises ImageError where its format is none of `formats`, where it is damaged, or is beyond a limit.
+    """
+    kind = next((kind for kind, signature in _SIGNATURES if signature.match(content)), "")
+    if kind not in formats:
+        raise _refused(name, kind, formats)
+    try:
+        container = _READERS[kind](name, content)
+    except (DamagedError, struct.error, IndexError) as error:
+        reason = str(error) if isinstance(error, DamagedError) else "it ends too early"
+        raise ImageError(f"{name} is a damaged {kind} file ({reason}); save or copy it again") from error
+    check_size(name, container.width, container.height)
+    return container
+
+
+def _refused(name: str, kind: str, formats: Sequence[str]) -> ImageError:
+    if not kind:
+        return ImageError(f"{name} is not an image that vtx reads; it reads {', '.join(formats)}")
+    if kind in KNOWN_FORMATS:
+        return ImageError(
+            f"{name} is a {kind} image, and only {', '.join(formats)} are read here; add {kind.lower()} to the "
+            "image formats, or convert it"
+        )
+    return ImageError(
+        f"{name} is a {kind} image; vtx reads {', '.join(formats)}; convert it, or open it yourself and give a PIL "
+        "image or an array"
+    )
+
+
+def _read_png(name: str, content: bytes) -> Container:
+    view, pieces = memoryview(content), [memoryview(content)[:8]]
+    exif = xmp = None
+    for kind, start, end in _limited(name, _png_chunks(content)):
+        data = view[start + 8 : end - 4]
+        if kind == b"eXIf" and exif is None:
+            exif = exif_orientation(bytes(data))
+        elif kind == b"iTXt" and data[:18] == _PNG_XMP:
+            xmp = xmp_orientation(bytes(data))
+        elif kind in _PNG_PIXELS and (start == 8 or kind != b"IHDR"):
+            pieces.append(view[start:end])
+    if content[12:16] != b"IHDR":
+        raise DamagedError("its header is not its first chunk")
+    width, height = struct.unpack_from(">II", content, 16)
+    return Container("PNG", width, height, tuple(pieces), exif or xmp or 1)
+
+
+def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Type, start and end of each chunk, up to the first IEND; the last may end beyond a file that was cut."""
+    at, kind = 8, b""
+    while at + 8 <= len(content) and kind != b"IEND":
+        length, kind = struct.unpack_from(">I4s", content, at)
+        yield kind, at, at + 12 + length
+        at += 12 + length
+
+
+def _read_webp(name: str, content: bytes) -> Container:
+    exif = xmp = size = None
+    for kind, start, end in _limited(name, _webp_chunks(content)):
+        if size is None and kind in _WEBP_SIZES:
+            size = _WEBP_SIZES[kind](content, start + 8)
+        if kind == b"EXIF":
+            exif = exif_orientation(content[start + 8 : end])
+        elif kind == b"XMP ":
+            xmp = xmp_orientation(content[start + 8 : end])
+    if size is None:
+        raise DamagedError("it holds no picture")
+    return Container("WEBP", *size, (content,), exif or xmp or 1)
+
+
+def _webp_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Type, start and end of each chunk, without the byte that evens it out."""
+    at, total = 12, min(len(content), 8 + int.from_bytes(content[4:8], "little"))
+    while at + 8 <= total:
+        kind, length = struct.unpack_from("<4sI", content, at)
+        yield kind, at, at + 8 + length
+        at += 8 + length + length % 2
+
+
+def _webp_canvas(content: bytes, at: int) -> tuple[int, int]:
+    flags = content[at : at + 10]
+    return int.from_bytes(flags[4:7], "little") + 1, int.from_bytes(flags[7:10], "little") + 1
+
+
+def _webp_lossy(content: bytes, at: int) -> tuple[int, int]:
+    width, height = struct.unpack_from("<HH", content, at + 6)
+    return width & 0x3FFF, height & 0x3FFF
+
+
+def _webp_lossless(content: bytes, at: int) -> tuple[int, int]:
+    (bits,) = struct.unpack_from("<I", content, at + 1)
+    return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+
+
+_WEBP_SIZES: dict[bytes, Callable[[bytes, int], tuple[int, int]]] = {
+    b"VP8X": _webp_canvas,
+    b"VP8 ": _webp_lossy,
+    b"VP8L": _webp_lossless,
+}
+
+
+def _limited(name: str, chunks: Iterator[tuple[bytes, int, int]]) -> Iterator[tuple[bytes, int, int]]:
+    for count, chunk in enumerate(chunks):
+        if count >= MAX_PARTS:
+            raise too_many(name, "chunks", MAX_PARTS)
+        yield chunk
+
+
+def _read_gif(name: str, content: bytes) -> Container:
+    """The screen, the first frame, and what is said of its transparency."""
+    view, (width, height, flags) = memoryview(content), struct.unpack_from("<HHB", content, 6)
+    at = 13 + _colours(flags)
+    pieces: list[bytes | memoryview] = [view[:at]]
+    blocks = 0
+    while True:
+        start, introducer = at, content[at]
+        if introducer == 0x2C:
+            left, top, frame_width, frame_height, flags = struct.unpack_from("<HHHHB", content, at + 1)
+            end, _ = _gif_blocks(name, content, at + 11 + _colours(flags), blocks)
+            pieces += [view[start:end], b";"] if end <= len(content) else [view[start:]]
+            return Container("GIF", max(width, left + frame_width), max(height, top + frame_height), tuple(pieces))
+        if introducer != 0x21:
+            raise DamagedError("it holds no frame")
+        at, blocks = _gif_blocks(name, content, at + 2, blocks)
+        if content[start + 1] == 0xF9:
+            pieces.append(view[start:at])
+
+
+def _colours(flags: int) -> int:
+    """Bytes of the colour table that these flags announce."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def _gif_blocks(name: str, content: bytes, at: int, count: int) -> tuple[int, int]:
+    """The end of a chain of blocks, and how many there have been; a file that was cut ends beyond itself."""
+    while at < len(content) and content[at]:
+        at, count = at + 1 + content[at], count + 1
+        if count > MAX_GIF_BLOCKS:
+            raise too_many(name, "blocks", MAX_GIF_BLOCKS)
+    return at + 1, count
+
+
+def _read_bmp(name: str, content: bytes) -> Container:
+    (header,) = struct.unpack_from("<I", content, 14)
+    if header == 12:
+        width, height = struct.unpack_from("<HH", content, 18)
+        coding = 0
+    else:
+        width, height, _, _, coding = struct.unpack_from("<iiHHI", content, 18)
+    if coding in _BMP_CODINGS:  # Pillow decodes these in Python, a byte at a time, or not at all
+        raise ImageError(f"{name} is a BMP compressed by {_BMP_CODINGS[coding]}; save it uncompressed, or as PNG")
+    return Container("BMP", width, abs(height), (content,))
+
+
+def _read_ppm(name: str, content: bytes) -> Container:
+    """Binary grey or RGB of 8 bits; the header is written anew, since its comments may be long."""
+    header = _PPM.match(content)
+    if header is None:
+        raise ImageError(
+            f"{name} is a PPM in text form, or has other than 256 levels; convert it to binary (P6, 255), or to PNG"
+        )
+    width, height = int(header[2]), int(header[3])
+    start = b"P%b %d %d 255\n" % (header[1], width, height)
+    return Container("PPM", width, height, (start, memoryview(content)[header.end() :]))
+
+
+_READERS: dict[str, Callable[[str, bytes], Container]] = {
+    "JPEG": read_jpeg,
+    "PNG": _read_png,
+    "WEBP": _read_webp,
+    "GIF": _read_gif,
+    "BMP": _read_bmp,
+    "PPM": _read_ppm,
+}

@@ -1,0 +1,109 @@
+"""The structure of a JPEG file, read without decoding.
+
+A progressive JPEG repeats its blocks of 8x8 pixels in scan after scan, and a scan that changes nothing takes some
+30 bytes. Hence scans are counted, and the blocks that all of them visit.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+
+from vtx.runtime.errors import ImageError
+from vtx.runtime.vision.container import Container, DamagedError, too_many
+from vtx.runtime.vision.limits import MAX_PARTS, MAX_SCAN_BLOCKS, MAX_SCANS
+from vtx.runtime.vision.orientation import exif_orientation, xmp_orientation
+
+_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")  # zero follows a data byte of 255; D0 to D7 restart within a scan
+_START, _END, _SCAN, _LINES = 0xD8, 0xD9, 0xDA, 0xDC
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_METADATA = frozenset([*range(0xE1, 0xEE), 0xEF, 0xFE])  # all but JFIF (E0) and Adobe (EE), which tell the colours
+_STANDALONE = (0x01, _START, _END)
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+
+
+class _Frame:
+    """Size of the picture, and the 8x8 blocks of each component by its id."""
+
+    def __init__(self, segment: bytes) -> None:
+        _, self.height, self.width, count = struct.unpack_from(">BHHB", segment)
+        if len(segment) != 6 + 3 * count or not 1 <= count <= 4:
+            raise DamagedError(f"its header names {count} components in {len(segment)} bytes")
+        parts = [(segment[i], segment[i + 1] >> 4, segment[i + 1] & 15) for i in range(6, len(segment), 3)]
+        if not all(1 <= h <= 4 and 1 <= v <= 4 for _, h, v in parts):
+            raise DamagedError("a component's sampling factor is not from 1 to 4")
+        across = -(-self.width // (8 * max(h for _, h, _ in parts)))
+        down = -(-self.height // (8 * max(v for _, _, v in parts)))
+        self.blocks = {component: across * h * down * v for component, h, v in parts}
+
+    def visited(self, scan: bytes) -> int:
+        """Blocks that a scan with this header visits."""
+        ids = scan[1 : 1 + 2 * scan[0] : 2]
+        return sum(self.blocks.get(component, 0) for component in ids)
+
+
+def read_jpeg(name: str, content: bytes) -> Container:
+    """The segments that make pixels, up to the first end marker.
+
+    Raises ImageError beyond `MAX_PARTS`, `MAX_SCANS` or `MAX_SCAN_BLOCKS`.
+    """
+    view, pieces = memoryview(content), []
+    frame: _Frame | None = None
+    exif = xmp = None
+    scans = visited = end = 0
+    for _ in range(MAX_PARTS):
+        marker = _MARKER.search(content, end)
+        if marker is None or marker[1][0] == _END:
+            break
+        code, start = marker[1][0], marker.end() - 2
+        end = _segment_end(content, code, start)
+        segment = content[start + 4 : end]
+        if code in _METADATA:
+            if code == 0xE1:
+                exif = exif_orientation(segment) if exif is None and segment.startswith(b"Exif\0\0") else exif
+                xmp = xmp_orientation(segment) if xmp is None and segment.startswith(_XMP) else xmp
+            continue
+        if code in _FRAMES:
+            if frame is not None:
+                raise DamagedError("it has two frame headers")
+            frame = _Frame(segment)
+        elif code == _SCAN:
+            if frame is None or not segment:
+                raise DamagedError("a scan stands before the frame header")
+            scans, visited = scans + 1, visited + frame.visited(segment)
+            _check_scans(name, scans, visited)
+            end = _data_end(content, end)
+        elif code == _LINES:
+            raise DamagedError("its height is not in its header")
+        pieces.append(view[start:end])
+    else:
+        raise too_many(name, "segments", MAX_PARTS)
+    if frame is None:
+        raise DamagedError("it has no frame header")
+    closing = () if marker is None else (b"\xff\xd9",)
+    return Container("JPEG", frame.width, frame.height, (*pieces, *closing), exif or xmp or 1)
+
+
+def _segment_end(content: bytes, code: int, start: int) -> int:
+    if code in _STANDALONE:
+        return start + 2
+    length = int.from_bytes(content[start + 2 : start + 4], "big")
+    if length < 2:
+        raise DamagedError(f"segment {code:02X} has a length of {length}")
+    return start + 2 + length
+
+
+def _data_end(content: bytes, start: int) -> int:
+    """Where the compressed data of a scan ends: at the next marker, or with the file."""
+    marker = _MARKER.search(content, start)
+    return len(content) if marker is None else marker.start()
+
+
+def _check_scans(name: str, scans: int, visited: int) -> None:
+    if scans > MAX_SCANS:
+        raise too_many(name, "scans", MAX_SCANS)
+    if visited > MAX_SCAN_BLOCKS:
+        raise ImageError(
+            f"the scans of {name} pass over more than {MAX_SCAN_BLOCKS:,} blocks of 8x8 pixels, the limit; "
+            "save it as a baseline JPEG, or shrink it"
+        )

@@ -1,0 +1,17 @@
+"""What a picture may cost. Each limit is checked before the work it bounds, or while it is done."""
+
+from __future__ import annotations
+
+MAX_FILE_BYTES = 64 << 20
+MAX_SIDE = 16_384
+MAX_PIXELS = 64 << 20  # photos of 61-megapixel sensors pass; 256 MiB decoded
+MAX_RESIZED_SIDE = 32_768  # before the crop: at 336 pixels an aspect ratio of 97:1
+MAX_RESIZED_PIXELS = 32 << 20
+MAX_PARTS = 32_768  # JPEG segments, PNG and WebP chunks; libpng's 8 KiB chunks fill 64 MiB with 8,192
+MAX_GIF_BLOCKS = 1 << 19  # of at most 255 bytes each; half of them fill 64 MiB
+MAX_SCANS = 100  # of a JPEG; progressive photos have about 10
+MAX_SCAN_BLOCKS = 32 << 20  # 8x8 blocks times the scans that visit them: about 2 s; 61 megapixels need half of it
+MAX_DECODE_SECONDS = 10.0  # CPU time of the thread that decodes
+
+DEFAULT_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+KNOWN_FORMATS = (*DEFAULT_FORMATS, "PPM")

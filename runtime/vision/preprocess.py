@@ -1,0 +1,81 @@
+"""From RGB pixels to the vision graph's `pixel_values`, with the numbers of Hugging Face's PIL processors."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.bundle.image_settings import ImageSettings
+from vtx.runtime.errors import ImageError
+from vtx.runtime.vision.image import to_rgb
+from vtx.runtime.vision.limits import MAX_PIXELS, MAX_RESIZED_PIXELS, MAX_RESIZED_SIDE
+
+
+def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+    """The vision graph's input for one picture, float32 [3, height, width].
+
+    Raises ImageError where the padded or resized picture would not fit the limits.
+    """
+    try:
+        image = to_rgb(image)
+        image = _squared(image, settings.pad) if settings.pad else image
+        pixels = np.asarray(_resized_crop(image, settings))
+    except MemoryError as error:
+        raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
+    out = np.empty((3, settings.height, settings.width), np.float32)
+    for channel, table in enumerate(_normalised_bytes(settings)):
+        np.take(table, pixels[..., channel], out=out[channel])
+    return out
+
+
+def _squared(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    side = max(image.size)
+    if side**2 > MAX_PIXELS:
+        raise ImageError(
+            f"the image is {image.width}x{image.height} pixels, padded to a square it would be {side}x{side}; "
+            f"the limit is {MAX_PIXELS:,} in all; shrink its longer side to {math.isqrt(MAX_PIXELS)}"
+        )
+    square = Image.new("RGB", (side, side), background)
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
+def resized_size(width: int, height: int, resize: int | tuple[int, int] | None) -> tuple[int, int]:
+    """(width, height) after `resize`."""
+    if resize is None:
+        return width, height
+    if isinstance(resize, tuple):
+        return resize[1], resize[0]
+    longer = int(resize * max(width, height) / min(width, height))
+    return (resize, longer) if width <= height else (longer, resize)
+
+
+def _resized_crop(image: Image.Image, settings: ImageSettings) -> Image.Image:
+    """RGB [height, width]; where the crop is larger than the picture, black stands around it."""
+    width, height = resized_size(*image.size, settings.resize)
+    if settings.resize is not None:
+        _check_resized(image, width, height)
+        image = image.resize((width, height), Image.Resampling[settings.resample.upper()])
+    left, top = (width - settings.width) // 2, (height - settings.height) // 2
+    return image.crop((left, top, left + settings.width, top + settings.height))
+
+
+def _check_resized(image: Image.Image, width: int, height: int) -> None:
+    if max(width, height) > MAX_RESIZED_SIDE or width * height > MAX_RESIZED_PIXELS:
+        side = min(MAX_RESIZED_SIDE, MAX_RESIZED_PIXELS // min(width, height))
+        ratio = side // min(width, height)
+        raise ImageError(
+            f"the image is {image.width}x{image.height} pixels; its sides may differ at most {ratio}-fold, as it is "
+            f"resized to {width}x{height} before the crop; cut off some of its longer side"
+        )
+
+
+def _normalised_bytes(settings: ImageSettings) -> NDArray[np.float32]:
+    """What each value of a byte becomes, [3, 256]; rounded to float32 after each step, as HF does."""
+    rescaled = (np.arange(256) * settings.rescale).astype(np.float32)
+    mean, std = (np.array(values, np.float32)[:, None] for values in (settings.mean, settings.std))
+    return cast("NDArray[np.float32]", (rescaled - mean) / std)

@@ -1,0 +1,117 @@
+"""What an image may be given as, and its bytes, read within `MAX_FILE_BYTES`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.errors import ImageError
+from vtx.runtime.vision.limits import MAX_FILE_BYTES
+
+_DATA_URL = re.compile(r"data:([a-z0-9.+/-]{0,80})((?:;[a-z0-9=_.-]{1,80}){0,4}),", re.IGNORECASE | re.ASCII)
+_URL = re.compile(r"([a-z][a-z0-9+.-]{1,20})://", re.IGNORECASE | re.ASCII)
+_ENCODED_BYTES = -(-MAX_FILE_BYTES // 3) * 4  # of base64
+_FORMS = "give a path, bytes, a data URL, a binary stream, a PIL image or a uint8 array"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BGR:
+    """An array [height, width, 3 or 4] uint8 whose colours are blue, green, red, as OpenCV gives them."""
+
+    array: NDArray[np.uint8]
+
+
+def bgr(array: NDArray[np.uint8]) -> BGR:
+    """Say of an array [height, width, 3 or 4] that it is BGR, as OpenCV's are: `model.open(vtx.bgr(frame))`."""
+    return BGR(array)
+
+
+ImageSource: TypeAlias = (
+    "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Image.Image | NDArray[np.uint8] | BGR"
+)
+
+
+def read_bytes(source: Any) -> tuple[str, bytes]:
+    """A name for messages, and the whole content of an image file, at most `MAX_FILE_BYTES`."""
+    content: bytes | bytearray | memoryview
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        name, content = "the image in the data URL", _read_data_url(source)
+    elif isinstance(source, str) and (scheme := _URL.match(source)):
+        raise ImageError(f"vtx fetches no {scheme[1].lower()} URLs; give the file's path or its bytes")
+    elif isinstance(source, (bytes, bytearray, memoryview)):
+        name, content = "the given image", source
+    elif isinstance(source, (str, os.PathLike)):
+        name = f"image {os.fspath(source)!r}"
+        content = _read_file(name, source)
+    elif callable(getattr(source, "read", None)):
+        name = "the image from the stream"
+        content = _read_stream(name, source)
+    else:
+        raise ImageError(f"a {type(source).__name__} is not an image; {_FORMS}{_array_cure(source)}")
+    size = content.nbytes if isinstance(content, memoryview) else len(content)
+    if not size:
+        raise ImageError(f"{name} is empty (0 bytes); save or copy it again")
+    if size > MAX_FILE_BYTES:
+        raise ImageError(f"{name} is over {MAX_FILE_BYTES >> 20} MiB, the limit for a file; save it smaller")
+    return name, content if isinstance(content, bytes) else bytes(content)
+
+
+def _array_cure(source: Any) -> str:
+    if hasattr(source, "detach"):
+        return "; of a tensor [channels, height, width] give tensor.permute(1, 2, 0).cpu().numpy()"
+    return "; numpy.asarray makes one" if hasattr(source, "__array__") or isinstance(source, list) else ""
+
+
+def _read_data_url(url: str) -> bytes:
+    header = _DATA_URL.match(url[:600])
+    if header is None or not header[2].lower().endswith(";base64"):
+        raise ImageError("the data URL does not start with data:image/...;base64, as images do; encode it so")
+    kind = header[1].lower()
+    if kind and not kind.startswith("image/"):
+        raise ImageError(f"the data URL holds {kind}, not an image; give data:image/...;base64,")
+    if len(url) - header.end() > _ENCODED_BYTES:
+        raise ImageError(f"the image in the data URL is over {MAX_FILE_BYTES >> 20} MiB, the limit; save it smaller")
+    try:
+        return base64.b64decode(url[header.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"the data URL is not valid base64 ({error}); encode the file again") from error
+
+
+def _read_file(name: str, path: str | os.PathLike[str]) -> bytes:
+    try:
+        # without O_NONBLOCK a FIFO would wait here for its writer
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError as error:
+        raise ImageError(f"{name} does not exist; check the path") from error
+    except PermissionError as error:
+        raise ImageError(f"{name} may not be read by this user; change its permissions") from error
+    except (OSError, ValueError) as error:
+        raise ImageError(f"{name} cannot be opened ({getattr(error, 'strerror', error)}); check the path") from error
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        kind = "a directory" if stat.S_ISDIR(mode) else "a device or pipe"
+        raise ImageError(f"{name} is {kind}, not a file; give an image file, or its bytes as a stream")
+    with open(handle, "rb") as file:
+        return _read_stream(name, file)
+
+
+def _read_stream(name: str, stream: BinaryIO) -> bytes:
+    content = bytearray()
+    try:
+        while len(content) <= MAX_FILE_BYTES and (piece := stream.read(MAX_FILE_BYTES + 1 - len(content))):
+            content += piece
+    except MemoryError as error:
+        raise ImageError(f"no memory left to read {name}; give a smaller file, or free memory") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ImageError(f"{name} cannot be read ({error}); give a readable binary stream") from error
+    return bytes(content)
