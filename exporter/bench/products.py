@@ -10,7 +10,7 @@ import numpy as np
 from vtx.exporter.bench.wire import FLOAT, INT4, INT8, UINT8, Constant, Node, model
 from vtx.exporter.weights.quantize import BLOCK, INT8_ACTIVATIONS
 from vtx.runtime.backends.openvino.backend import arithmetic, load_openvino
-from vtx.runtime.backends.ort.backend import load_onnxruntime, share_threads
+from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 
 BITS = {"int8": 8, "int4": 4}
 ENGINES = {"cpu": "onnxruntime", "openvino": "OpenVINO"}  # by device: those whose products are known here
@@ -56,9 +56,7 @@ class Product:
 
 def _onnxruntime(graph: bytes, _: Kind, threads: int) -> Any:
     ort = load_onnxruntime()
-    share_threads(ort, threads)
-    options = ort.SessionOptions()
-    options.use_per_session_threads = False
+    options = session_options(ort, threads)
     session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     return lambda rows: session.run(None, rows)[0]
 

@@ -47,15 +47,14 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Path) -> Iterator[Path]:
-    """An empty home, no bundle in the environment, one thread pool for this process, and signals as they were."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty home, no bundle in the environment, and signals as they were."""
     home = tmp_path / "home"
     home.mkdir()
     for name in ("VTX_BUNDLE", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("COLUMNS", "160")
-    vtx.load(bundle, threads=1)
     before = signal.getsignal(signal.SIGTERM)
     yield home
     signal.signal(signal.SIGTERM, before)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tests.support.exported import THREADS
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.backends.ort.backend import load_onnxruntime, share_threads
+from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import StageSpec
@@ -31,7 +31,6 @@ class DialectBackend:
         self.kv_slot_bytes = self.manifest.kv_slot_bytes(dialect)
         graphs = self.manifest.dialects[dialect]
         self._ort = load_onnxruntime()
-        share_threads(self._ort, THREADS)
         self._embed = self._session(graphs.embed, contract.embed(self.manifest))
         self._vision = self._session(graphs.vision, contract.vision(self.manifest, dialect))
         self._head = self._session(graphs.head, contract.head(self.manifest))
@@ -41,9 +40,7 @@ class DialectBackend:
         self.rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
 
     def _session(self, name: str, promised: contract.Contract) -> Any:
-        options = self._ort.SessionOptions()
-        options.use_per_session_threads = False
-        options.log_severity_level = 3  # TensorScatter warns that it copies a buffer that is bound twice elsewhere
+        options = session_options(self._ort, THREADS)
         session = self._ort.InferenceSession(Path(self.bundle.path(name)), options, providers=["CPUExecutionProvider"])
         contract.check(name, session, promised)
         return session

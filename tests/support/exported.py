@@ -19,7 +19,7 @@ from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 
-THREADS = 1  # the pool belongs to the process: every test asks for the same
+THREADS = 1  # tests run side by side
 KS = (2, 3, 5, 8)
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 Checkpoints = Callable[..., Path]

@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.support.exported import THREADS
 from vtx.exporter.tensorrt.child import Built, Order
-from vtx.runtime.backends.ort.backend import share_threads
+from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import sha256
 
 Work = Callable[[], None]
@@ -232,9 +232,7 @@ class Engine:
         import onnxruntime as ort
 
         self.gpu, self.profiles = gpu, told["profiles"]
-        share_threads(ort, THREADS)
-        options = ort.SessionOptions()
-        options.use_per_session_threads = False
+        options = session_options(ort, THREADS)
         self.session = ort.InferenceSession(told["graph"], options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}

@@ -1,4 +1,4 @@
-"""One graph by itself: built, written, and loaded by onnxruntime in the tests' own thread pool."""
+"""One graph by itself: built, written, and loaded by onnxruntime in as many threads as other tests take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.exported import THREADS
 from vtx.exporter.graphs.builder import Builder, Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.exporter.weights.stored import StoredTensor
-from vtx.runtime.backends.ort.backend import share_threads
+from vtx.runtime.backends.ort.library import session_options
 
 
 def session(
@@ -22,10 +22,8 @@ def session(
     """An onnxruntime session of the graph that `build` makes in `folder`, where its weights lie."""
     import onnxruntime
 
-    share_threads(onnxruntime, THREADS)
     builder = Builder("graph", weights or {}, folder, dialect or Ort())
     build(builder)
     builder.write(folder / "graph.onnx")
-    options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False
+    options = session_options(onnxruntime, THREADS)
     return onnxruntime.InferenceSession(folder / "graph.onnx", options, providers=["CPUExecutionProvider"])

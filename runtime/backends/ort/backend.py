@@ -1,4 +1,4 @@
-"""The onnxruntime backend: one session a graph, one thread pool for all, K/V updated in place."""
+"""The onnxruntime backend: one session per graph, K/V updated in place."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.memory import returning_memory, zeros_in_small_pages
+from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.kv_scales import read_kv_scales
@@ -22,34 +23,6 @@ from vtx.runtime.host.machine import cores
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
 
 _SMALLER = "use a smaller precision or a machine with more"
-_pool_lock = threading.Lock()
-_pool_threads: int | None = None
-
-
-def load_onnxruntime() -> Any:
-    """The onnxruntime module, or DeviceError with the command that installs it."""
-    try:
-        import onnxruntime
-    except ImportError as e:
-        raise DeviceError(
-            'onnxruntime is not installed; pip install "vtx-edge[cpu]" (or "vtx-edge[gpu]" with an NVIDIA GPU)'
-        ) from e
-    onnxruntime.set_default_logger_severity(4)  # failures come back as exceptions, once
-    return onnxruntime
-
-
-def share_threads(ort: Any, threads: int) -> None:
-    """Give all sessions of the process one thread pool. Its size is settled by the first bundle loaded."""
-    global _pool_threads
-    with _pool_lock:
-        if _pool_threads is None:
-            ort.set_global_thread_pool_sizes(threads, 1)
-            _pool_threads = threads
-        elif _pool_threads != threads:
-            raise DeviceError(
-                f"this process already computes with {_pool_threads} threads, {threads} were asked for; "
-                "give the same number to every vtx.load, or use another process"
-            )
 
 
 def _one_line(error: Exception) -> str:
@@ -66,8 +39,7 @@ class OrtBackend:
         self._ort = load_onnxruntime()
         self._bundle, self._manifest = bundle, bundle.manifest
         self.dialect, self.compute = "ort", "f32"
-        self.threads = threads or _pool_threads or cores()
-        share_threads(self._ort, self.threads)
+        self.threads = threads or cores()
         graphs = self._manifest.dialects["ort"]
         self._options = self._session_options()
         self._embed = self._session(graphs.embed, contract.embed(self._manifest))
@@ -86,8 +58,7 @@ class OrtBackend:
         self.kv_scales = {name: self._value(scale) for name, scale in scales.items()}
 
     def _session_options(self) -> Any:
-        options = self._ort.SessionOptions()
-        options.use_per_session_threads = False
+        options = session_options(self._ort, self.threads)
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.enable_mem_pattern = False  # row counts change with every prompt
         options.enable_cpu_mem_arena = False  # each session's own would keep what the longest prompt took

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.ort.backend import OrtBackend, OrtStageCache, load_onnxruntime
+from vtx.runtime.backends.ort.backend import OrtBackend, OrtStageCache
+from vtx.runtime.backends.ort.library import load_onnxruntime
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.rope import read_rope
 from vtx.runtime.errors import DeviceError

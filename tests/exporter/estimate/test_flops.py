@@ -34,7 +34,7 @@ from vtx.exporter.estimate.flops import (
 from vtx.exporter.estimate.sizes import KNOWN, config_size, model_size
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
-from vtx.runtime.backends.ort.backend import share_threads
+from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import RequestError
 
@@ -281,11 +281,9 @@ def executed_macs(bundle: Bundle, graph: str, folder: Path, dims: dict[str, int]
     """Multiply-accumulates of one run of a graph, from the shapes that onnxruntime's profiler writes down."""
     import onnxruntime as ort
 
-    options = ort.SessionOptions()
+    options = session_options(ort, THREADS)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
-    options.use_per_session_threads = False
-    share_threads(ort, THREADS)
     session = ort.InferenceSession(str(bundle.path(graph)), options, providers=["CPUExecutionProvider"])
     session.run(None, {value.name: fed(value, dims, slots) for value in session.get_inputs()})
     events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.runtime.api.answer import Options
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.ort.backend import share_threads
+from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.names import DIALECTS
 
 STEPS = 24
@@ -203,14 +203,12 @@ def test_every_activation_equals_transformers(name: str, dialect: str, tmp_path:
     import onnxruntime
     from transformers.activations import ACT2FN
 
-    share_threads(onnxruntime, THREADS)
     builder = Builder("activation", {}, tmp_path, make_dialect(dialect, "fp32", 1))
     x = builder.input("x", ir.DataType.FLOAT, ["n"])
     y = builder.op("Identity", activate(builder, x, name))  # `linear` gives its input back
     builder.output(y, "y", ir.DataType.FLOAT, ["n"])
     builder.write(tmp_path / "activation.onnx")
-    options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False
+    options = session_options(onnxruntime, THREADS)
     session = onnxruntime.InferenceSession(tmp_path / "activation.onnx", options, providers=["CPUExecutionProvider"])
     values = np.concatenate([np.linspace(-20, 20, 4001), [0, -0.0, 1e-6, -1e-6, 88, -88]]).astype(np.float32)
     function: Any = ACT2FN[name]
