@@ -12,24 +12,15 @@ import click
 from vtx.exporter.commands.bench import bench
 from vtx.exporter.commands.build import build
 from vtx.exporter.commands.calibrate import calibrate, train_gate
-from vtx.exporter.commands.export import export, find_bundle, plan
+from vtx.exporter.commands.export import export, find_bundle
+from vtx.exporter.commands.plan import plan
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, note, table
+from vtx.runtime.terminal.depth import DepthType
 
 if TYPE_CHECKING:
     from vtx.runtime.api.answer import AnswerStream, Options, Stats
     from vtx.runtime.api.model import Conversation
-
-
-def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int | str:
-    if value is None:
-        return "default"
-    if value in ("none", "auto"):
-        return value
-    try:
-        return int(value)
-    except ValueError as e:
-        raise click.BadParameter(f"{value!r} is not a number, auto, or none") from e
 
 
 # --- vtx-run --------------------------------------------------------------------------------------
@@ -46,7 +37,13 @@ def _k_at_run(_: click.Context, __: click.Parameter, value: str | None) -> int |
 @click.option(
     "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
 )
-@click.option("--k", callback=_k_at_run, metavar="N|auto|none", help="A prebuilt K [default: the bundle's].")
+@click.option(
+    "--k",
+    type=DepthType(default=True),
+    default="default",
+    metavar="N|auto|none",
+    help="A prebuilt K [default: the bundle's].",
+)
 @click.option(
     "--reduce",
     default="default",

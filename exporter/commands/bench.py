@@ -12,6 +12,7 @@ from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.libraries import exporter
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+from vtx.runtime.terminal.depth import DepthType
 
 DEMO_KS = (8, 3, 4, 5, 6, 12, 16)  # the first is the one behind reductions
 DEMO_REDUCTIONS = (
@@ -27,15 +28,6 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.manifest import Manifest
 
 
-def _ks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[K, ...]:
-    words: dict[str, K] = {"none": None, "auto": "auto"}
-    try:
-        parts = value.split(",") if value else []
-        return tuple(dict.fromkeys(words[part] if part in words else int(part) for part in parts))
-    except ValueError as e:
-        raise click.BadParameter(f"{value!r} is not a number, none, auto, or a list like none,17,9") from e
-
-
 @command(
     epilog="vtx-bench\n"
     "vtx-bench --bundle llava-7b --k none,17,9 --image photo.jpg --question 'What is on the table?' --json out.json\n"
@@ -46,7 +38,14 @@ def _ks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[K, ..
 @click.option(
     "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
 )
-@click.option("--k", "ks", callback=_ks, metavar="K,K,...", help="Prebuilt K, none, auto [default: all there are].")
+@click.option(
+    "--k",
+    "ks",
+    type=DepthType(several=True),
+    default=(),
+    metavar="K,K,...",
+    help="Prebuilt K, none, auto [default: all there are].",
+)
 @click.option("--image", type=click.Path(), help="[default: a drawn one]")
 @click.option("--question", help="[default: What is in the picture?]")
 @click.option("--prompt-tokens", type=int, help="Instead: a question so long that prompt and image have so many.")

@@ -1,4 +1,4 @@
-"""vtx-export and vtx-plan. They parse, call and print; heavy imports stand inside them."""
+"""vtx-export. It parses, calls and prints; heavy imports stand inside it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from vtx.exporter.commands.calibrate import calibrated
 from vtx.exporter.commands.libraries import exporter
 from vtx.runtime.bundle.names import DIALECTS
-from vtx.runtime.terminal.console import command, end_on_sigterm, note, table
+from vtx.runtime.terminal.console import command, end_on_sigterm, note
+from vtx.runtime.terminal.depth import Depth, DepthType
 from vtx.runtime.terminal.last import home, remember, remembered
 
 if TYPE_CHECKING:
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
 
 
-def _k_at_export(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...] | str:
-    if value == "none":
+def _chosen_ks(_: click.Context, __: click.Parameter, depths: tuple[Depth, ...]) -> tuple[int, ...] | str:
+    """None prebuilt, "auto" for every K with a gate, or numbers; these do not mix."""
+    if depths == (None,):
         return ()
-    if value == "auto":
-        return value
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError as e:
-        raise click.BadParameter(f"{value!r} is not a number, a list like 8,16, auto, or none") from e
+    if depths == ("auto",):
+        return "auto"
+    numbers = tuple(depth for depth in depths if isinstance(depth, int))
+    if len(numbers) < len(depths):
+        raise click.BadParameter("none and auto stand alone; name numbers like 8,16, or one of these")
+    return numbers
 
 
 def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
@@ -59,7 +61,8 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
 )
 @click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
 @click.option(
-    "--k", "ks", default="none", show_default=True, callback=_k_at_export, metavar="N|N,M,...|auto|none",
+    "--k", "ks", default="none", show_default=True, type=DepthType(several=True), callback=_chosen_ks,
+    metavar="N|N,M,...|auto|none",
     help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
 )  # fmt: skip
 @click.option(
@@ -243,97 +246,3 @@ def find_bundle(named: str | None) -> Path:
         note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")
         export_with_bar(library.plan_export(library.ExportOptions(ks=(16,))), out, force=True)
     return out
-
-
-def _ks_to_plan(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int | None, ...]:
-    try:
-        return tuple(None if part == "none" else int(part) for part in value.split(",")) if value else ()
-    except ValueError as e:
-        raise click.BadParameter(f"{value!r} is not a number, none, or a list like none,8,16") from e
-
-
-@command(
-    epilog="vtx-plan --model llava-1.5-7b\n"
-    "vtx-plan --model llava-1.5-7b --sequence 642 --text 66 --k 17 --json\n"
-    "vtx-plan --model llava-next-7b --precision int4 --profile orin-nx-16\n"
-    "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
-)
-@click.option(
-    "--model", required=True, metavar="NAME|FOLDER", help="A known name, a checkpoint (its config.json), or a bundle."
-)
-@click.option("--sequence", type=int, help="Tokens of the prompt [default: one image and --text].")
-@click.option("--text", type=int, default=64, show_default=True, help="Tokens of it that are not of images.")
-@click.option(
-    "--k", "ks", callback=_ks_to_plan, metavar="N|none|N,M,...",
-    help="First layer without vision tokens, counted from 1 [default: none and a spread].",
-)  # fmt: skip
-@click.option(
-    "--precision", "precisions", multiple=True, help="Of the weights; may be given again.",
-    type=click.Choice(PRECISIONS), show_default="all",
-)  # fmt: skip
-@click.option(
-    "--vision-precision", type=click.Choice(PRECISIONS), help="Of the tower and projector [default: as vtx-export's]."
-)
-@click.option(
-    "--head-precision", type=click.Choice(PRECISIONS), help="Of the output matrix [default: as vtx-export's]."
-)
-@click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Of the answer, for the peak memory.")
-@click.option("--profile", metavar="NAME", help="A device: does it fit, and an estimate of the time.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
-def plan(
-    model: str, sequence: int | None, text: int, ks: tuple[int | None, ...], precisions: tuple[str, ...],
-    vision_precision: str | None, head_precision: str | None, max_new_tokens: int, profile: str | None,
-    as_json: bool, plot: Path | None,
-) -> None:  # fmt: skip
-    """Say what a model will cost: arithmetic, weights, KV cache, memory, per K and precision."""
-    from vtx.exporter.estimate.plan import Workload, find_profile, make_plan
-    from vtx.exporter.estimate.sizes import find_size
-
-    device = None if profile is None else find_profile(profile)
-    size = find_size(model)
-    image = 0 if size.vision is None else size.vision.image_tokens
-    work = Workload(text, image if sequence is None else sequence - text, max_new_tokens)
-    found = make_plan(size, work, ks, precisions or PRECISIONS, device, vision_precision, head_precision)
-    if plot is not None:
-        from vtx.exporter.estimate.plot import plot_plan
-
-        plot_plan(found, plot)
-    if as_json:
-        import json
-
-        click.echo(json.dumps(found, ensure_ascii=False))
-        return
-    _show_plan(found)
-    if plot is not None:
-        note(f"drew {plot}")
-
-
-def _show_plan(found: dict[str, Any]) -> None:
-    from vtx.runtime.units import size
-
-    device = found["profile"]
-    click.echo(
-        f"{found['model']['name']}: {found['parameters'] / 1e9:.3g} billion parameters; a prompt of "
-        f"{found['text_tokens']} text and {found['vision_tokens']} vision tokens, {found['max_new_tokens']} new ones"
-    )
-    click.echo("weights: " + ", ".join(f"{name} {size(count)}" for name, count in found["weights_bytes"].items()))
-    rows = [
-        [str(d["k"] or "none"), str(d["full_layers"]), f"{d['calflops'] / 1e12:.3g} T ({d['calflops_ratio']:.1%})",
-         f"{d['total_flops'] / 1e12:.3g} T ({d['total_ratio']:.1%})"]
-        for d in found["depths"]
-    ]  # fmt: skip
-    table("arithmetic of the prompt", ["K", "full layers", "calflops", "total"], rows)
-    heads, rows = ["K", "precision", "KV cache", "peak memory"], []
-    if device:
-        heads += ["fits", "vision", "prefill", "per token"]
-    for depth in found["depths"]:
-        for name, memory in depth["precisions"].items():
-            row = [str(depth["k"] or "none"), name, size(memory["kv_bytes"]), size(memory["peak_bytes"])]
-            if device:
-                row += ["yes" if memory["fits"] else "NO"]
-                row += [f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms" for ms in memory["latency_ms"].values()]
-            rows.append(row)
-    table(f"memory on {device['name']}" if device else "memory", heads, rows)
-    if device:
-        click.echo(f"{device['power_mode']}, {size(device['usable_bytes'])} usable; times are {found['estimate']}")

@@ -40,7 +40,7 @@ def _fit(model: ModelSize, precision: str, profile: Profile, usable: int) -> Fit
     image = model.vision.image_tokens if model.vision else 0
     ks = (None, *range(model.decoder.layers, 1, -1))
     plan = make_plan(model, Workload(WORK[0], image, WORK[1]), ks, [precision], profile)
-    for depth in plan["depths"]:  # from no withdrawal to the earliest
-        if depth["precisions"][precision]["peak_bytes"] <= usable:
-            return Fit(model.name, precision, True, depth["k"])
+    for depth in plan.depths:  # from no withdrawal to the earliest
+        if depth.precisions[precision].peak_bytes <= usable:
+            return Fit(model.name, precision, True, depth.k)
     return Fit(model.name, precision, False, None)

@@ -7,7 +7,7 @@ Sizes come from a table of known models, from a checkpoint's `config.json` or fr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from vtx.exporter.estimate.flops import (
@@ -65,6 +65,102 @@ class Workload:
         return self.text + self.vision + self.new_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The roofline estimate of one phase of an answer; `bound` is "compute" or "memory"."""
+
+    ms: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionCost:
+    """Memory of one precision at one K; and, on a device, whether it fits and what each phase takes.
+
+    `phases` are `vision`, `prefill` and `decode_per_token`. `spare_bytes` is negative where it does not fit.
+    """
+
+    kv_bytes_per_layer: tuple[int, ...]
+    resident_weights_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    spare_bytes: int | None = None
+    phases: Mapping[str, Phase] | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(self.kv_bytes_per_layer)
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.spare_bytes is None else self.spare_bytes >= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "kv_bytes": self.kv_bytes,
+            "kv_bytes_per_layer": list(self.kv_bytes_per_layer),
+            "resident_weights_bytes": self.resident_weights_bytes,
+            "activation_bytes": self.activation_bytes,
+            "peak_bytes": self.peak_bytes,
+        }
+        if self.phases is not None:
+            values |= {"fits": self.fits, "spare_bytes": self.spare_bytes}
+            values["latency_ms"] = {name: phase.ms for name, phase in self.phases.items()}
+            values["bound"] = {name: phase.bound for name, phase in self.phases.items()}
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class DepthCost:
+    """Cost at one K (None: no withdrawal): arithmetic of the prompt in FLOPs and as a share of K = none's."""
+
+    k: int | None
+    full_layers: int
+    calflops: int
+    calflops_ratio: float
+    total_flops: int
+    total_ratio: float
+    kv_slots: tuple[int, ...]
+    precisions: Mapping[str, PrecisionCost]
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["kv_slots"] = list(self.kv_slots)
+        return values | {"precisions": {name: cost.to_dict() for name, cost in self.precisions.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class CostPlan:
+    """What a model costs for a workload, per K and precision."""
+
+    model: ModelSize
+    workload: Workload
+    vision_views: int
+    parts: Mapping[str, Precisions]
+    weights_bytes: Mapping[str, int]
+    vision_flops: int
+    depths: tuple[DepthCost, ...]
+    profile: Profile | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `vtx-plan --json` prints."""
+        return {
+            "model": self.model.to_dict(),
+            "sequence": self.workload.text + self.workload.vision,
+            "text_tokens": self.workload.text,
+            "vision_tokens": self.workload.vision,
+            "vision_views": self.vision_views,
+            "max_new_tokens": self.workload.new_tokens,
+            "parameters": self.model.parameters,
+            "parts": {name: asdict(p) for name, p in self.parts.items()},
+            "weights_bytes": dict(self.weights_bytes),
+            "vision_flops": self.vision_flops,
+            "depths": [depth.to_dict() for depth in self.depths],
+            "profile": None if self.profile is None else _profile(self.profile),
+            "estimate": None if self.profile is None else ESTIMATE,
+        }
+
+
 def find_profile(name: str) -> Profile:
     """The profile called `name`.
 
@@ -92,8 +188,8 @@ def make_plan(
     profile: Profile | None = None,
     vision_precision: str | None = None,
     head_precision: str | None = None,
-) -> dict[str, Any]:
-    """The plan as plain data, ready for JSON. `ks` empty: no withdrawal and a spread of K.
+) -> CostPlan:
+    """What `model` costs. `ks` empty: no withdrawal and a spread of K.
 
     `precisions` are those of the decoder; tower and head have vtx-export's defaults beside each unless given.
 
@@ -101,25 +197,19 @@ def make_plan(
         RequestError: a K is outside 2..layers, or a precision is none or not the tied head's.
 
     """
-    decoder = model.decoder
     views = model.views(workload.vision)
     parts = {p: precisions_of(model, p, vision_precision, head_precision) for p in precisions}
-    rows = [_depth(model, workload, views, k, parts, profile) for k in ks or spread_ks(decoder.layers)]
-    return {
-        "model": model.to_dict(),
-        "sequence": workload.text + workload.vision,
-        "text_tokens": workload.text,
-        "vision_tokens": workload.vision,
-        "vision_views": views,
-        "max_new_tokens": workload.new_tokens,
-        "parameters": model.parameters,
-        "parts": {name: asdict(p) for name, p in parts.items()},
-        "weights_bytes": {name: stored_bytes(all_weights(model), p) for name, p in parts.items()},
-        "vision_flops": encode_flops(model.vision, views, whole=True),
-        "depths": rows,
-        "profile": None if profile is None else _profile(profile),
-        "estimate": None if profile is None else ESTIMATE,
-    }
+    depths = (_depth(model, workload, views, k, parts, profile) for k in ks or spread_ks(model.decoder.layers))
+    return CostPlan(
+        model=model,
+        workload=workload,
+        vision_views=views,
+        parts=parts,
+        weights_bytes={name: stored_bytes(all_weights(model), p) for name, p in parts.items()},
+        vision_flops=encode_flops(model.vision, views, whole=True),
+        depths=tuple(depths),
+        profile=profile,
+    )
 
 
 def _depth(
@@ -129,47 +219,37 @@ def _depth(
     k: int | None,
     parts: Mapping[str, Precisions],
     profile: Profile | None,
-) -> dict[str, Any]:
+) -> DepthCost:
     size = model.decoder
-    rows = withdrawn_rows(size.layers, k, text=work.text, vision=work.vision)
+    slots = withdrawn_rows(size.layers, k, text=work.text, vision=work.vision)
     full = withdrawn_rows(size.layers, None, text=work.text, vision=work.vision)
-    total, whole = (total_flops(size, r, model.vision, views) for r in (rows, full))
-    return {
-        "k": k,
-        "full_layers": size.layers if k is None else k - 1,
-        "calflops": round(calflops(size, rows)),
-        "calflops_ratio": calflops(size, rows) / calflops(size, full),
-        "total_flops": total,
-        "total_ratio": total / whole,
-        "kv_slots": list(rows),
-        "precisions": {name: _memory(model, work, views, rows, p, profile) for name, p in parts.items()},
-    }
+    total, whole = (total_flops(size, s, model.vision, views) for s in (slots, full))
+    return DepthCost(
+        k=k,
+        full_layers=size.layers if k is None else k - 1,
+        calflops=round(calflops(size, slots)),
+        calflops_ratio=calflops(size, slots) / calflops(size, full),
+        total_flops=total,
+        total_ratio=total / whole,
+        kv_slots=tuple(slots),
+        precisions={name: _cost(model, work, views, slots, p, profile) for name, p in parts.items()},
+    )
 
 
-def _memory(
-    model: ModelSize, work: Workload, views: int, rows: Sequence[int], precisions: Precisions, profile: Profile | None
-) -> dict[str, Any]:
+def _cost(
+    model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None
+) -> PrecisionCost:
     element = KV_BYTES[precisions.kv_dtype]
-    cache = kv_bytes(model.decoder, rows, element)
-    later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(rows), element))
+    cache = tuple(kv_bytes(model.decoder, slots, element))
+    later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
     on_cpu = _widens(profile)
     weights = resident(model, precisions) if on_cpu else stored_bytes(all_weights(model), precisions)
-    activations = activation_bytes(model, rows, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
+    activations = activation_bytes(model, slots, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
     peak = weights + sum(cache) + later + activations + RUN_BASE
-    found: dict[str, Any] = {
-        "kv_bytes": sum(cache),
-        "kv_bytes_per_layer": list(cache),
-        "resident_weights_bytes": weights,
-        "activation_bytes": activations,
-        "peak_bytes": peak,
-    }
-    if profile is not None:
-        found["fits"] = peak <= profile.usable_bytes
-        found["spare_bytes"] = profile.usable_bytes - peak
-        phases = latency(model, views, rows, precisions, profile)
-        found["latency_ms"] = {phase: ms for phase, (ms, _) in phases.items()}
-        found["bound"] = {phase: bound for phase, (_, bound) in phases.items()}
-    return found
+    if profile is None:
+        return PrecisionCost(cache, weights, activations, peak)
+    phases = latency(model, views, slots, precisions, profile)
+    return PrecisionCost(cache, weights, activations, peak, profile.usable_bytes - peak, phases)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -199,8 +279,8 @@ def _widens(profile: Profile | None) -> bool:
 
 def latency(
     model: ModelSize, views: int, rows: Sequence[int], precisions: Precisions, profile: Profile
-) -> dict[str, tuple[float, str]]:
-    """Roofline estimate per phase, (ms, what bounds it), of `vision`, `prefill` and `decode_per_token`.
+) -> dict[str, Phase]:
+    """Roofline estimate of each phase: `vision`, `prefill` and `decode_per_token`.
 
     Quantised weights are widened in the kernel, so the arithmetic is fp16's. Decode is one token right after
     the prompt.
@@ -218,10 +298,10 @@ def latency(
     return {phase: _roofline(flops, read, peak, profile.bandwidth) for phase, (flops, read) in work.items()}
 
 
-def _roofline(flops: int, read: int, peak: Figure, bandwidth: Figure) -> tuple[float, str]:
+def _roofline(flops: int, read: int, peak: Figure, bandwidth: Figure) -> Phase:
     compute = flops / (peak.value * 1e12 * COMPUTE_EFFICIENCY) * 1e3
     memory = read / (bandwidth.value * 1e9 * BANDWIDTH_EFFICIENCY) * 1e3
-    return max(compute, memory), "compute" if compute > memory else "memory"
+    return Phase(max(compute, memory), "compute" if compute > memory else "memory")
 
 
 def _profile(profile: Profile) -> dict[str, Any]:

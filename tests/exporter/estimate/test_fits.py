@@ -16,8 +16,7 @@ def peak(model: str, precision: str, k: int | None) -> int:
     size = KNOWN[model]
     assert size.vision is not None
     plan = make_plan(size, Workload(WORK[0], size.vision.image_tokens, WORK[1]), [k], [precision], ORIN)
-    found: int = plan["depths"][0]["precisions"][precision]["peak_bytes"]
-    return found
+    return plan.depths[0].precisions[precision].peak_bytes
 
 
 def test_seven_billion_weights_fit_in_every_precision_on_the_largest_orin_and_only_in_int4_on_the_smallest() -> None:

@@ -198,9 +198,9 @@ def test_a_bundle_gives_the_sizes_of_its_checkpoint(
 def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     bundle = export(tiny_checkpoint(), tmp_path / "bundle", precision="fp16")
     found = make_plan(bundle_size(bundle), Workload(9, 16, 0), [None, 3, 5], ["fp16"])
-    for depth in found["depths"]:
-        expected = kv_bytes(bundle.manifest, depth["k"], text=9, vision=16)
-        assert depth["precisions"]["fp16"]["kv_bytes"] == expected
+    for depth in found.depths:
+        expected = kv_bytes(bundle.manifest, depth.k, text=9, vision=16)
+        assert depth.precisions["fp16"].kv_bytes == expected
 
 
 HEADERS = 32_768  # of a tiny bundle's weight files, at most
@@ -293,10 +293,10 @@ def test_a_tied_head_in_another_precision_than_its_table_is_refused(tiny_checkpo
 
 
 def test_a_cpu_widens_half_precision_and_not_quantised_matrices() -> None:
-    found = make_plan(SEVEN, WORK, [None], PRECISIONS, find_profile("cpu"))["depths"][0]["precisions"]
+    found = make_plan(SEVEN, WORK, [None], PRECISIONS, find_profile("cpu")).depths[0].precisions
     for name in ("fp16", "bf16"):
-        assert found[name]["resident_weights_bytes"] == found["fp32"]["resident_weights_bytes"]
-    assert found["int4"]["resident_weights_bytes"] < found["fp32"]["resident_weights_bytes"] / 4
+        assert found[name].resident_weights_bytes == found["fp32"].resident_weights_bytes
+    assert found["int4"].resident_weights_bytes < found["fp32"].resident_weights_bytes / 4
 
 
 def decode_ms(model: str, precision: str, profile: str, *, bandwidth: float | None = None) -> float:
@@ -304,7 +304,9 @@ def decode_ms(model: str, precision: str, profile: str, *, bandwidth: float | No
     if bandwidth:
         device = replace(device, bandwidth=Figure(bandwidth, "another card of the same generation"))
     found = make_plan(KNOWN[model], WORK, [None], [precision], device, "fp16", "fp16")  # TinyChat's tower and head
-    return float(found["depths"][0]["precisions"][precision]["latency_ms"]["decode_per_token"])
+    phases = found.depths[0].precisions[precision].phases
+    assert phases is not None
+    return phases["decode_per_token"].ms
 
 
 @pytest.mark.parametrize(
@@ -334,7 +336,7 @@ def test_decode_reads_weights_and_so_scales_with_the_bandwidth() -> None:
 
 
 def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> None:
-    found = make_plan(SEVEN, WORK, [None, 17], ["fp16"], find_profile("agx-orin-64"))["depths"]
+    found = make_plan(SEVEN, WORK, [None, 17], ["fp16"], find_profile("agx-orin-64")).to_dict()["depths"]
     none, at_k = (depth["precisions"]["fp16"]["latency_ms"] for depth in found)
     assert at_k["vision"] == none["vision"]
     assert at_k["prefill"] / none["prefill"] == pytest.approx(0.55, abs=0.01)
@@ -342,7 +344,7 @@ def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> 
 
 
 def test_a_text_prompt_costs_no_vision_time() -> None:
-    found = make_plan(SEVEN, Workload(66, 0, 0), [None], ["fp16"], find_profile("agx-orin-64"))
+    found = make_plan(SEVEN, Workload(66, 0, 0), [None], ["fp16"], find_profile("agx-orin-64")).to_dict()
     assert found["vision_flops"] == 0
     assert found["depths"][0]["precisions"]["fp16"]["latency_ms"]["vision"] == 0
 
