@@ -17,8 +17,7 @@ from vtx.exporter.estimate.sizes import ModelSize, bundle_size
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import Manifest, StageSpec
-from vtx.runtime.bundle.safetensors import TensorInfo, read_header
-from vtx.runtime.errors import BundleError
+from vtx.runtime.bundle.safetensors import TensorInfo
 
 FLOATS = {"f32": ("fp32", 4), "bf16": ("bf16", 2), "f16": ("fp16", 2)}  # by arithmetic: the precision, bytes a number
 FLOATING = ("F32", "F16", "BF16")
@@ -82,7 +81,7 @@ def weights_read(bundle: Bundle, float_bytes: int) -> int:
     tensors: dict[str, TensorInfo] = {}
     for file in bundle.manifest.files:
         if file.startswith("weights/"):
-            stored = read_header(bundle.path(file), error=BundleError).tensors
+            stored = bundle.header(file).tensors
             tensors |= {canonical_name(name): info for name, info in stored.items()}
     head = HEAD if HEAD in tensors else EMBEDDING  # tied
     return sum(

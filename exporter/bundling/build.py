@@ -32,7 +32,8 @@ from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import MANIFEST, sha256
 from vtx.runtime.bundle.manifest import FORMAT, KV_SCALES, FileRecord, Graphs, Manifest, ModelSpec
 from vtx.runtime.bundle.safetensors import read_header, write_safetensors
-from vtx.runtime.prompt.text import Text
+from vtx.runtime.errors import ExportError
+from vtx.runtime.prompt.text import Text, parse_tokenizer
 
 GATES = "gates.safetensors"
 CONFIG = "config.json"
@@ -161,7 +162,7 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     report("reference", 0, layers)
     reference, text = (
         Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored)),
-        Text.load(folder, plan.text),
+        Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text),
     )
     if scaled:
         record_kv_scales(folder / KV_SCALES, reference, text, plan.image, plan.config.vision_tokens, layer)

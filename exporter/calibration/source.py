@@ -11,14 +11,14 @@ from pathlib import Path
 from vtx.exporter.bundling.export import CONFIG, Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.checkpoint.loader import MAX_CONFIG, Checkpoint, canonical_name, read_json_object
+from vtx.exporter.checkpoint.loader import MAX_CONFIG, Checkpoint, canonical_name, json_object
 from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.precision import FULL
 from vtx.runtime.api.model import Model, load
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.safetensors import TensorInfo, read_header
+from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import BundleError
 from vtx.runtime.prompt.text import Text
 
@@ -61,11 +61,11 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
             f"{bundle.folder.name} holds {'/'.join(dict.fromkeys(parts))} weights, and the plain reference reads whole "
             f"ones; measure the checkpoint it was made from instead: --model {manifest.model.name} without --bundle"
         )
-    config = read_json_object(bundle.path(CONFIG), MAX_CONFIG, error=BundleError)
+    config = json_object(bundle.read(CONFIG, MAX_CONFIG), CONFIG, error=BundleError)
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.files:
         if file.startswith("weights/"):
-            found = read_header(bundle.path(file), error=BundleError).tensors
+            found = bundle.header(file).tensors
             tensors |= {canonical_name(name): info for name, info in found.items()}
     checkpoint, model = Checkpoint(bundle.folder, config, tensors, None), ModelConfig.from_hf(config)
     for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)):
@@ -77,7 +77,7 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
         fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint(),
         checkpoint,
         model,
-        Text.load(bundle.folder, manifest.text),
+        Text.load(bundle.read, manifest.text),
         manifest.image,
         manifest.max_context,
         bundle,

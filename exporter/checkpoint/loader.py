@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle.safetensors import TensorInfo, parse_json, read_bytes, read_header, shown
+from vtx.runtime.bundle.files import Folder, read_named, reason
+from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, parse_json, shown
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError, VtxError
 
 MAX_CONFIG = 2**20
@@ -93,10 +94,6 @@ class Checkpoint:
             )
         return info
 
-    def file(self, name: str) -> Path | None:
-        """Return the file `name` of the checkpoint, or None; a link out of the folder raises `CheckpointError`."""
-        return _inside(self.folder, name) if os.path.lexists(self.folder / name) else None
-
     def _refuse_packed(self, name: str) -> None:
         packed = f"{name.removesuffix('.weight')}.qweight"
         if packed in self.tensors:
@@ -112,11 +109,11 @@ class Checkpoint:
 
 def _middle(info: TensorInfo) -> bytes:
     try:
-        with info.file.open("rb") as file:
+        with open_data(info) as file:
             file.seek(info.offset + max(0, info.nbytes // 2 - 32))
             return file.read(min(64, info.nbytes))
     except OSError as cause:
-        raise CheckpointError(f"cannot read {info.file} ({cause.strerror}); check its permissions") from cause
+        raise CheckpointError(f"cannot read {info.file} ({reason(cause)}); check the disk") from cause
 
 
 def open_checkpoint(model: str, *, progress: Callable[[str], None] | None = None) -> Checkpoint:
@@ -143,11 +140,28 @@ def canonical_name(name: str) -> str:
 
 
 def read_json_object(path: Path, limit: int, *, error: type[VtxError] = CheckpointError) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `limit` bytes; raises `error` for anything else."""
-    value = parse_json(read_bytes(path, limit, error=error), path.name, error=error)
+    """Read a JSON object from a file, named by the user, of at most `limit` bytes; raises `error` for anything else."""
+    return json_object(read_named(path, limit, error=error), path.name, error=error)
+
+
+def json_object(content: bytes, name: str, *, error: type[VtxError] = CheckpointError) -> dict[str, Any]:
+    """Parse the JSON object that the file `name` holds; raises `error` for anything else."""
+    value = parse_json(content, name, error=error)
     if not isinstance(value, dict):
-        raise error(f"{path.name} is a JSON {type(value).__name__}, not an object")
+        raise error(f"{name} is a JSON {type(value).__name__}, not an object")
     return value
+
+
+def checkpoint_files(folder: Path) -> Folder:
+    """The one way to open files of the checkpoint in `folder`; links may lead into the hub cache it belongs to."""
+    cure = "download it again, or put the file itself there"
+    return Folder(folder, "checkpoint", CheckpointError, cure, _stores(folder))
+
+
+def read_settings(folder: Path, name: str) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint, empty where there is no such file. Raises `CheckpointError`."""
+    files = checkpoint_files(folder)
+    return json_object(files.read(name, MAX_CONFIG), name) if files.exists(name) else {}
 
 
 def check_finite(array: NDArray[Any], name: str) -> None:
@@ -167,9 +181,10 @@ def check_finite(array: NDArray[Any], name: str) -> None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    if not os.path.lexists(folder / "config.json"):
-        raise CheckpointError(f"{folder} holds no config.json, so it is no Hugging Face checkpoint")
-    config = read_json_object(_inside(folder, "config.json"), MAX_CONFIG)
+    files = checkpoint_files(folder)
+    if not files.exists("config.json"):
+        raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face checkpoint")
+    config = json_object(files.read("config.json", MAX_CONFIG), "config.json")
     _check_model(config)
     return config
 
@@ -209,10 +224,11 @@ def _canonical(sources: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 def _source_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint by the name its file gives it."""
-    if os.path.lexists(folder / SINGLE):
-        return read_header(_inside(folder, SINGLE)).tensors
-    if os.path.lexists(folder / INDEX):
-        return _sharded_tensors(folder, _weight_map(folder))
+    files = checkpoint_files(folder)
+    if files.exists(SINGLE):
+        return _tensors(files, SINGLE)
+    if files.exists(INDEX):
+        return _sharded_tensors(files, _weight_map(files))
     _refuse_pickles(folder)
     raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}, and vtx reads no other form of weights")
 
@@ -226,8 +242,13 @@ def _refuse_pickles(folder: Path) -> None:
         )
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    entries = read_json_object(_inside(folder, INDEX), MAX_INDEX).get("weight_map")
+def _tensors(files: Folder, name: str) -> dict[str, TensorInfo]:
+    with files.open(name) as file:
+        return header_of(file, files.path / name).tensors
+
+
+def _weight_map(files: Folder) -> dict[str, str]:
+    entries = json_object(files.read(INDEX, MAX_INDEX), INDEX).get("weight_map")
     if not isinstance(entries, dict) or not entries:
         raise CheckpointError(f"{INDEX} has no weight_map; download it again")
     for tensor, shard in entries.items():
@@ -245,13 +266,13 @@ def _is_plain_path(name: str) -> bool:
     return name.isprintable() and not re.search(r"[\\:]", name) and not {"", ".", ".."} & set(parts)
 
 
-def _sharded_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
+def _sharded_tensors(files: Folder, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     shard_of: dict[str, str] = {}
     for shard, count in sorted(Counter(weight_map.values()).items()):
-        if not os.path.exists(folder / shard):
+        if not files.exists(shard):
             raise CheckpointError(f"{shard} is missing, {INDEX} puts {count} tensors there; download it again")
-        for name, info in read_header(_inside(folder, shard)).tensors.items():
+        for name, info in _tensors(files, shard).items():
             if name in tensors:
                 raise CheckpointError(f"tensor {shown(name)} is both in {shard_of[name]} and in {shard}; keep one")
             tensors[name], shard_of[name] = info, shard
@@ -261,26 +282,11 @@ def _sharded_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, T
     return tensors
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """Return `folder / name` once it is known to lead nowhere else, or into the hub cache that `folder` belongs to."""
-    path = folder / name
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError) as cause:
-        raise CheckpointError(f"{path} is a link to nowhere; download it again") from cause
-    if not any(target.is_relative_to(root) for root in _roots(folder)):
-        raise CheckpointError(f"{path} is a link that leaves the checkpoint, to {target}; put the file itself there")
-    return path
-
-
-def _roots(folder: Path) -> Iterable[Path]:
-    yield folder
-    if _repo_name(folder):
-        # hub cache: models--org--name/snapshots/<commit>; files are links into blobs/, which may lead on to the
-        # store that all models of the cache share.
-        repo = folder.parent.parent
-        yield repo / "blobs"
-        yield repo.parent / "blobs"
+def _stores(folder: Path) -> tuple[Path, ...]:
+    # hub cache: models--org--name/snapshots/<commit>; files are links into blobs/, which may lead on to the store that
+    # all models of the cache share.
+    repo = folder.parent.parent
+    return (repo / "blobs", repo.parent / "blobs") if _repo_name(folder) else ()
 
 
 def _repo_name(folder: Path) -> str | None:

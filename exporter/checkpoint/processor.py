@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object
+from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
 from vtx.runtime.bundle.image_settings import RESAMPLING, ImageSettings
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
+ALONE = "preprocessor_config.json"
 _OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _OPENAI_STD = [0.26862954, 0.26130258, 0.27577711]
 _COMMON = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3}
@@ -44,12 +45,11 @@ def read_image_settings(folder: Path) -> ImageSettings:
     Raises UnsupportedModelError for an image processor, or an option of it, that vtx does not have, and
     CheckpointError where neither file holds one, or it is damaged.
     """
-    nested, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
-    config = read_json_object(nested, MAX_CONFIG).get("image_processor") if nested.exists() else None
+    config = read_settings(folder, "processor_config.json").get("image_processor")
     if config is None:
-        if not alone.exists():
-            raise CheckpointError(f"{folder} has no {alone.name} that says how images are prepared; download it too")
-        config = read_json_object(alone, MAX_CONFIG)
+        config = read_settings(folder, ALONE)
+        if not config and not checkpoint_files(folder).exists(ALONE):
+            raise CheckpointError(f"{folder} has no {ALONE} that says how images are prepared; download it too")
     return image_settings(config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -11,11 +10,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object
+from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
 from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.template import MAX_SOURCE
-from vtx.runtime.prompt.text import MAX_TOKENIZER_BYTES, Text, parse_tokenizer, read_utf8
+from vtx.runtime.prompt.text import MAX_TOKENIZER_BYTES, Text, parse_tokenizer, utf8
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _SMALL_FILES = ("special_tokens_map.json", "added_tokens.json")
@@ -66,7 +65,7 @@ def read_template(folder: Path) -> str:
         (_template_file, "additional_chat_templates/default.jinja"),
         (_template_in, "tokenizer_config.json"),
     ):
-        template = read(folder / name)
+        template = read(folder, name)
         if template is not None:
             return template
     raise CheckpointError(
@@ -75,19 +74,20 @@ def read_template(folder: Path) -> str:
     )
 
 
-def _template_file(path: Path) -> str | None:
-    return read_utf8(path, 4 * MAX_SOURCE, CheckpointError) if path.exists() else None
+def _template_file(folder: Path, name: str) -> str | None:
+    files = checkpoint_files(folder)
+    return utf8(files.read(name, 4 * MAX_SOURCE), name, CheckpointError) if files.exists(name) else None
 
 
-def _template_in(path: Path) -> str | None:
+def _template_in(folder: Path, name: str) -> str | None:
     """The key "chat_template": a string, {name: template}, or [{"name": ..., "template": ...}]."""
-    found = _settings(path).get("chat_template")
+    found = read_settings(folder, name).get("chat_template")
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):
         found = found.get("default")
     if found is not None and not isinstance(found, str):
-        raise CheckpointError(f"{path}: chat_template must be text, not {type(found).__name__}")
+        raise CheckpointError(f"{name}: chat_template must be text, not {type(found).__name__}")
     return found
 
 
@@ -122,34 +122,22 @@ def _load_tokenizer(folder: Path, text_config: Mapping[str, Any], top_config: Ma
 
 
 def _copy_data(folder: Path, clean: Path, text_config: Mapping[str, Any], top_config: Mapping[str, Any]) -> None:
-    found = [name for name in _VOCABULARIES if (folder / name).exists()]
+    files = checkpoint_files(folder)
+    found = [name for name in _VOCABULARIES if files.exists(name)]
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(found):
         raise CheckpointError(f"{folder} has no tokenizer.json, tokenizer.model, or vocab.json with merges.txt")
     for name in found:
-        _check_size(folder / name, MAX_TOKENIZER_BYTES)
-        shutil.copyfile(folder / name, clean / name)
+        (clean / name).write_bytes(files.read(name, MAX_TOKENIZER_BYTES))
     for name in _SMALL_FILES:
-        if (folder / name).exists():
-            _write_json(clean / name, _settings(folder / name))
-    config = _settings(folder / "tokenizer_config.json")
+        if files.exists(name):
+            _write_json(clean / name, read_settings(folder, name))
+    config = read_settings(folder, "tokenizer_config.json")
     _write_json(clean / "tokenizer_config.json", {key: config[key] for key in _TOKENIZER_KEYS & config.keys()})
     # The class of tokenizer hangs on these two of the model's settings. A LLaVA's own class reads no vocab.json.
     model = {key: top_config[key] for key in ("model_type", "transformers_version") if key in top_config}
     if not {"tokenizer.json", "tokenizer.model"} & set(found):
         model["model_type"] = text_config.get("model_type")
     _write_json(clean / "config.json", {key: value for key, value in model.items() if isinstance(value, str)})
-
-
-def _check_size(path: Path, limit: int) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file")
-    if path.stat().st_size > limit:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, the limit for this file is {limit}")
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no file. Raises `CheckpointError`."""
-    return read_json_object(path, MAX_CONFIG) if path.exists() else {}
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -178,7 +166,7 @@ def _end_ids(
     folder: Path, text_config: Mapping[str, Any], top_config: Mapping[str, Any], tokenizer: Any
 ) -> tuple[int, ...]:
     """Where transformers' generate would stop: by generation_config.json, else the configs, else the tokenizer."""
-    generation = _settings(folder / "generation_config.json")
+    generation = read_settings(folder, "generation_config.json")
     places = {"generation_config.json": generation, "config.json": top_config, "text_config": text_config}
     for place, config in places.items():
         ids = config.get("eos_token_id")

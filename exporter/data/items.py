@@ -16,7 +16,8 @@ from typing import Any
 
 from PIL import Image
 
-from vtx.runtime.bundle.safetensors import parse_json, read_bytes, shown
+from vtx.runtime.bundle.files import read_named
+from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.image import ImageSource, load_image
 
@@ -135,7 +136,7 @@ def _data_file(path: Path) -> Path:
 
 def _records(file: Path) -> list[tuple[str, Any]]:
     """(where, parsed record) of a JSON list, or (where, raw line) of a JSONL file."""
-    raw = read_bytes(file, MAX_FILE, error=RequestError)
+    raw = read_named(file, MAX_FILE, error=RequestError)
     if raw.lstrip()[:1] != b"[":
         return [(f"line {n}", line) for n, line in enumerate(raw.splitlines(), 1) if line.strip()]
     if len(raw) > MAX_LIST_FILE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -81,14 +82,15 @@ def find_size(model: str) -> ModelSize:
         from vtx.runtime.bundle.bundle import Bundle
 
         return bundle_size(Bundle.open(path))
-    from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object
+    from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object, read_settings
 
     config = path / "config.json" if path.is_dir() else path
-    if not config.is_file():
+    if not os.path.lexists(config):
         raise RequestError(
             f"{model!r} is no known model ({', '.join(KNOWN)}), and no directory with a config.json or a bundle in it"
         )
-    return config_size(read_json_object(config, MAX_CONFIG), config.absolute().parent.name)
+    found = read_settings(path, "config.json") if path.is_dir() else read_json_object(config, MAX_CONFIG)
+    return config_size(found, config.absolute().parent.name)
 
 
 def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
@@ -145,20 +147,15 @@ def bundle_size(bundle: Bundle) -> ModelSize:
 
 def _graph(bundle: Bundle, name: str) -> bytes:
     """A graph's bytes: its weights are outside, and a weight's name stands in it as it is."""
-    path = bundle.path(name)
-    if path.stat().st_size > MAX_GRAPH:
-        raise BundleError(f"{name} has {path.stat().st_size} bytes, over the limit of {MAX_GRAPH}; export again")
-    return path.read_bytes()
+    return bundle.read(name, MAX_GRAPH)
 
 
 def _shapes(bundle: Bundle) -> Callable[[str, int], tuple[int, ...]]:
     """`shape(end, dimensions)` of the one weight whose name ends so, whoever named it, and has so many dimensions."""
-    from vtx.runtime.bundle.safetensors import read_header
-
     tensors: dict[str, tuple[int, ...]] = {}
     for file in bundle.manifest.files:
         if file.startswith("weights/"):
-            found = read_header(bundle.path(file), error=BundleError).tensors
+            found = bundle.header(file).tensors
             # Two weights of 4 bits to a byte.
             tensors |= {n: (*i.shape[:-1], 2 * i.shape[-1]) if i.dtype == "U8" else i.shape for n, i in found.items()}
 

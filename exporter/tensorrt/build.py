@@ -27,7 +27,7 @@ from vtx.runtime.bundle.fingerprint import (
     EngineRecord,
     EngineSet,
     Profile,
-    check_file,
+    open_engine,
     read_engines,
 )
 from vtx.runtime.errors import BundleError, ExportError, RequestError
@@ -179,7 +179,7 @@ def _holds(plan: EnginePlan, item: Item, record: EngineRecord) -> bool:
     if record.sources != item.sources or record.profiles != item.profiles:
         return False
     try:
-        check_file(plan.bundle, _engine_set(plan, {}), record)
+        open_engine(plan.bundle, _engine_set(plan, {}), record).close()
     except BundleError:
         return False
     return True

@@ -48,7 +48,7 @@ class Model:
 
     def __init__(self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for") -> None:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
-        self.text = Text.load(bundle.folder, bundle.manifest.text)
+        self.text = Text.load(bundle.read, bundle.manifest.text)
 
     @property
     def manifest(self) -> Manifest:

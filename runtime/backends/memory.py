@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import KV_BYTES
-from vtx.runtime.bundle.safetensors import TensorInfo, read_header
-from vtx.runtime.errors import BundleError
+from vtx.runtime.bundle.safetensors import TensorInfo
 
 # A scale is kept in float32 twice, beside and inside of the packed matrix, and with it the sum of its block.
 SCALE_BYTES = 12
@@ -54,7 +53,7 @@ def weights_in_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> i
     tensors: dict[str, TensorInfo] = {}
     for name in bundle.manifest.files:
         if name.startswith("weights/"):
-            tensors |= read_header(bundle.path(name), error=BundleError).tensors
+            tensors |= bundle.header(name).tensors
     tied = not any(name.endswith(HEAD) for name in tensors)
     return sum(_resident(info, tensors, floats) for name, info in tensors.items() if tied or not name.endswith(TABLE))
 

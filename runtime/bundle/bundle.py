@@ -5,15 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
+from numpy.typing import NDArray
+
+from vtx.runtime.bundle.files import Folder, Identity, digest, open_named, reason
 from vtx.runtime.bundle.manifest import MAX_BYTES, Manifest
+from vtx.runtime.bundle.safetensors import Header, header_of, unpack
 from vtx.runtime.errors import BundleError
 
 MANIFEST = "vtx.json"
-BLOCK = 1 << 22
 QUICK_BYTES = 64 << 20  # files up to this size are hashed whole at every load
+CURE = "copy the bundle again, or export it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,7 @@ class Bundle:
 
     folder: Path
     manifest: Manifest
+    _checked: dict[str, Identity] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, check: bool = True) -> Bundle:
@@ -37,15 +44,58 @@ class Bundle:
         try:
             path = Path(folder).expanduser().absolute()
             bundle = cls(path, _read_manifest(path))
-        except (OSError, RuntimeError) as e:
-            raise BundleError(f"{folder} cannot be read ({_reason(e)}); check its name and permissions") from e
+        except (OSError, RuntimeError, ValueError) as e:
+            raise BundleError(f"{folder} cannot be read ({reason(e)}); check its name and permissions") from e
         if check:
             for name in bundle.manifest.files:
                 bundle._check(name, whole=False)
         return bundle
 
+    @property
+    def files(self) -> Folder:
+        return _folder(self.folder)
+
     def path(self, name: str) -> Path:
+        """Where a file lies, for messages and for writing; `read`, `header` and `lent` are for reading."""
         return self.folder / name
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A file of at most `limit` bytes, whole; these very bytes are what the manifest's checksum was compared with.
+
+        Raises:
+            BundleError: the file is missing, larger, altered, or no regular file of the bundle.
+
+        """
+        with self._open(name, limit) as file:
+            content = file.read(self.manifest.files[name].bytes)
+            if hashlib.sha256(content).hexdigest() != self.manifest.files[name].sha256:
+                raise BundleError(_altered(name))
+        return content
+
+    def arrays(self, name: str, limit: int) -> dict[str, NDArray[Any]]:
+        """The tensors of a small safetensors file by name, read as `read` does."""
+        return unpack(self.read(name, limit), name, error=BundleError)
+
+    def header(self, name: str) -> Header:
+        """The header of a safetensors file of any size; its data is refused where the file is replaced later."""
+        with self._open(name) as file:
+            self._same(name, file)
+            return header_of(file, self.folder / name, error=BundleError)
+
+    @contextmanager
+    def lent(self, name: str) -> Iterator[Path]:
+        """The path of a graph for a library that opens it, and the weights it names, by itself.
+
+        Before and after, all files must be the ones that were checked: the same inodes, sizes and times of change. Who
+        can write into the bundle and puts everything back within the block is not noticed.
+
+        Raises:
+            BundleError: a file is missing, or was replaced or written to since it was checked.
+
+        """
+        self._still(name)
+        yield self.folder / name
+        self._still(name)
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[tuple[str, str | None]]:
         """Hash every file: (name, None) where it is as exported, else (name, what is wrong)."""
@@ -57,49 +107,57 @@ class Bundle:
             else:
                 yield name, None
 
+    def _open(self, name: str, limit: int | None = None) -> BinaryIO:
+        """Open a file, which must have the size that the manifest says."""
+        record, file = self.manifest.files[name], self.files.open(name, limit)
+        status = os.fstat(file.fileno())
+        if status.st_size != record.bytes:
+            file.close()
+            raise BundleError(f"{name} holds {status.st_size:,} bytes, the manifest says {record.bytes:,}; {CURE}")
+        return file
+
     def _check(self, name: str, *, whole: bool, progress: Callable[[int], None] = lambda _: None) -> None:
-        try:
-            self._compare(name, self.folder / name, whole, progress)
-        except (OSError, RuntimeError) as e:
-            raise BundleError(f"{name} cannot be read ({_reason(e)}); check its permissions") from e
+        record = self.manifest.files[name]
+        with self._open(name) as file:
+            small = whole or record.bytes <= QUICK_BYTES
+            if small and digest(file, name, BundleError, progress) != record.sha256:
+                raise BundleError(_altered(name))
+            self._checked[name] = Identity.of(os.fstat(file.fileno()))
 
-    def _compare(self, name: str, path: Path, whole: bool, progress: Callable[[int], None]) -> None:
-        record, cure = self.manifest.files[name], "copy the bundle again, or export it again"
-        if not path.resolve().is_relative_to(self.folder.resolve()):
-            raise BundleError(f"{name} is a link that leaves the bundle; do not use this bundle")
-        if not path.is_file():
-            raise BundleError(f"{name} is missing from the bundle {self.folder}; {cure}")
-        size = path.stat().st_size
-        if size != record.bytes:
-            raise BundleError(f"{name} holds {size:,} bytes, the manifest says {record.bytes:,}; {cure}")
-        if (whole or size <= QUICK_BYTES) and sha256(path, progress) != record.sha256:
-            raise BundleError(f"{name} was altered after the export (its SHA-256 differs); {cure}")
+    def _still(self, graph: str) -> None:
+        for name in self.manifest.files:
+            if name != graph and name.endswith(".onnx"):
+                continue
+            if name not in self._checked:
+                self._check(name, whole=False)
+            with self._open(name) as file:
+                self._same(name, file)
 
-
-def _read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        raise BundleError(f"{folder} is no directory; make a bundle with vtx-export --out {folder.name}")
-    if not path.is_file():
-        raise BundleError(f"{folder} holds no {MANIFEST}, so it is no bundle; make one with vtx-export")
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise BundleError(f"{MANIFEST} holds {size:,} bytes, the limit is {MAX_BYTES:,}; export again")
-    return Manifest.from_json(path.read_bytes())
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error)
+    def _same(self, name: str, file: BinaryIO) -> None:
+        """Raise BundleError where this is another file than the one that was checked."""
+        now = Identity.of(os.fstat(file.fileno()))
+        if self._checked.setdefault(name, now) != now:
+            raise BundleError(f"{name} was replaced or written to after it was checked; load the bundle again")
 
 
 def sha256(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
     """Hex SHA-256 of a file, read in blocks; `progress` gets the bytes of each."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-                progress(len(block))
-    except OSError as e:
-        raise BundleError(f"{path} cannot be read ({e.strerror}); check its permissions") from e
-    return digest.hexdigest()
+    with open_named(path, error=BundleError) as file:
+        return digest(file, path.name, BundleError, progress)
+
+
+def _folder(path: Path) -> Folder:
+    return Folder(path, "bundle", BundleError, CURE)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    folder = _folder(path)
+    if not path.is_dir():
+        raise BundleError(f"{path} is not a directory; make a bundle with vtx-export --out {path.name}")
+    if not folder.exists(MANIFEST):
+        raise BundleError(f"{path} holds no {MANIFEST}, so it is not a bundle; make one with vtx-export")
+    return Manifest.from_json(folder.read(MANIFEST, MAX_BYTES, links=False))
+
+
+def _altered(name: str) -> str:
+    return f"{name} was altered after the export (its SHA-256 differs); {CURE}"

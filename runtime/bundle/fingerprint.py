@@ -14,12 +14,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle, sha256
+from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle
+from vtx.runtime.bundle.files import digest
 from vtx.runtime.bundle.manifest import check_inside
-from vtx.runtime.bundle.safetensors import parse_json, read_bytes
+from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.gpu import Gpu
 
@@ -74,18 +74,17 @@ class EngineSet:
 
 
 def read_engines(bundle: Bundle, target: str) -> EngineSet:
-    """The engines of a target, as recorded; the files themselves are looked at by `check_file`.
+    """The engines of a target, as recorded; the files themselves are looked at by `open_engine`.
 
     Raises:
         BundleError: there are none, or the record is damaged.
 
     """
     where, cure = f"{FOLDER}/{target}/{RECORD}", build_command(bundle, target)
-    path = bundle.path(where)
-    if not path.is_file():
+    if not bundle.files.exists(where):
         raise BundleError(f"{bundle.folder} holds no engines for {target}; {cure}")
     try:
-        data = parse_json(read_bytes(path, MAX_BYTES, error=BundleError), where, error=BundleError)
+        data = parse_json(bundle.files.read(where, MAX_BYTES), where, error=BundleError)
         found = _engine_set(data)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise BundleError(f"{where} is damaged ({type(e).__name__}: {e}); {cure}") from e
@@ -123,28 +122,31 @@ def check_sources(bundle: Bundle, engines: EngineSet, graph: str) -> EngineRecor
     record = engines.engines.get(graph)
     if record is None:
         raise BundleError(f"{FOLDER}/{engines.target} holds no engine of {graph}; {cure}")
-    for name, digest in record.sources.items():
+    for name, source in record.sources.items():
         known = bundle.manifest.files.get(name)
-        if known is None or known.sha256 != digest:
+        if known is None or known.sha256 != source:
             raise BundleError(f"the engine {record.file} was built from another {name} than this bundle's; {cure}")
     return record
 
 
-def check_file(bundle: Bundle, engines: EngineSet, record: EngineRecord, *, whole: bool = False) -> Path:
-    """The engine's path, its size and, up to 64 MB or with `whole`, its checksum compared with the record."""
-    path, cure = bundle.path(f"{FOLDER}/{engines.target}") / record.file, build_command(bundle, engines.target)
-    if not path.resolve().is_relative_to(bundle.folder.resolve()):
-        raise BundleError(f"{record.file} is a link that leaves the bundle; do not use this bundle")
-    try:
-        size = os.stat(path).st_size
-        if size != record.bytes:
-            problem = "it is cut short" if size < record.bytes else "it is too long"
-            raise BundleError(f"{record.file} holds {size:,} bytes of {record.bytes:,}, {problem}; {cure}")
-        if (whole or size <= QUICK_BYTES) and sha256(path) != record.sha256:
-            raise BundleError(f"{record.file} was altered after it was built (its SHA-256 differs); {cure}")
-    except OSError as e:
-        raise BundleError(f"{record.file} cannot be read ({e.strerror}); {cure}") from e
-    return path
+def open_engine(bundle: Bundle, engines: EngineSet, record: EngineRecord, *, whole: bool = False) -> BinaryIO:
+    """The engine's file, open; its size and, up to 64 MB or with `whole`, its checksum are those of the record.
+
+    Raises:
+        BundleError: the file is missing, of another size, altered, or no regular file of the bundle.
+
+    """
+    cure = build_command(bundle, engines.target)
+    file = dataclasses.replace(bundle.files, cure=cure).open(f"{FOLDER}/{engines.target}/{record.file}")
+    size = os.fstat(file.fileno()).st_size
+    if size != record.bytes:
+        file.close()
+        problem = "it is cut short" if size < record.bytes else "it is too long"
+        raise BundleError(f"{record.file} holds {size:,} bytes of {record.bytes:,}, {problem}; {cure}")
+    if (whole or size <= QUICK_BYTES) and digest(file, record.file, BundleError) != record.sha256:
+        file.close()
+        raise BundleError(f"{record.file} was altered after it was built (its SHA-256 differs); {cure}")
+    return file
 
 
 def build_command(bundle: Bundle, target: str) -> str:

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import KV_SCALES
-from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import BundleError
 
 Scales = dict[str, NDArray[np.float32]]
+MAX_HEADER = 1 << 18  # of two tensors a layer
 
 
 def read_kv_scales(bundle: Bundle) -> Scales:
@@ -22,15 +22,14 @@ def read_kv_scales(bundle: Bundle) -> Scales:
 
     """
     model = bundle.manifest.model
-    tensors = read_header(bundle.path(KV_SCALES), error=BundleError).tensors
-    want = (1, model.kv_heads, 1, model.head_dim)
-    found: Scales = {}
+    shape = (1, model.kv_heads, 1, model.head_dim)
+    stored = bundle.arrays(KV_SCALES, MAX_HEADER + 2 * model.layers * 4 * model.kv_heads * model.head_dim)
+    scales: Scales = {}
     for layer in range(1, model.layers + 1):
         for name in (names.key_scale(layer), names.value_scale(layer)):
-            if name not in tensors or tensors[name].shape != want or tensors[name].dtype != "F32":
-                raise BundleError(f"{KV_SCALES}: {name} is not a float32 tensor {want}; export again")
-            scale = read_tensor(tensors[name])
-            if not (np.isfinite(scale) & (scale > 0)).all():
-                raise BundleError(f"{KV_SCALES}: {name} has a scale that is no positive number; export again")
-            found[name] = scale
-    return found
+            if name not in stored or stored[name].shape != shape or stored[name].dtype != np.float32:
+                raise BundleError(f"{KV_SCALES}: {name} is not a float32 tensor {shape}; export again")
+            if not (np.isfinite(stored[name]) & (stored[name] > 0)).all():
+                raise BundleError(f"{KV_SCALES}: {name} has a scale that is not a positive number; export again")
+            scales[name] = stored[name]
+    return scales

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import BundleError
 
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
+MAX_HEADER = 1 << 16  # of two tables
 
 
 def read_rope(bundle: Bundle) -> Tables:
@@ -23,12 +21,12 @@ def read_rope(bundle: Bundle) -> Tables:
 
     """
     manifest = bundle.manifest
-    tensors = read_header(bundle.path(manifest.rope), error=BundleError).tensors
-    want = (manifest.max_context, manifest.model.head_dim // 2)
+    shape = (manifest.max_context, manifest.model.head_dim // 2)
+    tables = bundle.arrays(manifest.rope, MAX_HEADER + 2 * 4 * shape[0] * shape[1])
 
-    def table(name: str) -> NDArray[Any]:
-        if name not in tensors or tensors[name].shape != want or tensors[name].dtype != "F32":
-            raise BundleError(f"{manifest.rope}: {name} is not a float32 table {want}; export again")
-        return read_tensor(tensors[name])
+    def table(name: str) -> NDArray[np.float32]:
+        if name not in tables or tables[name].shape != shape or tables[name].dtype != np.float32:
+            raise BundleError(f"{manifest.rope}: {name} is not a float32 table {shape}; export again")
+        return tables[name]
 
     return table(names.COS), table(names.SIN)

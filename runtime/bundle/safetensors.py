@@ -10,16 +10,17 @@ import contextlib
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, BinaryIO, NoReturn, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.bundle.files import Identity, open_named, reason
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 
 # A tensor takes 100 to 200 bytes of header and a 13B LLaVA has 750 of them; parsed JSON takes up to 30 times its size.
@@ -60,7 +61,10 @@ _NAMES = {np.dtype(stored): name for name, (_, stored) in DTYPES.items() if stor
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: `offset` and `nbytes` count bytes from the start of `file`, `dtype` is the format's word."""
+    """Where a tensor lies: `offset` and `nbytes` count bytes from the start of `file`, `dtype` is the format's word.
+
+    `identity` is the file's as its header was read; data of another file is refused.
+    """
 
     name: str
     dtype: str
@@ -68,6 +72,7 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
+    identity: Identity | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +90,34 @@ def read_header(path: Path, *, error: type[VtxError] = CheckpointError) -> Heade
     a name that appears twice, and a tensor of more than 32 dimensions.
     """
     path = Path(path)
-    raw, data_size = _header_bytes(path, error)
-    parsed = parse_json(raw, f"the header of {path.name}", error=error)
-    if not isinstance(parsed, dict):
-        raise error(f"the header of {path.name} is a JSON {type(parsed).__name__}, not an object; download it again")
-    metadata = _metadata(parsed.pop("__metadata__", None), path, error)
-    if len(parsed) > MAX_TENSORS:
-        raise error(f"{path.name} lists {len(parsed):,} tensors, vtx reads at most {MAX_TENSORS:,} in a file")
-    start = 8 + len(raw)
-    infos = sorted(
-        (_tensor_info(name, entry, path, start, error) for name, entry in parsed.items()),
-        key=lambda info: (info.offset, info.nbytes),
-    )
-    _check_coverage(infos, path, start, data_size, error)
-    return Header({info.name: info for info in infos}, metadata)
+    with open_named(path, error=error) as file:
+        return header_of(file, path, error=error)
+
+
+def header_of(file: BinaryIO, path: Path, *, error: type[VtxError] = CheckpointError) -> Header:
+    """As `read_header`, of a file that is open at its start and was found at `path`."""
+    status = os.fstat(file.fileno())
+    try:
+        raw = _header_bytes(file, status.st_size, path.name, error)
+    except OSError as cause:
+        raise error(f"cannot read {path}: {reason(cause)}") from cause
+    return _parse(raw, path, status.st_size, Identity.of(status), error)
+
+
+def unpack(content: bytes, name: str, *, error: type[VtxError]) -> dict[str, NDArray[Any]]:
+    """Copies of the tensors in a whole file's `content`: the stored bits, so BF16 comes as uint16. Raises `error`."""
+    raw = _header_bytes(BytesIO(content), len(content), name, error)
+    infos = _parse(raw, Path(name), len(content), None, error).tensors
+    return {key: _stored(content, info, _stored_dtype(info, error)) for key, info in infos.items()}
+
+
+def open_data(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> BinaryIO:
+    """Open the file that holds a tensor. Raises `error` where it is another one than its header was read from."""
+    file = open_named(info.file, error=error)
+    if info.identity is not None and Identity.of(os.fstat(file.fileno())) != info.identity:
+        file.close()
+        raise error(f"{info.file} was replaced or written to since its header was read; start again")
+    return file
 
 
 def open_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:
@@ -112,9 +131,10 @@ def open_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) ->
         empty.flags.writeable = False
         return empty
     try:
-        return np.memmap(info.file, dtype, mode="r", offset=info.offset, shape=info.shape).view(np.ndarray)
+        with open_data(info, error=error) as file:
+            return np.memmap(file, dtype, mode="r", offset=info.offset, shape=info.shape).view(np.ndarray)
     except (OSError, ValueError) as cause:
-        raise error(f"cannot map tensor {shown(info.name)} of {info.file.name}: {_reason(cause)}") from cause
+        raise error(f"cannot map tensor {shown(info.name)} of {info.file.name}: {reason(cause)}") from cause
 
 
 def read_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:
@@ -180,14 +200,6 @@ def write_safetensors(
             partial.unlink()
 
 
-def read_bytes(path: Path, limit: int, *, error: type[VtxError] = CheckpointError) -> bytes:
-    """Read a small regular file whole; raises `error` if it is no such file, or holds more than `limit` bytes."""
-    size = _regular_size(path, error)
-    if size > limit:
-        raise error(f"{path.name} holds {size:,} bytes, vtx reads at most {limit:,} of such a file")
-    return _read_start(path, size, error)
-
-
 def parse_json(raw: bytes, what: str, *, error: type[VtxError] = CheckpointError) -> Any:
     """Parse UTF-8 JSON that nobody vouches for; `what` names it in messages.
 
@@ -243,46 +255,38 @@ def _children(item: object) -> Iterable[object]:
     return item if isinstance(item, list) else ()
 
 
-def _regular_size(path: Path, error: type[VtxError]) -> int:
-    # stat before open: opening a FIFO would wait for a writer that never comes.
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError) as cause:
-        raise error(f"cannot read {path}: {_reason(cause)}") from cause
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
-        raise error(f"{path} is {kind}, a regular file is needed")
-    return status.st_size
-
-
-def _read_start(path: Path, count: int, error: type[VtxError]) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(count)
-    except OSError as cause:
-        raise error(f"cannot read {path}: {_reason(cause)}") from cause
-
-
-def _reason(cause: Exception) -> str:
-    return str(getattr(cause, "strerror", None) or cause)
-
-
-def _header_bytes(path: Path, error: type[VtxError]) -> tuple[bytes, int]:
-    """Return the header's JSON and the number of bytes after it."""
-    size = _regular_size(path, error)
+def _header_bytes(file: BinaryIO, size: int, name: str, error: type[VtxError]) -> bytes:
+    """Return the header's JSON of a file of `size` bytes."""
     if size < 8:
-        raise error(f"{path.name} holds {size} bytes, a safetensors file has at least 8; download it again")
-    (length,) = struct.unpack("<Q", _read_start(path, 8, error).ljust(8, b"\0"))
+        raise error(f"{name} holds {size} bytes, a safetensors file has at least 8; download it again")
+    (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
     if length > MAX_HEADER:
         raise error(
-            f"{path.name} announces a header of {length:,} bytes, vtx reads at most {MAX_HEADER:,}; "
+            f"{name} announces a header of {length:,} bytes, vtx reads at most {MAX_HEADER:,}; "
             "it is no safetensors file, or is damaged: download it again"
         )
     if length == 0 or 8 + length > size:
         raise error(
-            f"{path.name} holds {size:,} bytes and announces a header of {length:,}; it is cut off: download it again"
+            f"{name} holds {size:,} bytes and announces a header of {length:,}; it is cut off: download it again"
         )
-    return _read_start(path, 8 + length, error)[8:], size - 8 - length
+    return file.read(length)
+
+
+def _parse(raw: bytes, path: Path, size: int, identity: Identity | None, error: type[VtxError]) -> Header:
+    """The header `raw` of a file of `size` bytes, checked."""
+    parsed = parse_json(raw, f"the header of {path.name}", error=error)
+    if not isinstance(parsed, dict):
+        raise error(f"the header of {path.name} is a JSON {type(parsed).__name__}, not an object; download it again")
+    metadata = _metadata(parsed.pop("__metadata__", None), path, error)
+    if len(parsed) > MAX_TENSORS:
+        raise error(f"{path.name} lists {len(parsed):,} tensors, vtx reads at most {MAX_TENSORS:,} in a file")
+    start = 8 + len(raw)
+    infos = sorted(
+        (_tensor_info(name, entry, path, start, identity, error) for name, entry in parsed.items()),
+        key=lambda info: (info.offset, info.nbytes),
+    )
+    _check_coverage(infos, path, start, size, error)
+    return Header({info.name: info for info in infos}, metadata)
 
 
 def _metadata(value: object, path: Path, error: type[VtxError]) -> dict[str, str]:
@@ -293,7 +297,9 @@ def _metadata(value: object, path: Path, error: type[VtxError]) -> dict[str, str
     return value
 
 
-def _tensor_info(name: str, entry: object, path: Path, start: int, error: type[VtxError]) -> TensorInfo:
+def _tensor_info(
+    name: str, entry: object, path: Path, start: int, identity: Identity | None, error: type[VtxError]
+) -> TensorInfo:
     """Check one entry on its own; its place among the others is `_check_coverage`'s business."""
     where = f"tensor {shown(name)} in {path.name}"
     if not isinstance(entry, dict):
@@ -314,7 +320,7 @@ def _tensor_info(name: str, entry: object, path: Path, start: int, error: type[V
             f"{where} has {offsets[1] - offsets[0]:,} bytes, dtype {dtype} and shape {shape} need {nbytes:,}; "
             "download it again"
         )
-    return TensorInfo(name, dtype, tuple(shape), path, start + offsets[0], nbytes)
+    return TensorInfo(name, dtype, tuple(shape), path, start + offsets[0], nbytes, identity)
 
 
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
@@ -335,7 +341,7 @@ def _nbytes(dtype: str, shape: Sequence[int]) -> int:
     return total // 8
 
 
-def _check_coverage(infos: list[TensorInfo], path: Path, start: int, data_size: int, error: type[VtxError]) -> None:
+def _check_coverage(infos: list[TensorInfo], path: Path, start: int, size: int, error: type[VtxError]) -> None:
     """Require that the sorted tensors follow each other without overlap or gap, and end where the file ends."""
     end = start
     for info in infos:
@@ -343,7 +349,6 @@ def _check_coverage(infos: list[TensorInfo], path: Path, start: int, data_size: 
             fault = "overlaps the tensor before it" if info.offset < end else "leaves a gap before it"
             raise error(f"tensor {shown(info.name)} in {path.name} {fault}; the format forbids that: download it again")
         end += info.nbytes
-    size = start + data_size
     if end > size:
         raise error(f"{path.name} holds {size:,} bytes, its header says {end:,}; download it again")
     if end < size:
@@ -355,6 +360,13 @@ def _stored_dtype(info: TensorInfo, error: type[VtxError]) -> np.dtype[Any]:
     if stored is None:
         raise error(f"tensor {shown(info.name)} in {info.file.name} is {info.dtype}, which vtx cannot read")
     return np.dtype(stored)
+
+
+def _stored(content: bytes, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
+    array = np.empty(info.shape, dtype)
+    if info.nbytes:
+        array[...] = np.frombuffer(content, dtype, array.size, info.offset).reshape(info.shape)
+    return array
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, islice, takewhile
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -75,10 +74,16 @@ class Text:
             self._forms[role] = self._probe(role)
 
     @classmethod
-    def load(cls, folder: Path, settings: TextSettings) -> Text:
-        """Read tokenizer.json and chat_template.jinja from `folder`. Raises `BundleError`, `TemplateError`."""
-        tokenizer = parse_tokenizer(read_utf8(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES, BundleError), BundleError)
-        return cls(tokenizer, read_utf8(folder / TEMPLATE_FILE, 4 * MAX_SOURCE, BundleError), settings)
+    def load(cls, read: Callable[[str, int], bytes], settings: TextSettings) -> Text:
+        """Read tokenizer.json and chat_template.jinja by `read(name, limit)`, which a bundle has.
+
+        Raises `BundleError`, `TemplateError`.
+        """
+        tokenizer, template = (
+            utf8(read(name, limit), name, BundleError)
+            for name, limit in ((TOKENIZER_FILE, MAX_TOKENIZER_BYTES), (TEMPLATE_FILE, 4 * MAX_SOURCE))
+        )
+        return cls(parse_tokenizer(tokenizer, BundleError), template, settings)
 
     def prompt(
         self, messages: Sequence[Message], image_rows: int | Sequence[int], *, add_generation_prompt: bool = True
@@ -274,18 +279,12 @@ class Detokenizer:
         return piece
 
 
-def read_utf8(path: Path, limit: int, error: type[VtxError]) -> str:
-    """The text of a file of at most `limit` bytes. Raises `error`."""
+def utf8(content: bytes, name: str, error: type[VtxError]) -> str:
+    """The text of the file `name`. Raises `error`."""
     try:
-        if not path.is_file():
-            raise error(f"{path} is missing or not a file")
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
-            raise error(f"{path} has more than {limit} bytes, the limit for this file")
-        return data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise error(f"{path} cannot be read as UTF-8 text: {cause}") from cause
+        return content.decode("utf-8")
+    except UnicodeDecodeError as cause:
+        raise error(f"{name} cannot be read as UTF-8 text: {cause}") from cause
 
 
 def parse_tokenizer(text: str, error: type[VtxError]) -> Tokenizer:

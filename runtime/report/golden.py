@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.prompt.text import Part
@@ -26,6 +25,7 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.15, "int4": 0.1
 KV_TOLERANCE = {"float32": 0.0, "float16": 5e-3, "int8": 0.15}  # by the type of K and V; the larger counts
 COMPUTE_TOLERANCE = {"f32": 0.0, "bf16": 5e-2}  # by arithmetic; the larger counts
 PIXEL_TOLERANCE = 1e-5
+MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ def check_golden(model: Model) -> Iterator[Check]:
 
     """
     manifest = model.manifest
-    stored = read_header(model.bundle.path(manifest.golden), error=BundleError).tensors
+    stored = model.bundle.arrays(manifest.golden, MAX_GOLDEN)
     ks: list[int | None] = [None, *manifest.variants]
     missing = {"ids", "pixels", "features", *map(key_of, ks)} - set(stored)
     if missing:
         raise BundleError(f"{manifest.golden} lacks {sorted(missing)[0]!r}; export the bundle again")
-    ids, pixels, features = (read_tensor(stored[name]) for name in ("ids", "pixels", "features"))
+    ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     own_ids = model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens)
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
@@ -93,7 +93,7 @@ def check_golden(model: Model) -> Iterator[Check]:
         session = Session(model.backend, manifest)
         prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: rows),))
         got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits
-        want = read_tensor(stored[key_of(k)])
+        want = stored[key_of(k)]
         same = "same top token" if got.argmax() == want.argmax() else "another top token"
         yield Check(f"logits at K = {k or 'none'}", _distance(got, want), limit, same)
 

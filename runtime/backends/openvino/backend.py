@@ -138,10 +138,11 @@ class OpenvinoBackend:
         return {"KV_CACHE_PRECISION": self._kv, **by_row, **computing}
 
     def _read(self, name: str, promised: contract.Contract) -> Any:
-        try:
-            model = self._core.read_model(os.fspath(self._bundle.path(name)))
-        except RuntimeError as e:
-            raise BundleError(f"OpenVINO cannot read {name}: {_one_line(e)}; export the bundle again") from e
+        with self._bundle.lent(name) as path:
+            try:
+                model = self._core.read_model(os.fspath(path))
+            except RuntimeError as e:
+                raise BundleError(f"OpenVINO cannot read {name}: {_one_line(e)}; export the bundle again") from e
         contract.check(name, _Ports(model, promised), promised)
         keep_narrow(model)
         return model

@@ -65,14 +65,14 @@ class OrtBackend:
         return options
 
     def _session(self, name: str, promised: contract.Contract) -> Any:
-        path = os.fspath(self._bundle.path(name))
-        try:
-            with returning_memory():
-                session = self._ort.InferenceSession(path, self._options, providers=list(self.providers))
-        except Exception as e:
-            if isinstance(e, MemoryError) or "bad_alloc" in str(e) or "allocate" in str(e):
-                raise DeviceError(f"not enough memory to load {name}; {_SMALLER}") from e
-            raise BundleError(f"onnxruntime cannot load {name}: {_one_line(e)}; export the bundle again") from e
+        with self._bundle.lent(name) as path:
+            try:
+                with returning_memory():
+                    session = self._ort.InferenceSession(os.fspath(path), self._options, providers=list(self.providers))
+            except Exception as e:
+                if isinstance(e, MemoryError) or "bad_alloc" in str(e) or "allocate" in str(e):
+                    raise DeviceError(f"not enough memory to load {name}; {_SMALLER}") from e
+                raise BundleError(f"onnxruntime cannot load {name}: {_one_line(e)}; export the bundle again") from e
         contract.check(name, session, promised)
         return session
 

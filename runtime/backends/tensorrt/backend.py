@@ -178,9 +178,9 @@ class TensorrtBackend:
 
     def _load(self, graph: str) -> Engine:
         record = fingerprint.check_sources(self._bundle, self.engines, graph)
-        path = fingerprint.check_file(self._bundle, self.engines, record)
         cure = fingerprint.build_command(self._bundle, self.engines.target)
-        return Engine(self._trt, self._runtime, path, self.cuda, cure)
+        with fingerprint.open_engine(self._bundle, self.engines, record) as file:
+            return Engine(self._trt, self._runtime, record.file, file, self.cuda, cure)
 
     def _io_bytes(self) -> dict[str, int]:
         """The largest size of every input and output but the caches, over all graphs, in bytes."""

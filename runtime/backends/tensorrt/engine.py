@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
 from vtx.runtime.errors import BundleError, DeviceError
@@ -14,15 +13,15 @@ Shape = tuple[int, ...]
 
 
 class Engine:
-    """A deserialised engine; the file is mapped, not read, so that no copy of it stays in memory."""
+    """A deserialised engine; the open file is mapped, not read, so that no copy of it stays in memory."""
 
-    def __init__(self, trt: Any, runtime: Any, path: Path, cuda: Cuda, cure: str) -> None:
-        self._trt, self._cuda, self.name = trt, cuda, path.name
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    def __init__(self, trt: Any, runtime: Any, name: str, file: BinaryIO, cuda: Cuda, cure: str) -> None:
+        self._trt, self._cuda, self.name = trt, cuda, name
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             self._engine = runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             reason = getattr(runtime.logger, "first", "")
-            raise BundleError(f"TensorRT does not take {path.name}{': ' + reason if reason else ''}; {cure}")
+            raise BundleError(f"TensorRT does not take {name}{': ' + reason if reason else ''}; {cure}")
         self.scratch = max(self._scratch(profile) for profile in range(self._engine.num_optimization_profiles))
         names = [self._engine.get_tensor_name(number) for number in range(self._engine.num_io_tensors)]
         is_input = trt.TensorIOMode.INPUT

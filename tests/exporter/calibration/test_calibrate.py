@@ -482,7 +482,7 @@ def test_a_missing_plot_library_costs_the_plots_alone(
         (["--eta", "-1"], "--eta"),
         (["--k-from", "9"], "2..6"),
         (["--batch", "0"], "--batch"),
-        (["--bundle", "."], "no bundle"),
+        (["--bundle", "."], "not a bundle"),
         (["questions.jsonl", "--max-accuracy-drop", "200"], "--max-accuracy-drop"),
         (["questions.jsonl", "--out", "questions.jsonl"], "--out"),
     ],

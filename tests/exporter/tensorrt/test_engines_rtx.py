@@ -58,7 +58,7 @@ def test_every_precision_becomes_engines(precision: str, bundles: Callable[[str]
         found = fingerprint.read_engines(bundle, card)
         assert found.capability == TARGETS[card].capability
         for record in found.engines.values():
-            fingerprint.check_file(bundle, found, record, whole=True)
+            fingerprint.open_engine(bundle, found, record, whole=True).close()
     assert all(outcome.built is None for outcome in build_engines(plan(bundle, cards[0]), IGNORE))
 
 

@@ -374,8 +374,8 @@ def _nan(scales: dict[str, Any]) -> None:
     [
         (_without, "value_scale.3 is not a float32 tensor"),
         (_other_shape, "key_scale.1 is not a float32 tensor"),
-        (_zero, "key_scale.8 has a scale that is no positive number"),
-        (_nan, "value_scale.1 has a scale that is no positive number"),
+        (_zero, "key_scale.8 has a scale that is not a positive number"),
+        (_nan, "value_scale.1 has a scale that is not a positive number"),
     ],
 )
 def test_damaged_scales_are_refused(

@@ -402,7 +402,7 @@ def test_an_engine_outside_of_the_bundle_is_refused(bundle: Path) -> None:
     path.unlink()
     path.symlink_to(outside)
     with pytest.raises(BundleError, match="is a link that leaves the bundle"):
-        fingerprint.check_file(Bundle.open(bundle), found, found.engines[graph])
+        fingerprint.open_engine(Bundle.open(bundle), found, found.engines[graph])
 
 
 # --- the stand-in itself --------------------------------------------------------------------------

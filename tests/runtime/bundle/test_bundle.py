@@ -15,6 +15,7 @@ import vtx
 from tests.support import bundles
 from tests.support.tiny import random_image
 from vtx.runtime.bundle import bundle as bundle_module
+from vtx.runtime.bundle import files
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import BundleError, DeviceError, TemplateError, VtxError
@@ -157,23 +158,19 @@ def test_what_is_no_bundle_is_refused_in_one_line(tmp_path: Path, name: str, mon
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("call", ["stat", "read_bytes"])
-def test_no_permission_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    def deny(*_: object, **__: object) -> Any:
-        raise PermissionError(13, "Permission denied")
+def deny(*_: object, **__: object) -> Any:
+    raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, call, deny)
+
+def test_no_permission_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.os, "open", deny)  # chmod does not keep root out
     with pytest.raises(BundleError, match="Permission denied"):
         Bundle.open(folder)
 
 
 def test_an_unreadable_file_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Bundle.open(folder)
-
-    def deny(*_: object, **__: object) -> Any:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", deny)
+    monkeypatch.setattr(files.os, "open", deny)
     assert all("Permission denied" in str(problem) for _, problem in opened.verify())
 
 

@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from vtx.exporter.checkpoint.text import read_template, read_text
+from vtx.runtime.bundle.files import Folder
 from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, TemplateError
 from vtx.runtime.prompt.text import MAX_TEXT, Message, Text
@@ -443,28 +445,32 @@ BROKEN = {
 }
 
 
+def reader(folder: Path) -> Callable[[str, int], bytes]:
+    return Folder(folder, "bundle", BundleError, "export it again").read
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_tokenizer_is_a_broken_bundle(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(BROKEN[name])
     (tmp_path / "chat_template.jinja").write_text(VICUNA)
     with pytest.raises(BundleError):
-        Text.load(tmp_path, make_settings(make_tokenizer("first")))
+        Text.load(reader(tmp_path), make_settings(make_tokenizer("first")))
 
 
 def test_missing_oversized_and_foreign_files_are_a_broken_bundle(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("first")
     settings = make_settings(tokenizer)
     with pytest.raises(BundleError, match=r"tokenizer\.json is missing"):
-        Text.load(tmp_path, settings)
+        Text.load(reader(tmp_path), settings)
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(1 << 30)
     with pytest.raises(BundleError, match="limit"):
-        Text.load(tmp_path, settings)
+        Text.load(reader(tmp_path), settings)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(VICUNA)
-    assert Text.load(tmp_path, settings).prompt(CHATS["image"], ROWS).size
+    assert Text.load(reader(tmp_path), settings).prompt(CHATS["image"], ROWS).size
     with pytest.raises(BundleError, match="is not the added token"):
-        Text.load(tmp_path, make_settings(tokenizer, image_token_id=5))
+        Text.load(reader(tmp_path), make_settings(tokenizer, image_token_id=5))
 
 
 # ---- from a checkpoint -----------------------------------------------------------------------------------------------
@@ -590,7 +596,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not sound JSON"):
         read(tmp_path, top)
     (tmp_path / "generation_config.json").write_text(" " * (2 << 20))
-    with pytest.raises(CheckpointError, match="vtx reads at most 1,048,576"):
+    with pytest.raises(CheckpointError, match="the limit for such a file is 1,048,576"):
         read(tmp_path, top)
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(TemplateError):

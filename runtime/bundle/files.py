@@ -1,0 +1,178 @@
+"""The one way to open a file of a checkpoint or a bundle, which nobody vouches for.
+
+A link is followed only while it stays inside the folder, and only once: the file behind it is opened from the folder
+downwards without following anything, so that a link swapped in meanwhile is refused. Pipes, devices and directories
+are never waited for or read. Whoever needs content reads it once, and checks the bytes it uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from vtx.runtime.errors import VtxError
+
+BLOCK = 1 << 22  # bytes that are hashed at a time
+# Absent on Windows: there nothing opens by a descriptor of a directory, and no pipe stands in a folder.
+_NO_FOLLOW, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+_DIRECTORY, _FLAGS = getattr(os, "O_DIRECTORY", 0), getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_BY_DESCRIPTOR = os.open in os.supports_dir_fd and bool(_NO_FOLLOW and _DIRECTORY)
+Progress = Callable[[int], None]
+
+
+class Identity(NamedTuple):
+    """What tells a file from another one of the same name, and from itself before it was written to."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Identity:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A checkpoint's or a bundle's directory. `kind` and `cure` are for messages; links may lead into `stores`."""
+
+    path: Path
+    kind: str
+    error: type[VtxError]
+    cure: str
+    stores: tuple[Path, ...] = ()
+
+    def exists(self, name: str) -> bool:
+        """Whether anything is there by that name, a dangling link included, so that opening it says what is wrong."""
+        with contextlib.suppress(ValueError):
+            return os.path.lexists(self.path / name)
+        return False
+
+    def open(self, name: str, limit: int | None = None, *, links: bool = True) -> BinaryIO:
+        """Open a regular file of at most `limit` bytes; with `links=False` no link is followed at all.
+
+        Raises `error` for a file that is missing, too large, out of the folder, or of another kind.
+        """
+        try:
+            descriptor = self._descriptor(name, links)
+        except (OSError, ValueError, RuntimeError) as cause:
+            raise self.error(f"{name} {self._problem(name, cause)}; {self.cure}") from cause
+        return _regular(descriptor, name, limit, self.error)
+
+    def read(self, name: str, limit: int, *, links: bool = True) -> bytes:
+        """The whole content of a file of at most `limit` bytes. Raises `error` as `open` does."""
+        with self.open(name, limit, links=links) as file:
+            return read_all(file, name, self.error)
+
+    def _descriptor(self, name: str, links: bool) -> int:
+        root = Path(os.path.realpath(self.path, strict=True))
+        if not links:
+            return _open_below(root, Path(name).parts)
+        target = Path(os.path.realpath(self.path / name, strict=True))
+        for base in (root, *map(Path, map(os.path.realpath, self.stores))):
+            if target.is_relative_to(base):
+                return _open_below(base, target.relative_to(base).parts)
+        raise self.error(f"{name} is a link that leaves the {self.kind}, to {target}; do not use this {self.kind}")
+
+    def _problem(self, name: str, cause: Exception) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            if (self.path / name).is_symlink():
+                return f"is a link to nowhere, or where no link is followed ({reason(cause)})"
+        if isinstance(cause, FileNotFoundError):
+            return f"is missing from the {self.kind} {self.path}"
+        return f"cannot be read ({reason(cause)})"
+
+
+def open_named(path: Path, *, error: type[VtxError], limit: int | None = None) -> BinaryIO:
+    """Open a regular file that the user named, wherever it lies; links are followed. Raises `error`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _NO_WAIT | _FLAGS)
+    except (OSError, ValueError) as cause:
+        if os.path.isdir(path):  # Windows does not open directories
+            raise error(f"{path} is a directory, a regular file is needed") from cause
+        raise error(f"cannot read {path}: {reason(cause)}") from cause
+    return _regular(descriptor, str(path), limit, error)
+
+
+def read_named(path: Path, limit: int, *, error: type[VtxError]) -> bytes:
+    """Read a file of at most `limit` bytes that the user named. Raises `error`."""
+    with open_named(path, error=error, limit=limit) as file:
+        return read_all(file, path.name, error)
+
+
+def read_all(file: BinaryIO, name: str, error: type[VtxError]) -> bytes:
+    """The bytes of a file just opened, and not one more than it had then. Raises `error`."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        content = file.read(size)
+    except OSError as cause:
+        raise error(f"{name} cannot be read ({reason(cause)}); check the disk") from cause
+    if len(content) != size:
+        raise error(f"{name} shrank from {size:,} to {len(content):,} bytes while it was read; try again")
+    return content
+
+
+def digest(file: BinaryIO, name: str, error: type[VtxError], progress: Progress = lambda _: None) -> str:
+    """Hex SHA-256 of a file from its start on, read in blocks; `progress` gets the bytes of each. Raises `error`."""
+    total = hashlib.sha256()
+    try:
+        file.seek(0)
+        while block := file.read(BLOCK):
+            total.update(block)
+            progress(len(block))
+        file.seek(0)
+    except OSError as cause:
+        raise error(f"{name} cannot be read ({reason(cause)}); check the disk") from cause
+    return total.hexdigest()
+
+
+def reason(cause: Exception) -> str:
+    """What the system says of a failure, without the path, which the message names already."""
+    return str(getattr(cause, "strerror", None) or cause)
+
+
+def _open_below(root: Path, parts: tuple[str, ...]) -> int:
+    """Open `root / parts`, following no link below `root`."""
+    if not parts:
+        raise IsADirectoryError(21, "Is a directory")
+    if not _BY_DESCRIPTOR:
+        return _open_and_compare(root.joinpath(*parts))
+    folder = os.open(root, os.O_RDONLY | _DIRECTORY | _FLAGS)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, os.O_RDONLY | _DIRECTORY | _NO_FOLLOW | _FLAGS, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        return os.open(parts[-1], os.O_RDONLY | _NO_FOLLOW | _NO_WAIT | _FLAGS, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _open_and_compare(path: Path) -> int:
+    """Open a path that was resolved, and see that it leads nowhere else now that it is open."""
+    descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW | _FLAGS)
+    if os.path.realpath(path) == str(path) and os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+        return descriptor
+    os.close(descriptor)
+    raise OSError("it was replaced while it was opened")
+
+
+def _regular(descriptor: int, name: str, limit: int | None, error: type[VtxError]) -> BinaryIO:
+    status = os.fstat(descriptor)
+    problem = None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
+        problem = f"{name} is {kind}, a regular file is needed"
+    elif limit is not None and status.st_size > limit:
+        problem = f"{name} holds {status.st_size:,} bytes, the limit for such a file is {limit:,}"
+    if problem:
+        os.close(descriptor)
+        raise error(problem)
+    return os.fdopen(descriptor, "rb")

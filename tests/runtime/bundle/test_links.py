@@ -1,0 +1,139 @@
+"""No file of a checkpoint or a bundle is read through a link that leaves the folder, whenever it is made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import vtx
+from tests.support import bundles
+from tests.support.tiny import random_image
+from vtx.exporter.bundling.prepare import ExportOptions, plan_export
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.errors import BundleError, CheckpointError, VtxError
+
+SETTINGS = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/default.jinja",
+    "model.safetensors",
+]
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint(), tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("bundle") / "whole", (3,)).folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return bundles.copy(whole, tmp_path / "bundle")
+
+
+def turn_into(path: Path, kind: str, outside: Path) -> None:
+    """Put a link out of the folder, a pipe or a directory where `path` stands or might stand."""
+    outside.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        path.rename(outside)
+    else:
+        outside.write_text("{}")
+    if kind == "link":
+        path.symlink_to(outside)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_checkpoint_s_file_must_be_a_regular_file_of_its_folder(checkpoint: Path, name: str, kind: str) -> None:
+    if name == "additional_chat_templates/default.jinja":
+        (checkpoint / "chat_template.jinja").unlink(missing_ok=True)
+    if name == "preprocessor_config.json":
+        (checkpoint / "processor_config.json").unlink(missing_ok=True)
+    turn_into(checkpoint / name, kind, checkpoint.parent / "outside" / Path(name).name)
+    with pytest.raises(CheckpointError, match="leaves the checkpoint" if kind == "link" else "is a d"):
+        plan_export(ExportOptions(str(checkpoint), (3,)))
+
+
+def test_links_within_a_checkpoint_are_fine(checkpoint: Path) -> None:
+    for name in SETTINGS:
+        if (checkpoint / name).exists() and "/" not in name:
+            (checkpoint / name).rename(checkpoint / f"real-{name}")
+            (checkpoint / name).symlink_to(f"real-{name}")
+    assert plan_export(ExportOptions(str(checkpoint), (3,))).ks == (3,)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_the_manifest_is_a_regular_file_of_the_bundle(folder: Path, kind: str) -> None:
+    turn_into(folder / "vtx.json", kind, folder.parent / "outside" / "vtx.json")
+    with pytest.raises(BundleError, match=r"vtx\.json"):
+        Bundle.open(folder)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_manifest_is_never_a_link(folder: Path, inside: bool) -> None:
+    real = (folder if inside else folder.parent) / "real.json"
+    (folder / "vtx.json").rename(real)
+    (folder / "vtx.json").symlink_to(real)
+    with pytest.raises(BundleError, match=r"vtx\.json .*link"):
+        Bundle.open(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "chat_template.jinja", "rope.safetensors", "embed.ort.onnx", "stage-03-08.ort.onnx"]
+)
+def test_a_link_swapped_in_after_the_check_is_not_followed(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Bundle.open
+
+    def then_swap(*args: object, **keywords: object) -> Bundle:
+        opened = real(*args, **keywords)  # type: ignore[arg-type]
+        turn_into(folder / name, "link", folder.parent / "outside" / name)
+        return opened
+
+    monkeypatch.setattr(Bundle, "open", then_swap)
+    with pytest.raises(BundleError, match=name):
+        vtx.load(folder, threads=1)
+
+
+def test_a_vision_graph_swapped_after_loading_is_not_read(folder: Path) -> None:
+    model = vtx.load(folder, threads=1, device="cpu")
+    turn_into(folder / "vision.ort.onnx", "link", folder.parent / "outside" / "vision.ort.onnx")
+    with pytest.raises(VtxError, match=r"vision\.ort\.onnx"), model.open(random_image(1)) as image:
+        image.ask("what is it?", options=vtx.Options(max_new_tokens=1))
+
+
+def test_weights_swapped_after_the_check_are_not_read(folder: Path) -> None:
+    opened = Bundle.open(folder)
+    name = next(name for name in opened.manifest.files if name.startswith("weights/"))
+    turn_into(folder / name, "link", folder.parent / "outside" / Path(name).name)
+    with pytest.raises(BundleError, match=name), opened.lent("embed.ort.onnx"):
+        pass
+
+
+def test_content_altered_after_the_check_is_not_used(folder: Path) -> None:
+    opened = Bundle.open(folder)
+    content = (folder / "chat_template.jinja").read_bytes()
+    (folder / "chat_template.jinja").write_bytes(content.replace(b"U", b"V", 1).replace(b"u", b"v", 1))
+    with pytest.raises(BundleError, match=r"chat_template\.jinja was altered"):
+        opened.read("chat_template.jinja", 1 << 20)
