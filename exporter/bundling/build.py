@@ -95,7 +95,11 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         build(builder)
         builder.write(folder / name)
 
-    extras = {"merges": graphs.vision_merges, "attention": graphs.vision_attention}
+    extras = {
+        "merges": graphs.vision_merges,
+        "attention": graphs.vision_attention,
+        "last_attention": graphs.vision_last_attention,
+    }
     write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras))
     write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
     for stage in graphs.stages:

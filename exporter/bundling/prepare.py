@@ -95,6 +95,7 @@ class Plan:
         return Graphs(
             f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,
             vision_merges=needs.merging, vision_attention=needs.attention,
+            vision_last_attention=needs.last_attention,
         )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def plan_export(options: ExportOptions) -> Plan:
         checkpoint.folder, config.image_token_id, text_config, checkpoint.config, options.template
     )
     precisions = options.precisions()
-    needed = [*vision_tensors(config), *decoder_tensors(config.text)]
+    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *decoder_tensors(config.text)]
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
     weights = plan_weights(checkpoint, needed, precisions, scaled)
     if config.text.tied:

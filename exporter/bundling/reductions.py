@@ -51,7 +51,7 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
     vision = config.vision
     for part in parts:
         needs = part.needs()
-        if needs.attention and vision.family != "clip":
+        if (needs.attention or needs.last_attention) and vision.family != "clip":
             raise UnsupportedModelError(
                 f"{part.name} ranks patches by the class token's attention, and a {vision.family} tower has no class "
                 "token; use dual attention without key rows (mustdrop:...,key=0), lsm or fastv"
@@ -70,7 +70,8 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
 
 def _check_both(needs: Needs, config: ModelConfig) -> None:
     """One vision graph serves all variants, so merging of one meets the attention that another looks at."""
-    if needs.merging and needs.attention and max(config.feature_layers) < 2:
+    too_early = needs.attention and max(config.feature_layers) < 2
+    if needs.merging and (too_early or (needs.last_attention and config.vision.layers < 2)):
         raise UnsupportedModelError(
             "the model uses one layer of its tower: patches merge after it and the class token looks at them before; "
             "leave out merging (tau=off) or key rows (key=0)"

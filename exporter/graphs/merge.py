@@ -30,12 +30,14 @@ def unmerged_places(v: VisionConfig) -> NDArray[np.int64]:
 class Merged:
     """The tower's rows [1, n, hidden] after windows merged, their places [n] int64, and which are merged [n] int64.
 
-    `seen` [1, 1, 1, n] bool: the rows that are there, None for all. One that is gone has -1 for merged.
+    `similarity` [n] float32 is the mean cosine of a merged window, 0 of other rows. `seen` [1, 1, 1, n] bool: the rows
+    that are there, None for all. One that is gone has -1 for merged.
     """
 
     rows: ir.Value
     places: ir.Value
     merged: ir.Value
+    similarity: ir.Value
     seen: ir.Value | None
 
 
@@ -49,7 +51,8 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     windows = _windows(v)
     rows = b.reshape(x, v.rows, v.hidden)
     inside = b.op("Gather", rows, b.constant(windows))
-    alike = b.op("GreaterOrEqual", _mean_cosine(b, b.to_float32(inside)), tau)
+    cosine = _mean_cosine(b, b.to_float32(inside))
+    alike = b.op("GreaterOrEqual", cosine, tau)
 
     window_of, member, stands = np.zeros(v.rows, np.int64), np.zeros(v.rows, bool), np.ones(v.rows, bool)
     window_of[windows] = np.arange(len(windows))[:, None]
@@ -61,21 +64,29 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
 
     there = b.op("Or", b.constant(stands), b.op("Not", in_merged))
     merged = b.op("Cast", in_merged, to=ir.DataType.INT64.value)
-    left = _leave if b.dialect.sizes_from_values else _hide
-    return left(b, v, now, b.constant(unmerged_places(v)), merged, there)
+    zero = b.constant(np.array(0, np.float32))
+    similarity = b.op("Where", in_merged, b.op("Gather", cosine, of_window), zero)
+    places = b.constant(unmerged_places(v))
+    if b.dialect.sizes_from_values:
+        return _leave(b, now, places, merged, similarity, there)
+    return _hide(b, v, now, places, merged, similarity, there)
 
 
-def _leave(b: Builder, v: VisionConfig, rows: ir.Value, places: ir.Value, merged: ir.Value, there: ir.Value) -> Merged:
+def _leave(
+    b: Builder, rows: ir.Value, places: ir.Value, merged: ir.Value, similarity: ir.Value, there: ir.Value
+) -> Merged:
     left = b.op("Squeeze", b.op("NonZero", there), b.constant([0]))
-    rows, places, merged = (b.op("Gather", x, left) for x in (rows, places, merged))
-    return Merged(b.op("Unsqueeze", rows, b.constant([0])), places, merged, None)
+    rows, places, merged, similarity = (b.op("Gather", x, left) for x in (rows, places, merged, similarity))
+    return Merged(b.op("Unsqueeze", rows, b.constant([0])), places, merged, similarity, None)
 
 
-def _hide(b: Builder, v: VisionConfig, rows: ir.Value, places: ir.Value, merged: ir.Value, there: ir.Value) -> Merged:
+def _hide(
+    b: Builder, v: VisionConfig, rows: ir.Value, places: ir.Value, merged: ir.Value, similarity: ir.Value,
+    there: ir.Value,
+) -> Merged:  # fmt: skip
     merged = b.op("Where", there, merged, b.constant(np.array(-1)))
-    return Merged(
-        b.op("Unsqueeze", rows, b.constant([0])), b.op("Identity", places), merged, b.reshape(there, 1, 1, 1, v.rows)
-    )
+    rows, seen = b.op("Unsqueeze", rows, b.constant([0])), b.reshape(there, 1, 1, 1, v.rows)
+    return Merged(rows, b.op("Identity", places), merged, similarity, seen)
 
 
 def class_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value, seen: ir.Value | None) -> ir.Value:

@@ -16,8 +16,8 @@ from vtx.runtime.bundle import names
 MAX_ROW = 1 << 30
 
 
-def vision_tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Canonical names and shapes of the weights that the vision graph uses."""
+def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Canonical names and shapes of the weights that the vision graph uses; `last_attention` as in `build_vision`."""
     v = c.vision
     yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
     yield "vision.embeddings.position_embedding.weight", (v.rows, v.hidden)
@@ -27,13 +27,22 @@ def vision_tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "vision.pre_layrnorm.bias", (v.hidden,)
     else:
         yield "vision.embeddings.patch_embedding.bias", (v.hidden,)
-    for layer in range(max(c.feature_layers)):
+    used = max(c.feature_layers)
+    for layer in range(max(used, v.layers - 1) if last_attention else used):
         yield from _layer_tensors(v, f"vision.encoder.layers.{layer}")
+    if last_attention and used < v.layers:
+        last = f"vision.encoder.layers.{v.layers - 1}"
+        yield from (tensor for tensor in _layer_tensors(v, last) if tensor[0].startswith(_read_for_attention(last)))
     width = v.hidden * len(c.feature_layers)
     for name, into in (("linear_1", width), ("linear_2", c.text.hidden)):
         yield f"projector.{name}.weight", (c.text.hidden, into)
         if c.projector_bias:
             yield f"projector.{name}.bias", (c.text.hidden,)
+
+
+def _read_for_attention(layer: str) -> tuple[str, ...]:
+    """The parts of a block that its q and k are computed with."""
+    return f"{layer}.layer_norm1", f"{layer}.self_attn.q_proj", f"{layer}.self_attn.k_proj"
 
 
 def _layer_tensors(v: VisionConfig, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -56,7 +65,7 @@ def _layer_tensors(v: VisionConfig, p: str) -> Iterator[tuple[str, tuple[int, ..
 class _Tower:
     """The tower under construction: its hidden states [images, rows, hidden], the embeddings first.
 
-    `query` and `key` are those of the last block; `merged` is there where windows merge.
+    `query` and `key` are those of the last block in use; `merged` is there where windows merge.
     """
 
     states: list[ir.Value]
@@ -65,12 +74,14 @@ class _Tower:
     merged: Merged | None = None
 
 
-def build_vision(b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False) -> None:
+def build_vision(
+    b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False, last_attention: bool = False
+) -> None:
     """[images, 3, side, side] float32 to [images, vision_tokens, hidden] float32.
 
     `merges`: windows of like patches merge after the first block, so it is one image at a time, and the number of rows
     is known at run time only, or of all of them it is said which are there. `attention`: says what the class token
-    gives to each row.
+    gives to each row in the last block in use, `last_attention` in the tower's very last block.
     """
     v = c.vision
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
@@ -88,24 +99,48 @@ def build_vision(b: Builder, c: ModelConfig, *, merges: bool = False, attention:
     if tower.merged:
         for value, name in ((tower.merged.places, names.PLACES), (tower.merged.merged, names.MERGED)):
             b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, [count])
+        b.output(_select(b, c, tower.merged.similarity, axis=0), names.SIMILARITY, FLOAT, [count])
+    each = [count if merges else "all_rows"]
     if attention:
         assert tower.query is not None
         assert tower.key is not None
         given = _select(b, c, class_attention(b, v, tower.query, tower.key, _seen(tower)))
-        b.output(b.reshape(given, -1), names.CLS_ATTENTION, FLOAT, [count if merges else "all_rows"])
+        b.output(b.reshape(given, -1), names.CLS_ATTENTION, FLOAT, each)
+    if last_attention:
+        given = _select(b, c, class_attention(b, v, *_last_block(b, c, tower), _seen(tower)))
+        b.output(b.reshape(given, -1), names.CLS_ATTENTION_LAST, FLOAT, each)
 
 
 def _tower(b: Builder, c: ModelConfig, x: ir.Value, tau: ir.Value | None) -> _Tower:
-    tower, shape = _Tower([x]), (-1, c.vision.rows, c.vision.hidden)
+    tower = _Tower([x])
     for layer in range(max(c.feature_layers)):
-        x, tower.query, tower.key = _layer(b, c.vision, x, f"vision.encoder.layers.{layer}", shape, _seen(tower))
+        name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
+        x, tower.query, tower.key = _layer(b, c.vision, x, name, shape, _seen(tower))
         if layer == 0 and tau is not None:
             tower.merged = merge_windows(b, c.vision, x, tau)
             x = tower.merged.rows
-            if b.dialect.sizes_from_values:
-                shape = (1, -1, c.vision.hidden)
         tower.states.append(x)
     return tower
+
+
+def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir.Value]:
+    """The q and k [images, rows, hidden] of the tower's very last block, which may lie beyond those in use."""
+    v, x = c.vision, tower.states[-1]
+    if max(c.feature_layers) == v.layers:
+        assert tower.query is not None
+        assert tower.key is not None
+        return tower.query, tower.key
+    shape = _shape(b, c, tower)
+    for layer in range(max(c.feature_layers), v.layers - 1):
+        x = _layer(b, v, x, f"vision.encoder.layers.{layer}", shape, _seen(tower))[0]
+    q, k = _projected(b, v, x, f"vision.encoder.layers.{v.layers - 1}", shape, "qk")
+    return q, k
+
+
+def _shape(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[int, int, int]:
+    """The tower's hidden states, -1 what is known at run time only."""
+    left = tower.merged is not None and b.dialect.sizes_from_values
+    return (1, -1, c.vision.hidden) if left else (-1, c.vision.rows, c.vision.hidden)
 
 
 def _seen(tower: _Tower) -> ir.Value | None:
@@ -136,8 +171,7 @@ def _layer(
 
     `shape` says how to come back to that from [images * rows, hidden].
     """
-    rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
-    q, k, w = (b.reshape(b.linear(rows, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in "qkv")
+    q, k, w = _projected(b, v, x, name, shape, "qkv")
     y = b.dialect.tower_attention(b, q, k, w, v.heads, v.hidden // v.heads, seen)
     y = b.linear(b.reshape(y, -1, v.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(y, *shape))
@@ -145,6 +179,14 @@ def _layer(
     rows = activate(b, b.linear(rows, f"{name}.mlp.fc1", bias=True), v.activation)
     y = b.linear(rows, f"{name}.mlp.fc2", bias=True)
     return b.op("Add", x, b.reshape(y, *shape)), q, k
+
+
+def _projected(
+    b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
+) -> list[ir.Value]:
+    """Of a block's q, k and v those named."""
+    rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
+    return [b.reshape(b.linear(rows, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in parts]
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:

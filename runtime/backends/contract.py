@@ -28,8 +28,11 @@ def vision(m: Manifest, dialect: str) -> Contract:
     if graphs.vision_merges:
         inputs[names.TAU] = ([1], "float")
         outputs |= {names.PLACES: ([None], "int64"), names.MERGED: ([None], "int64")}
+        outputs[names.SIMILARITY] = [None], "float"
     if graphs.vision_attention:
         outputs[names.CLS_ATTENTION] = ([None], "float")
+    if graphs.vision_last_attention:
+        outputs[names.CLS_ATTENTION_LAST] = ([None], "float")
     return inputs, outputs
 
 

@@ -81,7 +81,8 @@ class Graphs:
     """Files of the graphs of one dialect, relative to the bundle.
 
     `score` is there where a stage gives its queries. `vision_merges`: the vision graph takes the threshold of window
-    merging, one image at a time; `vision_attention`: it says what the class token looks at.
+    merging, one image at a time; `vision_attention`: it says what the class token looks at in the tower's last block in
+    use; `vision_last_attention`: in its very last block.
     """
 
     vision: str
@@ -92,6 +93,7 @@ class Graphs:
     score: str | None = None
     vision_merges: bool = False
     vision_attention: bool = False
+    vision_last_attention: bool = False
 
     def __post_init__(self) -> None:
         if any(stage.query for stage in self.stages) != (self.score is not None):

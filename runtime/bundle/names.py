@@ -27,8 +27,12 @@ What reductions need stands only in the bundles that were exported for them:
                                                               order, the class token -1),
                                                               merged [rows] int64 (1: a window of nine, 0: a
                                                               patch, -1: gone into a window),
+                                                              similarity [rows] f32 (of a window of nine its mean
+                                                              cosine, else 0),
                                                               cls_attention [rows] f32 (what the class token gives
-                                                              to the row, mean over heads)
+                                                              to the row, mean over heads, in the last block in
+                                                              use), cls_attention_last [rows] f32 (the same in
+                                                              the tower's very last block)
 
 Rows are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but that int8
 stands in `ort` graphs only, with a scale for each channel, and other dialects have float16 there:
@@ -70,8 +74,14 @@ TAU = "tau"
 VISION_DEFAULTS = {TAU: 2.0}  # extra inputs of vision graphs, and the value with which each changes nothing
 PLACES = "places"
 MERGED = "merged"
+SIMILARITY = "similarity"
 CLS_ATTENTION = "cls_attention"
-VISION_SIGNALS = (CLS_ATTENTION,)  # outputs of vision graphs that say something of each row, [rows] float32
+CLS_ATTENTION_LAST = "cls_attention_last"
+VISION_SIGNALS = (
+    SIMILARITY,
+    CLS_ATTENTION,
+    CLS_ATTENTION_LAST,
+)  # outputs of vision graphs that say something of each row, [rows] float32
 
 
 def past_key(layer: int) -> str:

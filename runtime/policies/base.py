@@ -18,7 +18,8 @@ class Needs:
 
     `cuts`: layers before which rows may leave, so a stage begins there. `queries`: layers whose attention it asks
     for. `shrinks`: after the prompt, caches from this layer on keep only what its last cut kept. `merging`,
-    `attention`: the vision graph merges windows, tells what the class token looks at.
+    `attention`, `last_attention`: the vision graph merges windows, tells what the class token looks at in the tower's
+    last block in use, in its very last block.
     """
 
     cuts: tuple[int, ...] = ()
@@ -26,6 +27,7 @@ class Needs:
     shrinks: int | None = None
     merging: bool = False
     attention: bool = False
+    last_attention: bool = False
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -40,6 +42,7 @@ class Needs:
             min(shrinks, default=None),
             self.merging or other.merging,
             self.attention or other.attention,
+            self.last_attention or other.last_attention,
         )
 
 

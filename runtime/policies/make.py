@@ -77,6 +77,8 @@ def _lacking(needs: Needs, graphs: Graphs) -> str:
         return f"the attention of layer {', '.join(map(str, queries))}"
     if needs.merging and not graphs.vision_merges:
         return "a vision graph that merges windows"
+    if needs.last_attention and not graphs.vision_last_attention:
+        return "the class token's attention in the tower's last block"
     return "the class token's attention" if needs.attention and not graphs.vision_attention else ""
 
 

@@ -91,9 +91,12 @@ def highest(values: NDArray[np.float32], count: int) -> Mask:
     return chosen
 
 
-def keys(images: Sequence[Patches], part: float) -> Mask:
-    """MustDrop's key rows: of each image the `part` that its class token looks at most (MustDrop Eq. 6 and 7)."""
+def keys(images: Sequence[Patches], part: float, signal: str = names.CLS_ATTENTION) -> Mask:
+    """MustDrop's key rows: of each image the `part` that its class token looks at most (MustDrop Eq. 6 and 7).
+
+    `signal` names the attention to go by. Of rows with equal attention the earlier count.
+    """
     found = [np.zeros(0, bool)]
     for image in images:
-        found.append(highest(image.signals[names.CLS_ATTENTION], share(part, len(image))))
+        found.append(highest(image.signals[signal], share(part, len(image))))
     return np.concatenate(found)

@@ -30,7 +30,8 @@ def word(method: Method) -> str:
     if method.layers:
         parts.append(
             f"mustdrop:gamma={method.gamma!r},alpha={method.alpha!r},tau={tau},key={method.key},"
-            f"layers={'/'.join(map(str, method.layers))},positions={method.positions},order={method.order}"
+            f"layers={'/'.join(map(str, method.layers))},positions={method.positions},order={method.order},"
+            f"keys={method.keys}"
         )
     elif method.tau is not None:
         parts.append(f"lsm:tau={tau},order={method.order}")

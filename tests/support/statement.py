@@ -21,7 +21,8 @@ class Method:
     """What is to be left out, as the words of the command line say it.
 
     `tau`: windows merge from this mean cosine on. `cls_keep`: the share of an image's rows that enters the decoder.
-    `key`: the share that no prune may drop. `layers` with `gamma` and `alpha`: dual attention after these layers.
+    `key`: the share that no prune may drop, by the class token's attention in the last block in use or, with
+    keys=last-block, in the tower's very last one. `layers` with `gamma` and `alpha`: dual attention after these layers.
     `fastv`: (after this layer, share to drop). `k`: withdrawal before this layer, of whatever is left.
     """
 
@@ -34,6 +35,7 @@ class Method:
     alpha: float = 0.0
     positions: Literal["keep", "renumber"] = "keep"
     fastv: tuple[int, float] | None = None
+    keys: Literal["used-block", "last-block"] = "used-block"
     k: int | None = None
 
 
@@ -41,21 +43,22 @@ class Method:
 class Image:
     """One image's rows as they enter the decoder, [n, hidden], and of each its first patch in raster order.
 
-    The class token, where it is a row, has place -1. `attention` is what the class token gives to each row.
+    The class token, where it is a row, has place -1. `attention` is what the class token gives to each row,
+    `similarity` the mean cosine of a merged window, None of other rows.
     """
 
     rows: Tensor
     places: list[int]
     merged: list[bool]
     attention: list[float] | None
+    similarity: list[float | None]
 
     def take(self, which: list[int]) -> Image:
         def of(values: list[Any]) -> list[Any]:
             return [values[i] for i in which]
 
-        return Image(
-            self.rows[which], of(self.places), of(self.merged), None if self.attention is None else of(self.attention)
-        )
+        attention = None if self.attention is None else of(self.attention)
+        return Image(self.rows[which], of(self.places), of(self.merged), attention, of(self.similarity))
 
 
 @dataclass
@@ -142,22 +145,29 @@ class Statement:
         if clip:
             x = self._tower.pre_layrnorm(x)
         places = [-1] * clip + list(range(len(x) - clip))
-        merged = [False] * len(x)
+        merged, similarity = [False] * len(x), [None] * len(x)
         states, attention = [x], None
-        wanted = self._feature_layers(len(self._tower.encoder.layers))
-        for number, layer in enumerate(self._tower.encoder.layers[: max(wanted)], start=1):
-            if number == max(wanted) and clip:
+        blocks = self._tower.encoder.layers
+        wanted = self._feature_layers(len(blocks))
+        looked_at = max(wanted) if method.keys == "used-block" else len(blocks)
+        for number, layer in enumerate(blocks[: max(looked_at, *wanted)], start=1):
+            if number == looked_at and clip:
                 attention = self._class_attention(layer, x)
             x = layer(x[None], None)[0]
             if number == 1 and method.tau is not None:
-                x, places, merged = _merge_windows(x, places, method.tau)
+                x, places, merged, similarity = _merge_windows(x, places, method.tau)
             states.append(x)
         first = int(self._config.vision_feature_select_strategy == "default")
         features = torch.cat([states[number][first:] for number in wanted], -1)
         given = None if attention is None else attention.tolist()[first:]
-        image = Image(self._projector(features), places[first:], merged[first:], given)
+        image = Image(self._projector(features), places[first:], merged[first:], given, similarity[first:])
         if method.order == "merged-first":
-            image = image.take(sorted(range(len(image.rows)), key=lambda i: not image.merged[i]))
+            windows = [i for i, is_window in enumerate(image.merged) if is_window]
+            windows.sort(
+                key=lambda i: image.similarity[i] or 0.0, reverse=True
+            )  # of equal ones the earlier stays first
+            cls = [i for i, place in enumerate(image.places) if place < 0]
+            image = image.take([*cls, *windows, *(i for i in range(len(image.rows)) if i not in {*cls, *windows})])
         if method.cls_keep is not None:
             image = image.take(_highest(image.attention, _share(method.cls_keep, len(image.rows))))
         return image
@@ -275,7 +285,9 @@ class Statement:
         return out
 
 
-def _merge_windows(x: Tensor, places: list[int], tau: float) -> tuple[Tensor, list[int], list[bool]]:
+def _merge_windows(
+    x: Tensor, places: list[int], tau: float
+) -> tuple[Tensor, list[int], list[bool], list[float | None]]:
     """LSM: 3x3 windows of the patch grid whose mean pairwise cosine is at least `tau` become their mean.
 
     A merged window stands where its first patch stood; rows and columns left over at the border stay.
@@ -283,18 +295,21 @@ def _merge_windows(x: Tensor, places: list[int], tau: float) -> tuple[Tensor, li
     patches = [i for i, place in enumerate(places) if place >= 0]
     side = math.isqrt(len(patches))
     means: dict[int, Tensor] = {}  # by the row of a window's first patch
+    similarity: dict[int, float] = {}
     gone: set[int] = set()
     for top in range(0, side - side % 3, 3):
         for left in range(0, side - side % 3, 3):
             window = [patches[(top + i) * side + left + j] for i in range(3) for j in range(3)]
             pairs = [(a, b) for i, a in enumerate(window) for b in window[i + 1 :]]
             cosines = [torch.cosine_similarity(x[a], x[b], dim=0) for a, b in pairs]
-            if torch.stack(cosines).mean() >= tau:
-                means[window[0]] = x[window].mean(0)
+            mean = torch.stack(cosines).mean()
+            if mean >= tau:
+                means[window[0]], similarity[window[0]] = x[window].mean(0), float(mean)
                 gone |= set(window[1:])
     left_over = [i for i in range(len(x)) if i not in gone]
     rows = torch.stack([means.get(i, x[i]) for i in left_over])
-    return rows, [places[i] for i in left_over], [i in means for i in left_over]
+    of_rows = [similarity.get(i) for i in left_over]
+    return rows, [places[i] for i in left_over], [i in means for i in left_over], of_rows
 
 
 def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method: Method, keys: set[int]) -> list[int]:

@@ -101,8 +101,9 @@ class TensorrtBackend:
 
     def _vision_shapes(self) -> dict[str, tuple[int, ...]]:
         model, graphs = self._manifest.model, self._graphs
-        of_rows = [names.PLACES, names.MERGED] if graphs.vision_merges else []
+        of_rows = [names.PLACES, names.MERGED, names.SIMILARITY] if graphs.vision_merges else []
         of_rows += [names.CLS_ATTENTION] if graphs.vision_attention else []
+        of_rows += [names.CLS_ATTENTION_LAST] if graphs.vision_last_attention else []
         shapes = dict.fromkeys(of_rows, (model.vision_tokens,))
         return {names.FEATURES: (1, model.vision_tokens, model.hidden), **shapes}
 
@@ -201,8 +202,11 @@ class TensorrtBackend:
         }
         if graphs.vision_merges:
             sizes |= {names.TAU: 4, names.PLACES: 8 * m.model.vision_tokens, names.MERGED: 8 * m.model.vision_tokens}
+            sizes[names.SIMILARITY] = 4 * m.model.vision_tokens
         if graphs.vision_attention:
             sizes[names.CLS_ATTENTION] = 4 * m.model.vision_tokens
+        if graphs.vision_last_attention:
+            sizes[names.CLS_ATTENTION_LAST] = 4 * m.model.vision_tokens
         if graphs.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from vtx.runtime.bundle.names import TAU
+from vtx.runtime.bundle.names import SIMILARITY, TAU
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, Reduction
 from vtx.runtime.policies.spec import reduction
@@ -20,8 +20,8 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens
 class Lsm(Reduction, Entry):
     """Non-overlapping 3x3 windows whose mean pairwise cosine is at least `tau` merge into their mean.
 
-    A merged row stands at its window's first patch, or with order=merged-first before all others, as in the code
-    that came with the paper.
+    A merged row stands at its window's first patch. With order=merged-first merged rows stand before all others, the
+    most similar window first, as in the code that came with the paper; of equal ones the earlier.
     """
 
     tau: float = 0.8
@@ -40,7 +40,12 @@ class Lsm(Reduction, Entry):
         return {TAU: self.tau}
 
     def select(self, image: ImageTokens) -> Ids | None:
-        return None if self.order == "raster" else np.argsort(~image.patches.merged, kind="stable").astype(np.int64)
+        if self.order == "raster":
+            return None
+        patches = image.patches
+        rank = np.where(patches.merged, -patches.signals[SIMILARITY], np.inf)
+        rank[patches.places < 0] = -np.inf  # the class token stays first
+        return np.argsort(rank, kind="stable").astype(np.int64)
 
 
 def check_tau(name: str, tau: float) -> None:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
+from vtx.runtime.bundle.names import CLS_ATTENTION, CLS_ATTENTION_LAST
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
 from vtx.runtime.policies.methods.lsm import Lsm, check_tau
 from vtx.runtime.policies.spec import reduction
 from vtx.runtime.vision.tokens import Mask, Patches, keys
+
+SIGNALS = {"used-block": CLS_ATTENTION, "last-block": CLS_ATTENTION_LAST}
 
 
 @reduction("mustdrop")
@@ -22,7 +25,8 @@ class MustDrop(Reduction):
     After a layer, vision row j with sum V_j and maximum A_j of the question's attention leaves when
     V_j < `gamma` * sum V and A_j < `alpha` (MustDrop Eq. 8 to 10), unless it is among the share `key` of its image's
     rows that the class token looks at most. Presets are named by the rows that the paper keeps of 576.
-    positions=renumber and order=merged-first are what the paper's code does, for comparison.
+    The class token's attention is read in the tower's last block in use, with keys=last-block in its very last one.
+    positions=renumber, order=merged-first and keys=last-block together are the released code, for comparison.
     """
 
     gamma: float = 0.001
@@ -32,6 +36,7 @@ class MustDrop(Reduction):
     layers: tuple[int, ...] = (3, 7, 11, 15)
     positions: Literal["keep", "renumber"] = "keep"
     order: Literal["raster", "merged-first"] = "raster"
+    keys: Literal["used-block", "last-block"] = "used-block"
 
     thresholds: ClassVar[tuple[str, ...]] = ("gamma", "alpha")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -64,14 +69,15 @@ class MustDrop(Reduction):
             queries=self.layers,
             shrinks=self.layers[0],
             merging=self.tau is not None,
-            attention=self.key > 0,
+            attention=self.key > 0 and self.keys == "used-block",
+            last_attention=self.key > 0 and self.keys == "last-block",
         )
 
     def entry(self) -> Entry | None:
         return None if self.tau is None else Lsm(self.tau, self.order)
 
     def marks(self, images: Sequence[Patches]) -> Mask | None:
-        return keys(images, self.key) if self.key else None
+        return keys(images, self.key, SIGNALS[self.keys]) if self.key else None
 
     def keep_mask(self, boundary: Boundary) -> Mask | None:
         total, most = boundary.attention()

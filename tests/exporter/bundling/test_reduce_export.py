@@ -20,7 +20,7 @@ from vtx.runtime.bundle.names import DIALECTS
 from vtx.runtime.errors import RequestError, UnsupportedModelError, VtxError
 
 Checkpoints = Callable[..., Path]
-MUSTDROP = "mustdrop:gamma=0.001,alpha=0.001,tau=0.8,key=0.08,layers=2/5,positions=keep,order=raster"
+MUSTDROP = "mustdrop:gamma=0.001,alpha=0.001,tau=0.8,key=0.08,layers=2/5,positions=keep,order=raster,keys=used-block"
 
 
 @pytest.fixture(autouse=True)

@@ -103,6 +103,8 @@ def test_merged_rows_equal_the_statement(
         assert found.patches.places.tolist() == wanted.places
         assert found.patches.merged.tolist() == wanted.merged
         np.testing.assert_allclose(found.rows, wanted.rows, atol=2e-5, rtol=0)
+        similarity = [value or 0.0 for value in wanted.similarity]
+        np.testing.assert_allclose(found.patches.signals["similarity"], similarity, atol=2e-6, rtol=0)
         if clip:
             np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-6, rtol=0)
         rows = given["image_features"].shape[1]

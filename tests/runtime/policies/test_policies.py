@@ -83,7 +83,7 @@ def test_a_spec_means_these_methods_in_the_order_in_which_they_work(text: str, p
 
 def test_the_canonical_spec_spells_every_option_out() -> None:
     assert to_spec(parse("mustdrop:64,tau=off")) == (
-        "mustdrop:gamma=0.011,alpha=0.01,tau=off,key=0.08,layers=3/7/11/15,positions=keep,order=raster"
+        "mustdrop:gamma=0.011,alpha=0.01,tau=off,key=0.08,layers=3/7/11/15,positions=keep,order=raster,keys=used-block"
     )
     assert to_spec(parse("lsm:tau=1+fastv")) == "lsm:tau=1,order=raster+fastv:k=2,ratio=0.5"
     assert to_spec(()) == "none"
@@ -98,6 +98,7 @@ METHODS = st.one_of(
         MustDrop, st.floats(0, 1e30), st.floats(0, 9), st.none() | st.floats(-1, 1), SHARES,
         st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(sorted).map(tuple),
         st.sampled_from(["keep", "renumber"]), st.sampled_from(["raster", "merged-first"]),
+        st.sampled_from(["used-block", "last-block"]),
     ),
 )  # fmt: skip
 
@@ -183,6 +184,8 @@ def test_what_a_method_needs_of_a_bundle() -> None:
     full = MustDrop().needs()
     assert full == Needs((4, 8, 12, 16), (3, 7, 11, 15), shrinks=3, merging=True, attention=True)
     assert full.boundaries == (3, 4, 8, 12, 16)
+    released = MustDrop(keys="last-block").needs()
+    assert (released.attention, released.last_attention) == (False, True)
     assert MustDrop(tau=None, key=0, layers=(1, 2)).needs().boundaries == (2, 3)
 
 
@@ -275,12 +278,13 @@ def test_cls_keeps_the_share_rounded_up_in_the_order_there() -> None:
     assert entered.tolist() == [1, 2, 4]
 
 
-def test_merged_first_moves_merged_rows_to_the_front() -> None:
-    patches = Patches(np.array([0, 3, 4, 9]), np.array([False, True, False, True]))
-    image = ImageTokens(np.zeros((4, 2), np.float32), patches)
+def test_merged_first_moves_the_most_alike_windows_to_the_front_behind_the_class_token() -> None:
+    places, merged = np.array([-1, 0, 3, 4, 9, 12]), np.array([False, False, True, False, True, True])
+    patches = Patches(places, merged, {"similarity": np.array([0, 0, 0.8, 0, 0.9, 0.8], np.float32)})
+    image = ImageTokens(np.zeros((6, 2), np.float32), patches)
     order = Lsm(order="merged-first").select(image)
     assert order is not None
-    assert image.take(order).patches.places.tolist() == [3, 9, 0, 4]
+    assert image.take(order).patches.places.tolist() == [-1, 9, 3, 12, 0, 4]
     assert Lsm().select(image) is None
 
 

@@ -27,7 +27,7 @@ STEPS = 8
 TOLERANCE = 1e-4
 KS = (4, 9, 12)
 LAYERS = (3, 7, 11, 15)
-WORDS = ("mustdrop:192", "fastv:k=2,ratio=0.5", "lsm", "cls", "fastv:k=8")
+WORDS = ("mustdrop:192", "mustdrop:192,keys=last-block", "fastv:k=2,ratio=0.5", "lsm", "cls", "fastv:k=8")
 MODELS = {
     "16-layers-gqa": Tiny(layers=16, image=126, context=768),
     "32-layers-mha": Tiny(layers=32, kv_heads=4, image=126, context=768),
@@ -132,6 +132,27 @@ def test_mustdrop(case: Case, share: float, positions: str, order: str) -> None:
     left, entered = len(wanted.kept[LAYERS[0]]), 81 - 8 * merged
     assert left == pytest.approx((1 - share) * entered, abs=0.1 * entered), "the thresholds divide otherwise"
     assert wanted.slots[0] > wanted.slots[LAYERS[0] - 1] == wanted.slots[-1]
+
+
+def released(case: Case) -> Method:
+    """What the code that came with the paper does, but for its thresholds."""
+    pixels = inputs(case, prompt_messages("red?"))["pixel_values"][0]
+    order = sorted(cosines(case.reference, pixels))
+    assert min(b - a for a, b in pairwise(order)) > 1e-4, "windows are too much alike for an order of theirs"
+    tau = (order[2] + order[3]) / 2  # six of nine windows merge
+    return Method(tau=tau, key=0.08, layers=LAYERS, positions="renumber", order="merged-first", keys="last-block")
+
+
+@pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))
+@pytest.mark.parametrize("seeds", [(4,), (4, 7)], ids=["one-image", "two-images"])
+def test_mustdrop_as_released(case: Case, seeds: tuple[int, ...], share: float) -> None:
+    found, wanted = ask(case, released(case), seeds, share=share)
+    equal(found, wanted)
+    image = wanted.images[0]
+    windows = [place for place, merged in zip(image.places, image.merged, strict=True) if merged]
+    assert image.places[: len(windows)] == windows != sorted(windows), "raster order would pass, too"
+    usual = ask(case, replace(released(case), keys="used-block"), seeds, share=share)[1]
+    assert usual.images[0].attention != wanted.images[0].attention
 
 
 def test_dual_attention_without_merging_and_keys(case: Case) -> None:
@@ -303,6 +324,11 @@ def test_merging_and_key_rows_in_every_dialect(other: Case) -> None:
     equal(*ask(other, Method(tau=tau, key=0.08, layers=LAYERS), share=0.5))
     equal(*ask(other, Method(tau=tau, cls_keep=0.5, fastv=(2, 0.5), k=9)))
     equal(*ask(other, Method(tau=tau, order="merged-first"), (4, 7)))
+
+
+def test_mustdrop_as_released_in_every_dialect(other: Case) -> None:
+    equal(*ask(other, released(other), share=0.5))
+    equal(*ask(other, replace(released(other), k=9), (4, 7), share=0.5))
 
 
 def leaves_at_9(layer: int, _: np.ndarray) -> np.ndarray:
