@@ -69,7 +69,7 @@ def test_a_bundle_has_what_its_reductions_need_and_no_more(
 ) -> None:
     bundle = make(tiny_checkpoint(Tiny(layers=16)), tmp_path / "b", word)
     graphs = bundle.manifest.dialects["ort"]
-    extras = ({"places", "merged"} if merges else set()) | ({"cls_attention"} if attention else set())
+    extras = ({"places", "merged", "similarity"} if merges else set()) | ({"cls_attention"} if attention else set())
     assert outputs(bundle, graphs.vision) == {"image_features"} | extras
     assert (graphs.vision_merges, graphs.vision_attention, graphs.score is not None) == (merges, attention, scored)
     assert any(stage.query for stage in graphs.stages) == scored
@@ -95,7 +95,7 @@ def test_every_dialect_has_what_reductions_need(tiny_checkpoint: Checkpoints, tm
         assert graphs.score
         assert graphs.vision_merges
         assert graphs.vision_attention
-        assert outputs(bundle, graphs.vision) == {"image_features", "places", "merged", "cls_attention"}
+        assert outputs(bundle, graphs.vision) == {"image_features", "places", "merged", "similarity", "cls_attention"}
 
 
 @pytest.mark.parametrize(
