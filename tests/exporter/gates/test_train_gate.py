@@ -460,7 +460,7 @@ def test_without_ray_the_extra_is_named(
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "nowhere", "127.0.0.1:99999999", "auto"]
 )
-def test_an_address_where_nobody_answers_is_told_soon(
+def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
     tmp_path: Path, source: Source, tiny_checkpoint: Make, address: str
 ) -> None:
     with socket.socket() as free:
@@ -469,7 +469,7 @@ def test_an_address_where_nobody_answers_is_told_soon(
     started = time.monotonic()
     with pytest.raises(DeviceError, match="cannot join a Ray cluster at"):
         on_cluster(address, tiny_checkpoint(TINY), source, make_work(tmp_path, source, items(4)))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # Ray itself goes on trying for minutes
 
 
 @pytest.fixture
