@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 
-.PHONY: help setup demo test test-gpu test-ray lint types imports pytest format bench-peers wheel clean
+.PHONY: help setup demo test test-gpu test-extras test-ray lint types imports pytest format bench-peers wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -46,6 +46,9 @@ pytest: $(READY) ## the tests, one process a core
 
 test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; skipped in one line elsewhere
 	$(BIN)/pytest -m gpu -rs
+
+test-extras: $(READY) ## installs each extra as its page says, from a package index, and runs its commands; about 1.5 GB
+	VTX_TEST_EXTRAS=1 $(BIN)/pytest -rs tests/house/test_extras.py
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"

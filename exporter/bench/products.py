@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vtx.exporter.bench.wire import FLOAT, INT4, INT8, UINT8, Constant, Node, model
+from vtx.exporter.common.libraries import load_onnx
 from vtx.exporter.weights.quantize import BLOCK, INT8_ACTIVATIONS
 from vtx.runtime.backends.openvino.backend import arithmetic, load_openvino
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 
+if TYPE_CHECKING:
+    import onnx
+
 BITS = {"int8": 8, "int4": 4}
+OPSETS, IR_VERSION = {"": 21, "com.microsoft": 1}, 10
 ENGINES = {"cpu": "onnxruntime", "openvino": "OpenVINO"}  # by device: those whose products are known here
 
 
@@ -77,37 +82,70 @@ def _random() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
+def _model(nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorProto], sizes: Sequence[int]) -> bytes:
+    """The product of [rows, depth] by [depth, width], all three in `sizes`, from the input "x" to the output "y"."""
+    helper, kind = load_onnx().helper, load_onnx().TensorProto.FLOAT
+    rows, depth, width = sizes
+    x, y = (
+        helper.make_tensor_value_info("x", kind, (rows, depth)),
+        helper.make_tensor_value_info("y", kind, (rows, width)),
+    )
+    opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
+    graph = helper.make_graph(nodes, "graph", [x], [y], constants)
+    written: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString()
+    return written
+
+
+def _node(kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
+    node: onnx.NodeProto = load_onnx().helper.make_node(kind, inputs, [output], **attributes)
+    return node
+
+
+def _constant(name: str, kind: str, shape: Sequence[int], values: np.typing.NDArray[Any]) -> onnx.TensorProto:
+    """A weight of ONNX's type `kind`, `values` as in memory (INT4: two to a byte)."""
+    library = load_onnx()
+    dtype = getattr(library.TensorProto, kind)
+    tensor: onnx.TensorProto = library.helper.make_tensor(name, dtype, shape, values.tobytes(), raw=True)
+    return tensor
+
+
 def _floats(_: Kind, rows: int, depth: int, width: int) -> bytes:
-    weights = Constant(FLOAT, (depth, width), _random().standard_normal((depth, width), np.float32))
-    return model([Node("MatMul", ("x", "w"), "y")], {"w": weights}, (rows, depth), (rows, width))
+    weights = _constant("w", "FLOAT", (depth, width), _random().standard_normal((depth, width), np.float32))
+    return _model([_node("MatMul", ("x", "w"), "y")], [weights], (rows, depth, width))
 
 
 def _octets(count: int) -> np.typing.NDArray[np.uint8]:
     return _random().integers(0, 256, count, np.uint8)
 
 
-def _scales(*shape: int) -> Constant:
-    return Constant(FLOAT, shape, np.full(shape, 0.01, np.float32))
+def _scales(*shape: int) -> onnx.TensorProto:
+    return _constant("scales", "FLOAT", shape, np.full(shape, 0.01, np.float32))
 
 
 def _in_blocks(kind: Kind, rows: int, depth: int, width: int) -> bytes:
     """As the dialect `ort` writes it."""
     bits, blocks = BITS[kind.stored], depth // BLOCK
-    octets = Constant(UINT8, (width, blocks, BLOCK * bits // 8), _octets(width * depth * bits // 8))
+    octets = _constant("w", "UINT8", (width, blocks, BLOCK * bits // 8), _octets(width * depth * bits // 8))
     attributes = {"K": depth, "N": width, "bits": bits, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
-    node = Node("MatMulNBits", ("x", "w", "scales"), "y", attributes, "com.microsoft")
-    return model([node], {"w": octets, "scales": _scales(width, blocks)}, (rows, depth), (rows, width))
+    node = _node("MatMulNBits", ("x", "w", "scales"), "y", domain="com.microsoft", **attributes)
+    return _model([node], [octets, _scales(width, blocks)], (rows, depth, width))
 
 
 def _dequantised(kind: Kind, rows: int, depth: int, width: int) -> bytes:
     """As the dialect `plain` writes it: a scale a row for int8, one for each block for int4."""
+    attributes: Mapping[str, int]
     if kind.stored == "int8":
-        weights, scales, how = Constant(INT8, (width, depth), _octets(width * depth)), _scales(width), {"axis": 0}
+        weights, scales, attributes = (
+            _constant("w", "INT8", (width, depth), _octets(width * depth)),
+            _scales(width),
+            {"axis": 0},
+        )
     else:
-        weights = Constant(INT4, (width, depth), _octets(width * depth // 2))
-        scales, how = _scales(width, depth // BLOCK), {"axis": 1, "block_size": BLOCK}
-    nodes = [Node("DequantizeLinear", ("w", "scales"), "wide", how), Node("Gemm", ("x", "wide"), "y", {"transB": 1})]
-    return model(nodes, {"w": weights, "scales": scales}, (rows, depth), (rows, width))
+        weights = _constant("w", "INT4", (width, depth), _octets(width * depth // 2))
+        scales, attributes = _scales(width, depth // BLOCK), {"axis": 1, "block_size": BLOCK}
+    wide = _node("DequantizeLinear", ("w", "scales"), "wide", **attributes)
+    product = _node("Gemm", ("x", "wide"), "y", transB=1)
+    return _model([wide, product], [weights, scales], (rows, depth, width))
 
 
 GRAPHS = {

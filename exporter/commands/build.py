@@ -10,7 +10,7 @@ import click
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
 
 if TYPE_CHECKING:
-    from vtx.exporter.tensorrt.lint import Finding
+    from vtx.exporter.tensorrt.lint import LintFinding
     from vtx.exporter.tensorrt.targets import Target
     from vtx.runtime.bundle.bundle import Bundle
 
@@ -26,50 +26,54 @@ DEFAULT_TARGET = "this"
 @click.option(
     "--target", "targets", default=DEFAULT_TARGET, show_default=True, metavar="this|sm89,sm120|jetson-orin|...",
     callback=lambda _, __, value: value.split(","),
-    help="Machines to build for; an unknown one lists all. RTX cards need no GPU here, others are built on themselves.",
+    help="Machines to build for. Engines for RTX cards are built anywhere, others on the machine that runs them.",
 )  # fmt: skip
-@click.option("--dialect", help="Graphs to build from [default: those that the target's TensorRT reads].")
+@click.option("--dialect", help="Graphs to build from [default: by the target's TensorRT].")
 @click.option("--workspace", type=click.IntRange(min=1), metavar="MB", help="Device memory for the builder's kernels.")
 @click.option(
     "--timing-cache", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-    help="Measured kernels, read and written: the next build is faster. Not for RTX, which measures nothing.",
+    help="Kernel timings, read and written: the next build is faster. Not for RTX, which measures no kernels.",
 )  # fmt: skip
-@click.option("--check", is_flag=True, help="Judge the graphs by the rules of the target's TensorRT; build nothing.")
-@click.option("--force", is_flag=True, help="Build also where the free memory looks too small.")
+@click.option(
+    "--check", is_flag=True, help="Check the graphs against the rules of the target's TensorRT; build nothing."
+)
+@click.option("--force", is_flag=True, help="Build even if the free memory looks too small.")
 def build(
     bundle: Path, targets: list[str], dialect: str | None, workspace: int | None, timing_cache: Path | None,
     check: bool, force: bool,
 ) -> None:  # fmt: skip
-    """Build TensorRT engines from a bundle's graphs; they lie in it under engines/."""
+    """Build TensorRT engines from a bundle's graphs, into its engines/ directory."""
     end_on_sigterm()
-    from vtx.exporter.tensorrt.targets import find_target
+    from vtx.exporter.tensorrt.targets import check_libraries, find_target
     from vtx.runtime.bundle.bundle import Bundle
 
-    found, opened = [find_target(name) for name in targets], Bundle.open(bundle)
+    known, opened = [find_target(name) for name in targets], Bundle.open(bundle)
+    for target in known:
+        check_libraries(target, building=not check)
     if check:
-        _check(opened, found, dialect)
+        _check(opened, known, dialect)
         return
-    for target in found:
-        _build(opened, target, dialect, workspace, timing_cache, force=force)
+    for target in known:
+        _build(opened, target, dialect=dialect, workspace=workspace, timing_cache=timing_cache, force=force)
 
 
 def _check(bundle: Bundle, targets: list[Target], dialect: str | None) -> None:
     from vtx.exporter.tensorrt.lint import lint_bundle
     from vtx.runtime.errors import BundleError
 
-    faults = 0
+    count = 0
     for target in targets:
         written = dialect or target.release.dialect
         findings = lint_bundle(bundle, written, target.release)
-        _show_findings(f"{written} on {target.what}, {target.release.name}", findings)
-        faults += len(findings)
-    if faults:
-        raise BundleError(f"{faults} findings, see above; build from the dialect that is named there")
+        _show_findings(f"{written} on {target.machine}, {target.release.name}", findings)
+        count += len(findings)
+    if count:
+        raise BundleError(f"{count} findings, see above; build from the dialect that is named there")
 
 
-def _show_findings(title: str, findings: list[Finding]) -> None:
-    """A line for each thing found; nodes with the same one share it."""
-    click.echo(title if findings else f"{title}: every graph will do")
+def _show_findings(title: str, findings: list[LintFinding]) -> None:
+    """A line for each problem; nodes that share one are counted."""
+    click.echo(title if findings else f"{title}: TensorRT reads every graph")
     alike: dict[tuple[str, str, str], list[str]] = {}
     for f in findings:
         alike.setdefault((f.graph, f.rule, f.problem), []).append(f.node)
@@ -84,10 +88,10 @@ def _show_findings(title: str, findings: list[Finding]) -> None:
 def _build(
     bundle: Bundle,
     target: Target,
+    *,
     dialect: str | None,
     workspace: int | None,
     timing_cache: Path | None,
-    *,
     force: bool,
 ) -> None:
     from vtx.exporter.tensorrt import build as engines
@@ -104,11 +108,11 @@ def _build(
     )  # fmt: skip
     if not force:
         engines.check_memory(plan)
-    note(f"predicted: {size(plan.memory)} of memory at the peak, {len(plan.items)} engines for {target.what}")
+    note(f"predicted: {size(plan.memory)} of memory at the peak, {len(plan.jobs)} engines for {target.machine}")
     with bar() as report:
         outcomes = list(engines.build_engines(plan, report))
     rows = [
-        [o.record.file, size(o.item.weights), size(o.record.bytes), *(
+        [o.record.file, size(o.job.weights), size(o.record.bytes), *(
             ["kept", ""] if o.built is None else [f"{o.built.seconds:.1f} s", size(o.built.memory)]
         )]
         for o in outcomes

@@ -1,6 +1,6 @@
-"""Engines of a bundle for one target: judged, built one at a time, each in its place as soon as it is whole.
+"""Engines of a bundle for one target: planned, built one at a time, and recorded as soon as each is whole.
 
-An engine stays where its graph, its weights, its profiles, the options and TensorRT are what they were.
+An engine is kept while its graph, its weights, its profiles, the options and TensorRT stay the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vtx.exporter.tensorrt.child import Built, Order, build
+from vtx.exporter.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.exporter.tensorrt.graph import SeenGraph, load_graph
 from vtx.exporter.tensorrt.lint import dialect_graphs, lint
 from vtx.exporter.tensorrt.profiles import graph_profiles, input_shapes, used_sizes
@@ -27,6 +27,7 @@ from vtx.runtime.bundle.fingerprint import (
     EngineRecord,
     EngineSet,
     Profile,
+    Range,
     open_engine,
     read_engines,
 )
@@ -42,17 +43,20 @@ MEMORY_PER_PROFILE = 1.5  # and for each of a further profile
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One engine to be: its graph, the sizes it is built for, the bundle's files it comes from, their bytes."""
+class EngineJob:
+    """One engine to build: its graph, its profiles, the SHA-256 of the bundle's files it is built from.
+
+    `weights` are their bytes.
+    """
 
     graph: SeenGraph
-    profiles: tuple[dict[str, tuple[int, int, int]], ...]
+    profiles: tuple[dict[str, Range], ...]
     sources: dict[str, str]
     weights: int
 
     @property
     def memory(self) -> int:
-        """Bytes that building it is expected to take at its peak."""
+        """Bytes that the build is expected to take at its peak."""
         share = MEMORY_PER_BYTE + MEMORY_PER_PROFILE * (len(self.profiles) - 1)
         return BUILDER_MEMORY + int(share * self.weights)
 
@@ -63,7 +67,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The engines of one dialect for one target, and what TensorRT builds them."""
+    """The engines of one dialect for one target, and the release of TensorRT that builds them."""
 
     bundle: Bundle
     target: Target
@@ -72,7 +76,7 @@ class EnginePlan:
     dialect: str
     workspace: int | None
     timing_cache: Path | None
-    items: tuple[Item, ...]
+    jobs: tuple[EngineJob, ...]
 
     @property
     def folder(self) -> Path:
@@ -80,16 +84,16 @@ class EnginePlan:
 
     @property
     def memory(self) -> int:
-        return max(item.memory for item in self.items)
+        return max(job.memory for job in self.jobs)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One engine and what it took; `built` is None where the engine that was there still holds."""
+class EngineOutcome:
+    """One engine and the cost of its build; `built` is None where the engine was kept."""
 
-    item: Item
+    job: EngineJob
     record: EngineRecord
-    built: Built | None
+    built: BuiltEngine | None
 
 
 def plan_engines(
@@ -102,10 +106,10 @@ def plan_engines(
     workspace: int | None = None,
     timing_cache: Path | None = None,
 ) -> EnginePlan:
-    """Everything that can be said before a builder runs.
+    """The engines to build, checked as far as possible before a builder runs.
 
     Raises:
-        RequestError: the target does not compute in the bundle's precision.
+        RequestError: the target does not support the bundle's precision.
         BundleError: no such dialect, or graphs that the release does not read.
 
     """
@@ -113,70 +117,73 @@ def plan_engines(
     lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
     if lacking:
         raise RequestError(
-            f"{target.name} ({target.what}) does not compute with {lacking[0]} weights; export with --precision fp16"
+            f"{target.name} ({target.machine}) does not compute with {lacking[0]} weights; export with --precision fp16"
         )
     graphs = [load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect)]
-    found = [finding for graph in graphs for finding in lint(graph, release)]
-    if found:
-        more = f" (and {len(found) - 1} more: vtx-build --check lists them)" if len(found) > 1 else ""
-        raise BundleError(f"{found[0]}{more}")
+    findings = [finding for graph in graphs for finding in lint(graph, release)]
+    if findings:
+        more = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
+        raise BundleError(f"{findings[0]}{more}")
     apart = release.flavour != RTX
-    items = tuple(
-        _item(bundle, graph, graph_profiles(bundle.manifest, dialect, graph.name, apart=apart)) for graph in graphs
+    jobs = tuple(
+        _job(bundle, graph, graph_profiles(bundle.manifest, dialect, graph.name, apart=apart)) for graph in graphs
     )
-    return EnginePlan(bundle, target, release, version, dialect, workspace, timing_cache, items)
+    return EnginePlan(
+        bundle=bundle, target=target, release=release, version=version, dialect=dialect, workspace=workspace,
+        timing_cache=timing_cache, jobs=jobs,
+    )  # fmt: skip
 
 
 def check_memory(plan: EnginePlan) -> None:
     """Raise ExportError where the largest engine is expected to need more memory than is free."""
-    free, largest = available_memory(), max(plan.items, key=lambda item: item.memory)
+    free, largest = available_memory(), max(plan.jobs, key=lambda job: job.memory)
     if free is not None and largest.memory > free:
         raise ExportError(
             f"building {largest.file} needs about {size(largest.memory)} of memory, {size(free)} is free; "
             "use a machine with more, or export with more K or a smaller precision, so that the largest graph shrinks "
-            "(--force tries all the same)"
+            "(--force tries it anyway)"
         )
 
 
-def build_engines(plan: EnginePlan, report: Report) -> Iterator[Outcome]:
+def build_engines(plan: EnginePlan, report: Report) -> Iterator[EngineOutcome]:
     """Build what is missing or stale, one engine at a time; each is recorded as soon as it is whole."""
-    with _alone(plan.folder):
+    with _locked(plan.folder):
         known = _known(plan)
-        for item in plan.items:
-            record = known.get(item.graph.name)
+        for job in plan.jobs:
+            record = known.get(job.graph.name)
             built = None
-            if record is None or not _holds(plan, item, record):
-                record, built = _build_item(plan, item, report)
-                known[item.graph.name] = record
+            if record is None or not _is_current(plan, job, record):
+                record, built = _build_job(plan, job, report)
+                known[job.graph.name] = record
                 _write_record(plan, known)
-            report(item.file, 100, 100)
-            yield Outcome(item, record, built)
-        _remove_strangers(plan, known)
+            report(job.file, 100, 100)
+            yield EngineOutcome(job, record, built)
+        _remove_unrecorded(plan, known)
 
 
-def _item(bundle: Bundle, graph: SeenGraph, wanted: tuple[Profile, ...]) -> Item:
+def _job(bundle: Bundle, graph: SeenGraph, wanted: tuple[Profile, ...]) -> EngineJob:
     profiles = tuple(used_sizes(graph, profile) for profile in wanted)
     unique = tuple(profile for number, profile in enumerate(profiles) if profile not in profiles[:number])
     files = [graph.name, *sorted(graph.files)]
     missing = [name for name in files if name not in bundle.manifest.files]
     if missing:
         raise BundleError(
-            f"{graph.name} takes weights from {missing[0]!r}, which is no file of the bundle; do not use it"
+            f"{graph.name} takes weights from {missing[0]!r}, which is not a file of the bundle; do not use it"
         )
-    return Item(graph, unique, {name: bundle.manifest.files[name].sha256 for name in files}, graph.weights)
+    return EngineJob(graph, unique, {name: bundle.manifest.files[name].sha256 for name in files}, graph.weights)
 
 
 def _known(plan: EnginePlan) -> dict[str, EngineRecord]:
-    """The engines that are there, unless another TensorRT or other options made them."""
+    """The engines that are recorded, unless another TensorRT or other options made them."""
     try:
-        found = read_engines(plan.bundle, plan.target.name)
+        recorded = read_engines(plan.bundle, plan.target.name)
     except BundleError:
         return {}
-    return dict(found.engines) if replace(found, engines={}) == _engine_set(plan, {}) else {}
+    return dict(recorded.engines) if replace(recorded, engines={}) == _engine_set(plan, {}) else {}
 
 
-def _holds(plan: EnginePlan, item: Item, record: EngineRecord) -> bool:
-    if record.sources != item.sources or record.profiles != item.profiles:
+def _is_current(plan: EnginePlan, job: EngineJob, record: EngineRecord) -> bool:
+    if record.sources != job.sources or record.profiles != job.profiles:
         return False
     try:
         open_engine(plan.bundle, _engine_set(plan, {}), record).close()
@@ -185,24 +192,24 @@ def _holds(plan: EnginePlan, item: Item, record: EngineRecord) -> bool:
     return True
 
 
-def _build_item(plan: EnginePlan, item: Item, report: Report) -> tuple[EngineRecord, Built]:
-    partial = plan.folder / f".{item.file}.partial-{secrets.token_hex(4)}"
-    order = Order(
+def _build_job(plan: EnginePlan, job: EngineJob, report: Report) -> tuple[EngineRecord, BuiltEngine]:
+    partial = plan.folder / f".{job.file}.partial-{secrets.token_hex(4)}"
+    request = BuildRequest(
         flavour=plan.release.flavour,
-        graph=plan.bundle.path(item.graph.name),
+        graph=plan.bundle.path(job.graph.name),
         engine=partial,
         capability=plan.target.capability,
-        profiles=tuple(input_shapes(item.graph, profile) for profile in item.profiles),
+        profiles=tuple(input_shapes(job.graph, profile) for profile in job.profiles),
         workspace=plan.workspace,
         timing_cache=plan.timing_cache,
     )
-    report(item.file, 0, 100)
+    report(job.file, 0, 100)
     try:
-        built = build(order, lambda phase, share: report(item.file, int(100 * share), 100))
-        partial.replace(plan.folder / item.file)
+        built = build(request, lambda phase, share: report(job.file, int(100 * share), 100))
+        partial.replace(plan.folder / job.file)
     finally:
         partial.unlink(missing_ok=True)
-    return EngineRecord(item.file, built.bytes, built.sha256, item.sources, item.profiles), built
+    return EngineRecord(job.file, built.bytes, built.sha256, job.sources, job.profiles), built
 
 
 def _engine_set(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> EngineSet:
@@ -228,7 +235,7 @@ def _write_record(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None
     partial.replace(plan.folder / RECORD)
 
 
-def _remove_strangers(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None:
+def _remove_unrecorded(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None:
     """Engines that the record does not name, as another cut or a killed build left them."""
     wanted = {record.file for record in engines.values()}
     for path in [*plan.folder.glob("*.engine"), *plan.folder.glob(".*.partial-*")]:
@@ -237,21 +244,25 @@ def _remove_strangers(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> 
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other vtx-build works on these engines meanwhile."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other runs of vtx-build away from these engines meanwhile."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as e:
-        raise ExportError(f"cannot write engines to {folder} ({e.strerror}); copy the bundle to where you may") from e
+        raise ExportError(
+            f"cannot write engines to {folder} ({e.strerror}); copy the bundle to a directory that you may write to"
+        ) from e
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
         os.close(descriptor)
-        raise ExportError(f"another vtx-build works on {folder}; wait for it") from e
+        raise ExportError(f"another vtx-build works on {folder}; wait until it ends") from e
     try:
         yield
     except OSError as e:
-        raise ExportError(f"cannot write engines to {folder} ({e.strerror}); those that were there are kept") from e
+        raise ExportError(
+            f"cannot write engines to {folder} ({e.strerror}); engines that were already there are kept"
+        ) from e
     finally:
         os.close(descriptor)

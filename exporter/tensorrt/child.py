@@ -1,4 +1,4 @@
-"""One engine built in a child process: asked, watched, and ended, whatever becomes of it."""
+"""One engine built in a child process, which is ended in every case."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import IO, Any
 from vtx.exporter.tensorrt.profiles import Shapes
 from vtx.runtime.errors import ExportError
 
-GRACE = 10  # seconds that a builder gets to give up by itself
+GRACE = 10  # seconds that a builder gets to stop by itself
 WORKER = ("-m", "vtx.exporter.tensorrt.worker")
 Watch = Callable[[str, float], None]  # the builder's phase, and the share that is done
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BuildRequest:
     """What the child builds: `graph` to `engine`, for one compute capability."""
 
     flavour: str
@@ -30,8 +30,8 @@ class Order:
     engine: Path
     capability: tuple[int, int]
     profiles: tuple[Shapes, ...]
-    workspace: int | None
-    timing_cache: Path | None
+    workspace: int | None = None
+    timing_cache: Path | None = None
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -39,7 +39,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltEngine:
     """The engine's size and SHA-256, and what the child took: seconds, and bytes of resident memory at the peak."""
 
     bytes: int
@@ -48,36 +48,36 @@ class Built:
     memory: int
 
 
-def build(order: Order, watch: Watch, worker: tuple[str, ...] = WORKER) -> Built:
-    """Build one engine; `watch` is told of progress. An interrupt ends the child first.
+def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER) -> BuiltEngine:
+    """Build one engine; `watch` is called with the progress. An interrupt ends the child first.
 
     Raises:
         ExportError: the builder refused, or its process ended without a result.
 
     """
-    with tempfile.TemporaryFile("w+") as words:
+    with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
-            [sys.executable, *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True
+            [sys.executable, *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         )
         try:
-            result = _listen(child, order, watch)
+            result = _listen(child, request, watch)
         finally:
             _end(child)
         if result is None:
-            raise ExportError(_obituary(child.returncode, order, words))
+            raise ExportError(_death_message(child.returncode, request, log))
     if "error" in result:
         raise ExportError(
-            f"TensorRT cannot build {order.graph.name}: {_short(result['error'])}; the bundle is as it was"
+            f"TensorRT cannot build {request.graph.name}: {_short(result['error'])}; the bundle is as it was"
         )
-    return Built(**result)
+    return BuiltEngine(**result)
 
 
-def _listen(child: subprocess.Popen[str], order: Order, watch: Watch) -> dict[str, Any] | None:
-    """The child's last word, or None where it died before it."""
+def _listen(child: subprocess.Popen[str], request: BuildRequest, watch: Watch) -> dict[str, Any] | None:
+    """The child's result or error, or None where it died before it sent one."""
     assert child.stdin is not None
     assert child.stdout is not None
     try:
-        child.stdin.write(order.to_json())
+        child.stdin.write(request.to_json())
         child.stdin.flush()
     except BrokenPipeError:
         return None
@@ -102,16 +102,16 @@ def _end(child: subprocess.Popen[str]) -> None:
         child.wait()
 
 
-def _obituary(code: int, order: Order, words: IO[str]) -> str:
-    words.seek(0)
-    last = words.read()[-2000:]
+def _death_message(code: int, request: BuildRequest, log: IO[str]) -> str:
+    log.seek(0)
+    last = log.read()[-2000:]
     how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    cure = (
+    fix = (
         "the memory was probably too small: free some, or export with a smaller precision or with more K"
         if code == -signal.SIGKILL
         else "the bundle is as it was; try another --workspace or another release of TensorRT"
     )
-    return f"the builder of {order.graph.name} died ({how}){': ' + _short(last) if last.strip() else ''}; {cure}"
+    return f"the builder of {request.graph.name} died ({how}){': ' + _short(last) if last.strip() else ''}; {fix}"
 
 
 def _short(text: str) -> str:

@@ -44,22 +44,22 @@ class SeenGraph:
 
     @cached_property
     def computed(self) -> dict[str, str]:
-        """Values that depend on what an input holds, not only on its shape, and such an input of each."""
+        """Values that depend on the values of an input, not only on its shape, and such an input of each."""
         source = {name: name for name in self.inputs}
         for node in self.nodes:
-            found = [source[value] for value in node.input if value in source]
-            if found and node.op_type not in _SHAPES_ONLY:
-                source.update({value: found[0] for value in node.output if value})
+            sources = [source[value] for value in node.input if value in source]
+            if sources and node.op_type not in _SHAPES_ONLY:
+                source.update({value: sources[0] for value in node.output if value})
         return source
 
     @cached_property
     def settled(self) -> frozenset[str]:
         """Constants, and what is computed from nothing else, such as a cast of one."""
-        found = set(self.constants)
+        settled = set(self.constants)
         for node in self.nodes:
-            if node.input and all(value in found for value in node.input if value):
-                found.update(node.output)
-        return frozenset(found)
+            if node.input and all(value in settled for value in node.input if value):
+                settled.update(node.output)
+        return frozenset(settled)
 
     def users(self, value: str) -> Iterator[onnx.NodeProto]:
         return (node for node in self.nodes if value in node.input)
@@ -69,18 +69,18 @@ def load_graph(path: Path) -> SeenGraph:
     """Read a graph file; weights in other files are left alone.
 
     Raises:
-        BundleError: it cannot be read, or is no ONNX model.
+        BundleError: it cannot be read, or is not an ONNX model.
 
     """
     import onnx
 
-    cure = "export the bundle again"
+    fix = "export the bundle again"
     try:
         model = onnx.load(os.fspath(path), load_external_data=False)
     except Exception as e:
-        raise BundleError(f"{path.name} is not a readable ONNX graph ({type(e).__name__}); {cure}") from e
+        raise BundleError(f"{path.name} is not a readable ONNX graph ({type(e).__name__}); {fix}") from e
     if not model.opset_import or not model.graph.output:
-        raise BundleError(f"{path.name} holds no ONNX graph; {cure}")
+        raise BundleError(f"{path.name} holds no ONNX graph; {fix}")
     return see(model, path.name)
 
 
@@ -124,9 +124,9 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     """The value of an attribute, or `default` where the node leaves it out."""
     import onnx
 
-    for found in node.attribute:
-        if found.name == name:
-            return onnx.helper.get_attribute_value(found)
+    for entry in node.attribute:
+        if entry.name == name:
+            return onnx.helper.get_attribute_value(entry)
     return default
 
 
@@ -134,8 +134,8 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Every node, those of loops and branches too."""
     for node in graph.node:
         yield node
-        for found in node.attribute:
-            for inner in [found.g] if found.HasField("g") else found.graphs:
+        for entry in node.attribute:
+            for inner in [entry.g] if entry.HasField("g") else entry.graphs:
                 yield from _nodes(inner)
 
 

@@ -1,4 +1,4 @@
-"""Will a release of TensorRT read these graphs? Its rules, each a small function, and what they find."""
+"""The rules of a release of TensorRT, each a small function, and the findings they have in a graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rule = Callable[[SeenGraph, Release], Problems]
 _STANDARD = frozenset({"", "ai.onnx"})
 _LOOPS = frozenset({"Loop", "Scan"})
 _SIZED_BY_VALUES = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
-# Operators whose output's size is what these inputs hold.
+# Operators whose output's size is given by the values of these inputs.
 _SIZE_OPERANDS = {
     "Reshape": (1,), "Expand": (1,), "ConstantOfShape": (0,), "Range": (0, 1, 2), "Tile": (1,), "Slice": (1, 2, 4),
     "Pad": (1,), "TopK": (1,), "Split": (1,), "OneHot": (1,), "Resize": (2, 3),
@@ -35,8 +35,8 @@ _REDUCTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing in one graph that a release does not take, and the dialect that is written for that release."""
+class LintFinding:
+    """One part of a graph that a release does not read, and the dialect that is written for that release."""
 
     graph: str
     node: str
@@ -50,23 +50,31 @@ class Finding:
         return f"{where}: {self.problem} [{self.rule}]; for {self.release} export the {self.dialect!r} dialect"
 
 
-def lint(graph: SeenGraph, release: Release) -> list[Finding]:
+def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
     """Everything in a graph that breaks a rule of `release`, in the order of the rules."""
     return [
-        Finding(graph.name, node.name or node.op_type if node else "", name, problem, release.name, release.dialect)
+        LintFinding(
+            graph=graph.name,
+            node=node.name or node.op_type if node else "",
+            rule=name,
+            problem=problem,
+            release=release.name,
+            dialect=release.dialect,
+        )
         for name, rule in RULES.items()
         for node, problem in rule(graph, release)
     ]
 
 
-def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[Finding]:
+def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFinding]:
     """The findings of all graphs of one dialect of a bundle.
 
     Raises:
         BundleError: the bundle has no such dialect, or a graph cannot be read.
 
     """
-    return [found for name in dialect_graphs(bundle, dialect) for found in lint(load_graph(bundle.path(name)), release)]
+    graphs = (load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect))
+    return [finding for graph in graphs for finding in lint(graph, release)]
 
 
 def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
@@ -93,7 +101,7 @@ def _opset(graph: SeenGraph, release: Release) -> Problems:
 def _operators(graph: SeenGraph, release: Release) -> Problems:
     for node in graph.nodes:
         if node.domain not in _STANDARD:
-            yield node, f"{node.op_type} of {node.domain} is not ONNX's own, and vtx takes no plug-ins"
+            yield node, f"{node.op_type} of {node.domain} is not an operator of ONNX, and vtx uses no plug-ins"
             continue
         since = release.since(node.op_type)
         if since is None:
@@ -106,7 +114,7 @@ def _types(graph: SeenGraph, release: Release) -> Problems:
     for value, kind in graph.types.items():
         maker = graph.makers.get(value)
         if kind not in release.types and kind != "UNDEFINED":
-            yield maker, f"{value} is {kind}, which {release.name} has not"
+            yield maker, f"{value} is {kind}, which {release.name} does not support"
         elif kind == "DOUBLE":
             yield maker, f"{value} is DOUBLE, which is rounded to FLOAT"
         elif kind == "UINT8" and value not in {*graph.inputs, *graph.outputs}:
@@ -141,7 +149,7 @@ def _caches(graph: SeenGraph, _: Release) -> Problems:
         if attribute(node, "mode", b"linear") != b"linear" or attribute(node, "axis", -2) not in (-2, 2):
             yield node, "only linear updates along axis -2 are supported"
         if not indices or graph.types.get(indices) not in ("INT32", "INT64", None):
-            yield node, "the place of the update must be given, as INT32 or INT64"
+            yield node, "the slot of the update must be given, as INT32 or INT64"
 
 
 def _loops(graph: SeenGraph, _: Release) -> Problems:
@@ -153,11 +161,11 @@ def _loops(graph: SeenGraph, _: Release) -> Problems:
 def _sizes(graph: SeenGraph, _: Release) -> Problems:
     for node in graph.nodes:
         if node.op_type in _SIZED_BY_VALUES:
-            yield node, f"the size of what {node.op_type} gives depends on values"
+            yield node, f"the size of the output of {node.op_type} depends on values"
         for index in _SIZE_OPERANDS.get(node.op_type, ()):
             value = node.input[index] if len(node.input) > index else ""
             if value in graph.computed:
-                yield node, f"a size depends on what {graph.computed[value]} holds; take it from a shape"
+                yield node, f"a size depends on the values of {graph.computed[value]}; take it from a shape"
 
 
 def _constants(graph: SeenGraph, release: Release) -> Problems:

@@ -1,12 +1,12 @@
-"""Optimisation profiles: the sizes that an engine is built for, from the free sizes that its graph names.
+"""Optimisation profiles: the sizes that an engine is built for, by the names of its graph's free sizes.
 
-embed    one profile: any number of rows
-stage    for TensorRT two: decode, one row, and prefill, two rows and more; for TensorRT-RTX one, because it
-         specialises kernels for the rows at run time, and keeps most weights once per profile
+embed    one profile: any number of tokens
+stage    for TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
+         specialises kernels for the tokens at run time, and stores most weights once per profile
 vision   one image
-head     a few rows: only the last one is sampled
-gate     a question's rows
-score    up to 256 rows over a cache, which the `trt` dialect makes of one size
+head     a few tokens: only the last one is sampled
+gate     the tokens of a question
+score    up to 256 tokens over a cache, which has a fixed size in the `trt` dialect
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 
 def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
-    """One profile for all rows, or with `apart` one for decode and one for prefill; likely: an image and a question."""
+    """One profile for all, or with `apart` one for decode and one for prefill; likely: an image and a question."""
     longest = m.max_context
     likely = min(longest, m.model.vision_tokens + 64)
     table: Profile = {MAX_CONTEXT: (longest,) * 3}
@@ -57,7 +57,7 @@ def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
         BundleError: a free size that the profile does not know.
 
     """
-    found = {}
+    shapes = {}
     for name in graph.inputs:
         dims = graph.shapes.get(name, ())
         if all(isinstance(dim, int) for dim in dims):
@@ -65,14 +65,14 @@ def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
         unknown = [dim for dim in dims if not isinstance(dim, int) and dim not in profile]
         if unknown:
             raise BundleError(
-                f"{graph.name}: size {unknown[0]!r} of {name} is none that engines are built for "
-                f"({', '.join(profile)}); export the bundle again"
+                f"{graph.name}: size {unknown[0]!r} of {name} is in no profile ({', '.join(profile)}); "
+                "export the bundle again"
             )
         low, likely, high = (
-            tuple(dim if isinstance(dim, int) else profile[str(dim)][which] for dim in dims) for which in range(3)
+            tuple(dim if isinstance(dim, int) else profile[str(dim)][bound] for dim in dims) for bound in range(3)
         )
-        found[name] = (low, likely, high)
-    return found
+        shapes[name] = (low, likely, high)
+    return shapes
 
 
 def used_sizes(graph: SeenGraph, profile: Profile) -> dict[str, Range]:

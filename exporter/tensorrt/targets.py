@@ -1,7 +1,9 @@
-"""The machines engines can be built for: their GPU, which TensorRT runs there, and where it comes from."""
+"""The machines engines can be built for: their GPU, the TensorRT that runs there, and the libraries to build."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -17,10 +19,10 @@ _NO_NARROW = frozenset({"bf16", "int8", "int4"})
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kind of machine. `release` is what its system brings, or the oldest that vtx takes."""
+    """One kind of machine. `release` is the one that its system has, or the oldest that vtx supports."""
 
     name: str
-    what: str
+    machine: str
     capability: tuple[int, int]
     release: Release
     lacks: frozenset[str] = frozenset()
@@ -50,12 +52,14 @@ TARGETS = {
         Target("jetson-thor", "Jetson Thor with JetPack 7", (11, 0), Release(TENSORRT, (10, 16))),
     )
 }
-_INSTALL = {RTX: 'pip install "vtx-edge[rtx]"', TENSORRT: 'pip install "vtx-edge[tensorrt]"'}
-_JETSON_INSTALL = "sudo apt-get install tensorrt python3-libnvinfer (JetPack brings both)"
+_JETSON_INSTALL = "sudo apt-get install tensorrt python3-libnvinfer (both are part of JetPack)"
+_JETSONS = frozenset(target.capability for target in TARGETS.values() if target.name.startswith("jetson"))
+_CHECKING = {"onnx": "onnx"}  # libraries: the module of each package that vtx-build --check needs
+_BUILDING = {**_CHECKING, "polygraphy": "polygraphy"}  # and of each that building needs besides TensorRT
 
 
 def find_target(name: str, gpu: Gpu | None = None) -> Target:
-    """The target of that name; `this` is the machine that this runs on, with `gpu` or the one that is found.
+    """The target of that name; `this` is the machine that this runs on, with `gpu` or the first one detected.
 
     Raises:
         RequestError: no such target.
@@ -69,22 +73,25 @@ def find_target(name: str, gpu: Gpu | None = None) -> Target:
     same = [t for t in TARGETS.values() if name == f"sm{t.capability[0]}{t.capability[1]}"]
     if same:
         raise RequestError(
-            f"TensorRT-RTX has no engines for {name}; it runs TensorRT itself: --target "
-            + " or ".join(f"{target.name} ({target.what}, {target.release.name})" for target in same)
+            f"TensorRT-RTX does not support {name}; use TensorRT itself: --target "
+            + " or ".join(f"{target.name} ({target.machine}, {target.release.name})" for target in same)
         )
-    known = ", ".join(f"{target.name} ({target.what})" for target in TARGETS.values())
-    raise RequestError(f"target {name!r} is unknown; there are: {THIS}, {known}")
+    known = ", ".join(f"{target.name} ({target.machine})" for target in TARGETS.values())
+    raise RequestError(f"target {name!r} is unknown; the targets are: {THIS}, {known}")
 
 
 def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, Release]:
-    """The Python module that builds for a target here, and its release; DeviceError with what is missing for it."""
-    import importlib
+    """The Python module that builds for a target here, and its release.
 
+    Raises:
+        DeviceError: another machine is needed, or TensorRT is not installed.
+
+    """
     flavour = target.release.flavour
     if not target.portable and (gpu or find_gpu() or _NONE).capability != target.capability:
         raise DeviceError(
             f"{FLAVOUR_NAMES[flavour]} builds engines on the machine that runs them: copy the bundle to the "
-            f"{target.what} and run vtx-build --target this there (--check judges the graphs here)"
+            f"{target.machine} and run vtx-build --target this there (--check judges the graphs here)"
         )
     try:
         module = importlib.import_module(flavour)
@@ -97,25 +104,35 @@ def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, R
         ) from e
 
 
+def check_libraries(target: Target, *, building: bool) -> None:
+    """Raise DeviceError unless the libraries that read graphs, and with `building` that build engines, are there."""
+    needed = _BUILDING if building else _CHECKING
+    missing = [package for package, module in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise DeviceError(f"vtx-build needs {' and '.join(missing)}, not installed here; {_pip_install(target)}")
+
+
 def install(target: Target) -> str:
-    """The command that brings the TensorRT of a target onto its machine."""
-    return _JETSON_INSTALL if target.name.startswith("jetson") else _INSTALL[target.release.flavour]
+    """The command that installs the TensorRT of a target on its machine."""
+    return _JETSON_INSTALL if target.capability in _JETSONS else _pip_install(target)
+
+
+def _pip_install(target: Target) -> str:
+    """The command that installs the Python packages for a target."""
+    extra = "jetson" if target.capability in _JETSONS else "rtx" if target.portable else "tensorrt"
+    return f'pip install "vtx-edge[{extra}]"'
 
 
 def _this(gpu: Gpu | None) -> Target:
     if gpu is None:
-        raise DeviceError(
-            "no NVIDIA GPU answers here, so there is nothing to build for; name a --target: " + ", ".join(TARGETS)
-        )
-    import importlib.util
-
+        raise DeviceError("no NVIDIA GPU was detected here; name a --target: " + ", ".join(TARGETS))
     lacks = _NO_NARROW if gpu.capability == (7, 5) else frozenset()
     portable = [t for t in TARGETS.values() if t.portable and t.capability == gpu.capability]
     if portable and importlib.util.find_spec(RTX) is not None:
         return Target(gpu.sm, gpu.name, gpu.capability, portable[0].release, lacks)
     if importlib.util.find_spec(TENSORRT) is None:
-        cure = install(portable[0]) if portable else _INSTALL[TENSORRT]
-        raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {cure}")
+        target = portable[0] if portable else Target(gpu.sm, gpu.name, gpu.capability, Release(TENSORRT, (10, 3)))
+        raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {install(target)}")
     import tensorrt
 
     return Target(gpu.sm, gpu.name, gpu.capability, parse_release(TENSORRT, tensorrt.__version__), lacks)

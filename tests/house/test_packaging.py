@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -15,38 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.distribution import ROOT, build_wheel, run
 from vtx.exporter.data.scenes import Scene, Thing, draw
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = ("exporter", "profiles", "runtime", "src")
-FILES = ("LICENSE", "README.md", "cli.py", "pyproject.toml")
 NOWHERE = "http://127.0.0.1:9"  # the discard port: whatever reaches for the network fails at once
-
-
-def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
-    """The standard output of a command that must succeed."""
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as a release is made: from the sdist, and that from a copy of the tree with its links."""
-    work = tmp_path_factory.mktemp("build")
-    tree = work / "tree"
-    for name in FOLDERS:
-        shutil.copytree(
-            ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
-        )
-    for name in FILES:
-        shutil.copy(ROOT / name, tree / name)
-    sdist = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
-    source = tree / run(sys.executable, "-c", sdist, cwd=tree).splitlines()[-1]
-    pip_wheel = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", work)
-    run(sys.executable, *pip_wheel, source, cwd=work)
-    [made] = work.glob("*.whl")
-    return made
+    return build_wheel(tmp_path_factory.mktemp("build"))
 
 
 @pytest.fixture(scope="module")

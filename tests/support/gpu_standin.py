@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.exported import THREADS
-from vtx.exporter.tensorrt.child import Built, Order
+from vtx.exporter.tensorrt.child import BuildRequest, BuiltEngine
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import sha256
 
@@ -183,11 +183,11 @@ class Gpu:
 def void(_: Any) -> None: ...
 
 
-def write_engine(order: Order, watch: Any) -> Built:
+def write_engine(request: BuildRequest, watch: Any) -> BuiltEngine:
     """In place of the builder: an engine that names its graph and its profiles."""
-    content = {"graph": os.fspath(order.graph.resolve()), "profiles": order.profiles}
-    order.engine.write_text(json.dumps(content))
-    return Built(order.engine.stat().st_size, sha256(order.engine), 0.0, 0)
+    content = {"graph": os.fspath(request.graph.resolve()), "profiles": request.profiles}
+    request.engine.write_text(json.dumps(content))
+    return BuiltEngine(request.engine.stat().st_size, sha256(request.engine), 0.0, 0)
 
 
 class Mode(IntEnum):

@@ -16,9 +16,10 @@ from tests.support.tiny import Tiny
 from vtx.cli import build as command
 from vtx.exporter.tensorrt import build as engines
 from vtx.exporter.tensorrt.build import EnginePlan, build_engines, check_memory, plan_engines
-from vtx.exporter.tensorrt.child import Built, Order, build
+from vtx.exporter.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.exporter.tensorrt.graph import load_graph
 from vtx.exporter.tensorrt.profiles import input_shapes
+from vtx.exporter.tensorrt.progress import BuildProgress
 from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.exporter.tensorrt.targets import TARGETS, find_target, load_tensorrt
 from vtx.runtime.bundle.bundle import Bundle, sha256
@@ -47,10 +48,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The graphs that a builder was asked for; it writes what it was asked as the engine."""
     asked: list[str] = []
 
-    def fake(order: Order, watch: Any) -> Built:
-        asked.append(order.graph.name)
-        order.engine.write_text(order.to_json())
-        return Built(order.engine.stat().st_size, sha256(order.engine), 0.5, 1 << 20)
+    def fake(request: BuildRequest, watch: Any) -> BuiltEngine:
+        asked.append(request.graph.name)
+        request.engine.write_text(request.to_json())
+        return BuiltEngine(request.engine.stat().st_size, sha256(request.engine), 0.5, 1 << 20)
 
     monkeypatch.setattr(engines, "build", fake)
     return asked
@@ -140,11 +141,11 @@ def test_a_builder_that_fails_leaves_what_was_built_before_it(
 ) -> None:
     good = engines.build
 
-    def fails_at_the_head(order: Order, watch: Any) -> Built:
-        if order.graph.name.startswith("head"):
-            order.engine.write_bytes(b"half")
+    def fails_at_the_head(request: BuildRequest, watch: Any) -> BuiltEngine:
+        if request.graph.name.startswith("head"):
+            request.engine.write_bytes(b"half")
             raise ExportError("no")
-        return good(order, watch)
+        return good(request, watch)
 
     monkeypatch.setattr(engines, "build", fails_at_the_head)
     with pytest.raises(ExportError, match="no"):
@@ -190,36 +191,36 @@ def test_too_little_memory_is_said_before_the_build(bundle: Bundle, monkeypatch:
 def test_stages_of_tensorrt_get_a_profile_for_one_row_and_one_for_prompts(bundle: Bundle) -> None:
     context = bundle.manifest.max_context
     asked = plan_engines(bundle, TARGETS["jetson-orin"], Release(TENSORRT, (10, 3)), "10.3", "plain")
-    items = {item.graph.name: item for item in asked.items}
-    decode, prefill = items["stage-02-03.plain.onnx"].profiles
+    jobs = {job.graph.name: job for job in asked.jobs}
+    decode, prefill = jobs["stage-02-03.plain.onnx"].profiles
     assert decode["rows"] == (1, 1, 1)
     assert prefill["rows"][0] == 2
     assert prefill["rows"][2] == context
     assert decode["max_context"] == (context,) * 3
-    shapes = input_shapes(items["stage-02-03.plain.onnx"].graph, decode)
+    shapes = input_shapes(jobs["stage-02-03.plain.onnx"].graph, decode)
     assert shapes["hidden"] == ((1, bundle.manifest.model.hidden),) * 3
     assert shapes["past_key.3"][0][2] == 0
-    assert items["vision.plain.onnx"].profiles[0]["images"] == (1, 1, 1)
-    assert items["head.plain.onnx"].profiles[0]["rows"][2] <= 16
+    assert jobs["vision.plain.onnx"].profiles[0]["images"] == (1, 1, 1)
+    assert jobs["head.plain.onnx"].profiles[0]["rows"][2] <= 16
 
 
 def test_stages_of_rtx_get_one_profile_from_one_row_to_all(bundle: Bundle) -> None:
-    items = {item.graph.name: item for item in plan(bundle).items}
-    (profile,) = items["stage-02-03.plain.onnx"].profiles
+    jobs = {job.graph.name: job for job in plan(bundle).jobs}
+    (profile,) = jobs["stage-02-03.plain.onnx"].profiles
     assert (profile["rows"][0], profile["rows"][2]) == (1, bundle.manifest.max_context)
 
 
 def test_a_free_size_that_nobody_declared_is_an_error(bundle: Bundle) -> None:
     graph = load_graph(bundle.path("head.plain.onnx"))
-    with pytest.raises(BundleError, match="size 'rows' of hidden is none that engines are built for"):
+    with pytest.raises(BundleError, match="size 'rows' of hidden is in no profile"):
         input_shapes(graph, {"images": (1, 1, 1)})
 
 
 # --- the child ------------------------------------------------------------------------------------
 
 
-def order(tmp_path: Path) -> Order:
-    return Order(RTX, tmp_path / "g.onnx", tmp_path / "g.engine", (8, 9), (), None, None)
+def request(tmp_path: Path) -> BuildRequest:
+    return BuildRequest(RTX, tmp_path / "g.onnx", tmp_path / "g.engine", (8, 9), ())
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def order(tmp_path: Path) -> Order:
 )
 def test_the_end_of_a_builder_is_an_error_message(script: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=said):
-        build(order(tmp_path), lambda *_: None, ("-c", script))
+        build(request(tmp_path), lambda *_: None, ("-c", script))
 
 
 def test_progress_and_result_come_from_the_child(tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_progress_and_result_come_from_the_child(tmp_path: Path) -> None:
         """print(json.dumps({"bytes": 1, "sha256": "a", "seconds": 2.0, "memory": 3}))"""
     )
     told: list[tuple[str, float]] = []
-    assert build(order(tmp_path), lambda *event: told.append(event), ("-c", script)) == Built(1, "a", 2.0, 3)
+    assert build(request(tmp_path), lambda *event: told.append(event), ("-c", script)) == BuiltEngine(1, "a", 2.0, 3)
     assert told == [(RTX, 0.5)]
 
 
@@ -264,27 +265,66 @@ def test_an_interrupt_ends_the_child_before_it_goes_on(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(order(tmp_path), interrupted, ("-c", script))
+        build(request(tmp_path), interrupted, ("-c", script))
     assert mark.exists()
+
+
+def test_progress_fills_the_running_step_of_the_outer_phase() -> None:
+    progress = BuildProgress()
+    progress.start("engine", None, 2)
+    progress.step("engine", 0)
+    assert progress.share == 1 / 2
+    progress.start("layers", "engine", 4)
+    progress.step("layers", 0)
+    assert progress.share == (1 + 1 / 4) / 2
+    progress.step("layers", 3)
+    progress.finish("layers")
+    progress.step("engine", 1)
+    assert progress.share == 1
+
+
+def test_progress_stays_where_it_is_when_a_second_phase_starts_within_a_step() -> None:
+    progress = BuildProgress()
+    progress.start("engine", None, 3)
+    progress.step("engine", 1)
+    progress.start("first", "engine", 60)
+    progress.step("first", 0)
+    reached = progress.share
+    assert reached == (2 + 1 / 60) / 3
+    progress.finish("first")
+    progress.start("second", "engine", 1000)
+    progress.step("second", 0)  # alone it would be at (2 + 1 / 1000) / 3
+    assert progress.share == reached
+
+
+def test_progress_does_not_start_over_with_a_further_outermost_phase() -> None:
+    progress = BuildProgress()
+    for name in ("parse", "engine"):
+        progress.start(name, None, 10)
+        progress.step(name, 8 if name == "parse" else 0)
+        progress.finish(name)
+        assert progress.share == 9 / 10
 
 
 # --- targets --------------------------------------------------------------------------------------
 
 
 def test_an_unknown_target_lists_all() -> None:
-    with pytest.raises(RequestError, match=r"'rtx9' is unknown; there are: this, sm75 .*jetson-orin \(Jetson Orin"):
+    with pytest.raises(
+        RequestError, match=r"'rtx9' is unknown; the targets are: this, sm75 .*jetson-orin \(Jetson Orin"
+    ):
         find_target("rtx9")
 
 
 def test_a_card_that_rtx_does_not_support_is_sent_to_the_flavour_that_does() -> None:
-    with pytest.raises(RequestError, match=r"no engines for sm87; .*jetson-orin .*TensorRT 10\.3"):
+    with pytest.raises(RequestError, match=r"does not support sm87; .*jetson-orin .*TensorRT 10\.3"):
         find_target("sm87")
     assert find_target("sm90").release.flavour == TENSORRT
 
 
 def test_this_machine_without_a_gpu_asks_for_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vtx.exporter.tensorrt.targets.find_gpu", lambda: None)
-    with pytest.raises(DeviceError, match=r"no NVIDIA GPU answers here, so .*; name a --target"):
+    with pytest.raises(DeviceError, match="no NVIDIA GPU was detected here; name a --target"):
         find_target("this")
 
 
@@ -305,13 +345,30 @@ def test_without_tensorrt_it_says_what_to_install(
         load_tensorrt(TARGETS[target], gpu)
 
 
+@pytest.mark.parametrize(
+    ("target", "extra"), [("sm89", "rtx"), ("sm90", "tensorrt"), ("jetson-orin", "jetson"), ("jetson-thor", "jetson")]
+)
+def test_missing_libraries_are_named_with_the_extra_of_the_target(
+    target: str, extra: str, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("onnx", "polygraphy"):
+        monkeypatch.setitem(sys.modules, module, None)
+    asked = ["--bundle", str(bundle.folder), "--target", target]
+    result = CliRunner().invoke(command, asked)
+    assert result.exit_code == 1
+    want = f'vtx-build needs onnx and polygraphy, not installed here; pip install "vtx-edge[{extra}]"'
+    assert result.output == f"build: {want}\n"
+    monkeypatch.delitem(sys.modules, "onnx")
+    assert CliRunner().invoke(command, [*asked, "--check"]).exit_code == 0
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_judges_without_tensorrt_and_without_a_gpu(bundle: Bundle) -> None:
     result = CliRunner().invoke(command, ["--bundle", str(bundle.folder), "--target", "jetson-orin", "--check"])
     assert result.exit_code == 0, result.output
-    assert "plain on Jetson Orin with JetPack 6, TensorRT 10.3: every graph will do" in result.output
+    assert "plain on Jetson Orin with JetPack 6, TensorRT 10.3: TensorRT reads every graph" in result.output
 
 
 def test_the_command_names_the_faults_of_the_wrong_dialect(bundle: Bundle) -> None:

@@ -16,7 +16,7 @@ from tests.support.bundles import export
 from tests.support.engine_graphs import Graph, trt_stage
 from tests.support.tiny import Tiny
 from vtx.exporter.tensorrt.graph import load_graph, see
-from vtx.exporter.tensorrt.lint import RULES, Finding, lint, lint_bundle
+from vtx.exporter.tensorrt.lint import RULES, LintFinding, lint, lint_bundle
 from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release, parse_release
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import BundleError, RequestError
@@ -124,7 +124,7 @@ def test_the_same_stage_is_named_operator_by_operator_for_10_3() -> None:
 
 
 def test_a_finding_says_graph_node_rule_and_the_dialect_that_would_do() -> None:
-    finding = Finding("stage.onnx", "node_7", "operator", "Attention came with 10.14", JETPACK_6.name, "plain")
+    finding = LintFinding("stage.onnx", "node_7", "operator", "Attention came with 10.14", JETPACK_6.name, "plain")
     assert str(finding) == (
         "stage.onnx, node_7: Attention came with 10.14 [operator]; for TensorRT 10.3 export the 'plain' dialect"
     )

@@ -17,7 +17,7 @@ from tests.support.bundles import IGNORE, export
 from tests.support.engine_graphs import Graph
 from vtx.exporter.bundling.export import demo_checkpoint
 from vtx.exporter.tensorrt.build import EnginePlan, build_engines, plan_engines
-from vtx.exporter.tensorrt.child import Order, build
+from vtx.exporter.tensorrt.child import BuildRequest, build
 from vtx.exporter.tensorrt.graph import load_graph
 from vtx.exporter.tensorrt.profiles import Shapes
 from vtx.exporter.tensorrt.targets import TARGETS, load_tensorrt
@@ -105,26 +105,26 @@ def test_narrow_weights_stay_narrow_in_the_engine(tmp_path: Path) -> None:
 def test_a_graph_that_tensorrt_cannot_build_is_one_error(bundle: Bundle, tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"\x08\x07 no graph")
-    order = Order("tensorrt_rtx", broken, tmp_path / "e", (8, 9), (), None, None)
+    request = BuildRequest("tensorrt_rtx", broken, tmp_path / "e", (8, 9), ())
     with pytest.raises(ExportError, match=r"TensorRT cannot build broken\.onnx: .*; the bundle is as it was"):
-        build(order, lambda *_: None)
+        build(request, lambda *_: None)
 
 
 def test_a_build_tells_of_its_phases(bundle: Bundle, tmp_path: Path) -> None:
     graph = bundle.manifest.dialects["trt"].stages[0].graph
-    item = next(item for item in plan(bundle, "sm89").items if item.graph.name == graph)
+    job = next(job for job in plan(bundle, "sm89").jobs if job.graph.name == graph)
     told: list[tuple[str, float]] = []
-    order = Order("tensorrt_rtx", bundle.path(graph), tmp_path / "e", (8, 9), _shapes(item), None, None)
-    build(order, lambda *event: told.append(event))
+    request = BuildRequest("tensorrt_rtx", bundle.path(graph), tmp_path / "e", (8, 9), _shapes(job))
+    build(request, lambda *event: told.append(event))
     assert any("engine" in phase for phase, _ in told)
     assert all(0 <= share <= 1 for _, share in told)
     assert [share for _, share in told] == sorted(share for _, share in told)
 
 
-def _shapes(item: Any) -> tuple[Shapes, ...]:
+def _shapes(job: Any) -> tuple[Shapes, ...]:
     from vtx.exporter.tensorrt.profiles import input_shapes
 
-    return tuple(input_shapes(item.graph, profile) for profile in item.profiles)
+    return tuple(input_shapes(job.graph, profile) for profile in job.profiles)
 
 
 def test_the_record_is_what_the_runtime_reads(bundle: Bundle) -> None:
@@ -145,4 +145,4 @@ def _wide(folder: Path, precision: str) -> int:
     path = folder / f"{precision}.onnx"
     onnx.save(model, path)
     shapes = ({"x": ((1, 2048), (64, 2048), (256, 2048))},)
-    return build(Order("tensorrt_rtx", path, folder / "e", (8, 9), shapes, None, None), lambda *_: None).bytes
+    return build(BuildRequest("tensorrt_rtx", path, folder / "e", (8, 9), shapes), lambda *_: None).bytes

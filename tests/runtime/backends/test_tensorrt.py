@@ -29,7 +29,6 @@ from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host import gpu
-from vtx.runtime.vision.tokens import Ids
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
@@ -214,14 +213,15 @@ def test_no_memory_is_taken_while_decoding(exported: Path, device: Gpu) -> None:
     model = open_model(exported)
     asked = prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)])
     greedy(model, asked, None, 3)
-    before = device.calls["cudaMalloc"], device.calls["cudaHostAlloc"]
-    greedy_session = model.backend.stage(0, 16)
-    after_cache = device.calls["cudaMalloc"]
+    calls = ("cudaMalloc", "cudaHostAlloc")
+    before = device.calls["cudaMalloc"]
+    cache = model.backend.stage(0, 16)
+    after_cache = [device.calls[call] for call in calls]
     rows = np.zeros((1, model.manifest.model.hidden), np.float32)
     for position in range(8):
-        greedy_session.append(rows, np.array([position]))
-    assert after_cache == before[0] + 1  # the cache itself, one buffer
-    assert device.calls["cudaMalloc"] == after_cache
+        cache.append(rows, np.array([position]))
+    assert after_cache[0] == before + 1  # the cache itself, one buffer
+    assert [device.calls[call] for call in calls] == after_cache
 
 
 def test_everything_is_given_back(exported: Path, device: Gpu) -> None:
@@ -236,20 +236,21 @@ def test_everything_is_given_back(exported: Path, device: Gpu) -> None:
 
 
 @pytest.mark.parametrize("slots", [[], [0], [0, 1, 2], [1, 3, 4, 8], list(range(9))])
-def test_slots_set_aside_come_back_where_they_are_put(slots: list[int], exported: Path, device: Gpu) -> None:
+def test_saved_slots_come_back_where_they_are_put(slots: list[int], exported: Path, device: Gpu) -> None:
     model = open_model(exported)
     random = np.random.default_rng(0)
-    rows = random.standard_normal((9, model.manifest.model.hidden)).astype(np.float32)
+    first, other = random.standard_normal((2, 9, model.manifest.model.hidden)).astype(np.float32)
     cache = model.backend.stage(1, 16)
-    cache.append(rows, np.arange(9))
+    cache.append(first, np.arange(9))
+    before = _content(cache)
+    saved = cache.read(np.array(slots, np.int64))
+    cache.keep(0)
+    cache.append(other, np.arange(9))
     expected = _content(cache)
-    chosen: Ids = np.array(slots, np.int64)
-    aside = cache.read(chosen)
-    cache.write(chosen, cache.read(chosen[::1]), length=9)
+    assert not np.isclose(before[..., :9, :], expected[..., :9, :]).all(-1).any()  # no slot holds what it held
+    cache.write(np.arange(len(slots)), saved, length=9)
+    expected[..., : len(slots), :] = before[..., slots, :]
     np.testing.assert_array_equal(_content(cache), expected)
-    target = np.arange(len(slots))
-    cache.write(target, aside, length=len(slots))
-    np.testing.assert_array_equal(_content(cache)[..., : len(slots), :], expected[..., slots, :])
 
 
 def _content(cache: Any) -> Any:

@@ -1,0 +1,118 @@
+"""Each extra, installed as its page says into an environment of its own, runs the commands of that page.
+
+This downloads packages, so it runs only when it is asked for: `make test-extras`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import venv
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.bundles import export
+from tests.support.distribution import ROOT, build_wheel, run
+from vtx.exporter.bundling.export import demo_checkpoint
+
+pytestmark = [
+    pytest.mark.extras,
+    pytest.mark.skipif("VTX_TEST_EXTRAS" not in os.environ, reason="downloads packages; `make test-extras` runs it"),
+]
+PICTURE, QUESTION = ROOT / "examples/scene-1.jpg", "How many shapes are there?"
+Command = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(demo_checkpoint(), tmp_path_factory.mktemp("extras") / "demo", (16,), "fp16").folder
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def install(wheel: Path, bundle: Path, tmp_path: Path) -> Callable[[str], Command]:
+    """`install(extra)(command, ...)`: the output of a command of a new environment with that extra and nothing else."""
+
+    @cache
+    def environment(extra: str) -> Path:
+        folder = tmp_path / "env"
+        venv.create(folder)
+        run(
+            sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", f"{wheel}[{extra}]", cwd=tmp_path
+        )
+        return folder / "bin"
+
+    def commands(extra: str) -> Command:
+        programs = environment(extra)
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        env |= {"HOME": str(tmp_path), "PATH": os.pathsep.join((str(programs), os.defpath))}
+        return lambda name, *words, code=0: run(programs / name, *words, cwd=tmp_path, env=env, code=code)
+
+    shutil.copytree(bundle, tmp_path / "demo")
+    return commands
+
+
+def answers_on_a_cpu(command: Command) -> None:
+    answer = json.loads(command("vtx-run", "--bundle", "demo", PICTURE, QUESTION, "--k", "16", "--json"))
+    assert answer["text"] == "4"
+    command("vtx-inspect", "demo")
+    assert "the bundle computes what its checkpoint says" in command("vtx-doctor", "demo")
+
+
+def test_cpu_answers_and_certifies(install: Callable[[str], Command]) -> None:
+    command = install("cpu")
+    assert "onnxruntime" in command("vtx-doctor")
+    answers_on_a_cpu(command)
+    command("vtx-bench", "--bundle", "demo", "--repeats", "1", "--new-tokens", "2")
+    refusal = command("vtx-export", "--k", "16", code=1)
+    assert refusal.startswith("vtx-export: ")
+    assert 'pip install "vtx-edge[export]"' in refusal
+
+
+def test_openvino_answers_and_certifies(install: Callable[[str], Command]) -> None:
+    command = install("openvino")
+    assert "openvino" in command("vtx-doctor")
+    answers_on_a_cpu(command)
+
+
+def builds_or_says_why(command: Command, target: str) -> None:
+    """Graphs are checked for every machine; `target` is one that this machine builds for or names as another."""
+    checked = command("vtx-build", "--bundle", "demo", "--target", "jetson-orin,jetson-orin-jp7,sm90,sm89", "--check")
+    assert checked.count("TensorRT reads every graph") == 4
+    refusal = command("vtx-run", "--bundle", "demo", "--device", "tensorrt", PICTURE, QUESTION, code=1)
+    assert refusal.startswith("vtx-run: ")
+    assert len(refusal.splitlines()) == 1
+    assert f"vtx-build --bundle {Path('demo')}" in refusal or "vtx-build --bundle" in refusal or target in refusal
+
+
+def test_rtx_builds_engines_without_a_gpu(install: Callable[[str], Command]) -> None:
+    command = install("rtx")
+    assert "tensorrt-rtx" in command("vtx-doctor")
+    builds_or_says_why(command, "sm89")
+    table = command("vtx-build", "--bundle", "demo", "--target", "sm89,sm120")
+    assert table.count("head.trt.engine") == 2
+    refusal = command("vtx-run", "--bundle", "demo", "--device", "tensorrt", PICTURE, QUESTION, code=1)
+    assert "no NVIDIA GPU" in refusal
+
+
+def test_tensorrt_checks_graphs_and_names_the_machine_that_builds(install: Callable[[str], Command]) -> None:
+    command = install("tensorrt")
+    assert "tensorrt" in command("vtx-doctor")
+    builds_or_says_why(command, "sm90")
+    refusal = command("vtx-build", "--bundle", "demo", "--target", "sm90", code=1)
+    assert "builds engines on the machine that runs them: copy the bundle to the H100, H200" in refusal
+
+
+def test_jetson_checks_graphs_and_asks_for_jetpack(install: Callable[[str], Command]) -> None:
+    command = install("jetson")
+    builds_or_says_why(command, "jetson-orin")
+    assert "TensorRT" in command("vtx-doctor", code=1)
