@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vtx.exporter.common.libraries import load_onnx
 from vtx.exporter.weights.quantize import BLOCK, INT8_ACTIVATIONS
 from vtx.runtime.backends.openvino.backend import arithmetic, load_openvino
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
+from vtx.runtime.errors import DeviceError
 
 if TYPE_CHECKING:
     import onnx
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 BITS = {"int8": 8, "int4": 4}
 OPSETS, IR_VERSION = {"": 21, "com.microsoft": 1}, 10
 ENGINES = {"cpu": "onnxruntime", "openvino": "OpenVINO"}  # by device: those whose products are known here
+
+
+def load_onnx() -> Any:
+    """The module `onnx`, or DeviceError with the command that installs it."""
+    try:
+        import onnx
+    except ImportError as e:
+        raise DeviceError(
+            'onnx is not installed, so no graph can be read or written; pip install "vtx-edge[export]" '
+            '(on a device that has TensorRT: "vtx-edge[rtx]", "vtx-edge[tensorrt]" or "vtx-edge[jetson]")'
+        ) from e
+    return onnx
 
 
 @dataclass(frozen=True, slots=True)

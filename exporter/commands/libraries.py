@@ -16,15 +16,3 @@ def exporter() -> Any:
     except ImportError as e:
         raise DeviceError(f'exporting needs {e.name}; pip install "vtx-edge[export]"') from e
     return exporter
-
-
-def load_onnx() -> Any:
-    """The module `onnx`, or DeviceError with the command that installs it."""
-    try:
-        import onnx
-    except ImportError as e:
-        raise DeviceError(
-            'onnx is not installed, so no graph can be read or written; pip install "vtx-edge[export]" '
-            '(on a device that has TensorRT: "vtx-edge[rtx]", "vtx-edge[tensorrt]" or "vtx-edge[jetson]")'
-        ) from e
-    return onnx

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.distribution import ROOT, build_wheel, run
-from vtx.exporter.bundling.export import demo_checkpoint
+from vtx.exporter.bundling.prepare import demo_checkpoint
 
 pytestmark = [
     pytest.mark.extras,

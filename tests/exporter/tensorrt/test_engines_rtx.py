@@ -15,7 +15,7 @@ from onnx.helper import make_tensor_value_info
 
 from tests.support.bundles import IGNORE, export
 from tests.support.engine_graphs import Graph
-from vtx.exporter.bundling.export import demo_checkpoint
+from vtx.exporter.bundling.prepare import demo_checkpoint
 from vtx.exporter.tensorrt.build import EnginePlan, build_engines, plan_engines
 from vtx.exporter.tensorrt.child import BuildRequest, build
 from vtx.exporter.tensorrt.graph import load_graph
