@@ -12,10 +12,10 @@ import click
 from vtx.exporter.commands.bench import bench
 from vtx.exporter.commands.build import build
 from vtx.exporter.commands.calibrate import calibrate, train_gate
+from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.plan import plan
-from vtx.runtime.errors import DeviceError
-from vtx.runtime.terminal.console import bar, command, note, table
+from vtx.runtime.terminal.console import command, note, table
 from vtx.runtime.terminal.depth import DepthType
 
 if TYPE_CHECKING:
@@ -188,78 +188,6 @@ def inspect(bundle: str, as_json: bool) -> None:
     if facts["reductions"]:
         click.echo("reductions, the default first: " + ", ".join(facts["reductions"]))
     table("KV cache", ["K", "full layers", f"one image, {TEXT_TOKENS} text tokens", "full context"], variants)
-
-
-# --- vtx-doctor -----------------------------------------------------------------------------------
-
-
-@command(epilog="vtx-doctor\nvtx-doctor vtx-demo-k16-fp16")
-@click.argument("bundle", type=click.Path(), required=False)
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
-@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
-def doctor(bundle: str | None, device: str, compute: str | None) -> None:
-    """Check this machine and say what fits, or a bundle: its checksums, then its golden vectors computed again."""
-    from vtx.runtime.host.device import recognise
-    from vtx.runtime.host.machine import look
-
-    if bundle is None:
-        this = recognise()
-        found = look(this)
-        table("this machine", ["what", "found"], [[f.name, f.value if f.ok else f"PROBLEM: {f.value}"] for f in found])
-        problems = [f.name for f in found if not f.ok]
-        if problems:
-            raise DeviceError(f"vtx cannot run here yet: see {', '.join(problems)} above")
-        _show_fits(this.profile)
-        return
-    _check_bundle(bundle, device, compute)
-
-
-def _show_fits(profile: str | None) -> None:
-    """Which known models fit: by the device's profile, else by the memory that is free for the CPU."""
-    from vtx.exporter.estimate.fits import PRECISIONS, what_fits
-    from vtx.profiles import load_profile
-    from vtx.runtime.host.machine import available_memory
-    from vtx.runtime.units import size
-
-    device = load_profile(profile or "cpu")
-    usable = device.usable_bytes if profile else available_memory()
-    if usable is None:
-        return
-    rows = [[model, *map(str, fits)] for model, fits in what_fits(device, usable).items()]
-    where = device.name if profile else "this CPU"
-    table(f"what fits into {size(usable)} on {where}, by calculation (vtx-plan)", ["model", *PRECISIONS], rows)
-
-
-def _check_bundle(folder: str, device: str, compute: str | None) -> None:
-    from vtx.runtime.api.model import load
-    from vtx.runtime.bundle.bundle import Bundle
-    from vtx.runtime.errors import BundleError
-    from vtx.runtime.report.golden import check_golden
-
-    opened = Bundle.open(folder, check=False)
-    total, done = sum(record.bytes for record in opened.manifest.files.values()), 0
-    with bar() as report:
-
-        def hashed(count: int) -> None:
-            nonlocal done
-            done += count
-            report("checksums", done, total)
-
-        wrong = [problem for _, problem in opened.verify(hashed) if problem]
-    for problem in wrong:
-        note(problem)
-    if wrong:
-        raise BundleError(f"{len(wrong)} of {len(opened.manifest.files)} files are not as exported; export again")
-    click.echo(f"checksums: all {len(opened.manifest.files)} files are as exported")
-    model = load(folder, device=device, compute=compute)
-    checks = list(check_golden(model))
-    rows = [[c.name, f"{c.difference:.2e}", f"{c.limit:.0e}", "ok" if c.passed else "FAILED", c.note] for c in checks]
-    table("against the plain PyTorch reference", ["what", "difference", "limit", "", ""], rows)
-    failed = [c.name for c in checks if not c.passed]
-    if failed:
-        raise BundleError(f"{', '.join(failed)} differ beyond the limit; export again, or report this with the table")
-    where = f"{model.backend.device} in {model.backend.compute}"
-    click.echo(f"the bundle computes what its checkpoint says, on {where}")
 
 
 # --- vtx ------------------------------------------------------------------------------------------

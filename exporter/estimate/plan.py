@@ -32,7 +32,7 @@ from vtx.exporter.estimate.weights import (
 )
 from vtx.exporter.weights.precision import Precisions
 from vtx.profiles import Figure, Profile, ProfileError, load_profile
-from vtx.runtime.backends.memory import RUN_BASE
+from vtx.runtime.backends.memory import EXPANDED, RUN_BASE
 from vtx.runtime.bundle.manifest import KV_BYTES, PRECISIONS
 from vtx.runtime.errors import RequestError
 
@@ -188,10 +188,13 @@ def make_plan(
     profile: Profile | None = None,
     vision_precision: str | None = None,
     head_precision: str | None = None,
+    *,
+    floats: Mapping[str, int] = EXPANDED,
 ) -> CostPlan:
     """What `model` costs. `ks` empty: no withdrawal and a spread of K.
 
-    `precisions` are those of the decoder; tower and head have vtx-export's defaults beside each unless given.
+    `precisions` are those of the decoder; tower and head have vtx-export's defaults beside each unless given. `floats`
+    are the bytes of a float in a CPU's memory, by its type: they differ by engine.
 
     Raises:
         RequestError: a K is outside 2..layers, or a precision is none or not the tied head's.
@@ -199,7 +202,7 @@ def make_plan(
     """
     views = model.views(workload.vision)
     parts = {p: precisions_of(model, p, vision_precision, head_precision) for p in precisions}
-    depths = (_depth(model, workload, views, k, parts, profile) for k in ks or spread_ks(model.decoder.layers))
+    depths = (_depth(model, workload, views, k, parts, profile, floats) for k in ks or spread_ks(model.decoder.layers))
     return CostPlan(
         model=model,
         workload=workload,
@@ -219,6 +222,7 @@ def _depth(
     k: int | None,
     parts: Mapping[str, Precisions],
     profile: Profile | None,
+    floats: Mapping[str, int],
 ) -> DepthCost:
     size = model.decoder
     slots = withdrawn_rows(size.layers, k, text=work.text, vision=work.vision)
@@ -232,18 +236,24 @@ def _depth(
         total_flops=total,
         total_ratio=total / whole,
         kv_slots=tuple(slots),
-        precisions={name: _cost(model, work, views, slots, p, profile) for name, p in parts.items()},
+        precisions={name: _cost(model, work, views, slots, p, profile, floats) for name, p in parts.items()},
     )
 
 
 def _cost(
-    model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None
+    model: ModelSize,
+    work: Workload,
+    views: int,
+    slots: Sequence[int],
+    precisions: Precisions,
+    profile: Profile | None,
+    floats: Mapping[str, int],
 ) -> PrecisionCost:
     element = KV_BYTES[precisions.kv_dtype]
     cache = tuple(kv_bytes(model.decoder, slots, element))
     later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
     on_cpu = _widens(profile)
-    weights = resident(model, precisions) if on_cpu else stored_bytes(all_weights(model), precisions)
+    weights = resident(model, precisions, floats) if on_cpu else stored_bytes(all_weights(model), precisions)
     activations = activation_bytes(model, slots, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
     peak = weights + sum(cache) + later + activations + RUN_BASE
     if profile is None:

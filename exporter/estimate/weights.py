@@ -5,7 +5,7 @@ What is quantised, and how, `vtx.exporter.weights.precision` decides for exports
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,7 +13,7 @@ from vtx.exporter.estimate.flops import DecoderSize, VisionSize
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.quantize import Scheme
-from vtx.runtime.backends.memory import resident_bytes
+from vtx.runtime.backends.memory import EXPANDED, resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 
 SCALE_BYTES = 2
@@ -92,14 +92,17 @@ def stored_bytes(weights: Iterable[Weights], precisions: Precisions, *, wide: bo
     return sum(one.count * _stored(one, precisions, wide) for one in weights)
 
 
-def resident(model: ModelSize, precisions: Precisions) -> int:
-    """Bytes that onnxruntime's CPU provider holds; it leaves the embedding table in its file unless it is the head."""
+def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:
+    """Bytes that a CPU engine holds; the embedding table stays in its file unless it is the head.
+
+    `floats` are the bytes of a float in its memory, by type: `EXPANDED` for onnxruntime, `KEPT` for OpenVINO.
+    """
     total = 0
     for one in all_weights(model):
         if one.name == EMBEDDING and not model.decoder.tied:
             continue
         dtype, scheme = precisions.stored(one.name, one.shape, SOURCE)
-        total += one.count * resident_bytes(dtype, one.shape, _scales(one, scheme) if scheme else 0)
+        total += one.count * resident_bytes(dtype, one.shape, _scales(one, scheme) if scheme else 0, floats)
     return total
 
 

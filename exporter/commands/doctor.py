@@ -1,0 +1,94 @@
+"""vtx-doctor. It parses, calls and prints; no library of the exporter is needed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.terminal.console import bar, command, note, table
+
+if TYPE_CHECKING:
+    from vtx.exporter.estimate.fits import Fits
+    from vtx.runtime.report.doctor import BundleReport, MachineReport
+
+
+@command(epilog="vtx-doctor\nvtx-doctor vtx-demo-k16-fp16\nvtx-doctor vtx-demo-k16-fp16 --json")
+@click.argument("bundle", type=click.Path(), required=False)
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
+@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
+def doctor(bundle: str | None, device: str, compute: str | None, as_json: bool) -> None:
+    """Check this machine and list what fits, or check a bundle: its files, then its golden vectors computed again."""
+    if bundle is None:
+        _machine(as_json=as_json)
+    else:
+        _bundle(bundle, device, compute, as_json=as_json)
+
+
+def _machine(*, as_json: bool) -> None:
+    from vtx.exporter.estimate.fits import fits_here
+    from vtx.runtime.report.doctor import look_at_machine
+
+    report = look_at_machine()
+    fits = [] if report.problems else fits_here(report.device, report.cpu_device)
+    if as_json:
+        _print_json({**report.to_dict(), "fits": [entry.to_dict() for entry in fits]})
+    else:
+        _show_machine(report, fits)
+    if report.problems:
+        raise DeviceError("vtx cannot run here yet: " + "; ".join(report.problems))
+
+
+def _show_machine(report: MachineReport, fits: list[Fits]) -> None:
+    from vtx.exporter.estimate.fits import PRECISIONS
+    from vtx.runtime.units import size
+
+    facts = [[fact.name, fact.value if fact.ok else f"PROBLEM: {fact.value}"] for fact in report.facts]
+    table("this machine", ["", ""], facts)
+    devices = [[state.device, "yes" if state.usable else "no", state.detail] for state in report.devices]
+    table("devices", ["--device", "answers here", ""], devices)
+    for entry in fits:
+        rows = [[model, *map(str, fits)] for model, fits in entry.models.items()]
+        title = f"models that fit into {size(entry.usable)} on {entry.place}, by calculation (vtx-plan)"
+        table(title, ["model", *PRECISIONS], rows)
+
+
+def _bundle(folder: str, device: str, compute: str | None, *, as_json: bool) -> None:
+    from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.report.doctor import altered_files, check_bundle
+
+    opened = Bundle.open(folder, check=False)
+    with bar() as progress:
+        altered = altered_files(opened, progress)
+    for problem in altered:
+        note(problem)
+    if altered:
+        if as_json:
+            _print_json({"bundle": str(opened.folder), "altered": altered})
+        raise BundleError(f"{len(altered)} of {len(opened.manifest.files)} files are not as exported; export again")
+    report = check_bundle(folder, device, compute)
+    if as_json:
+        _print_json({**report.to_dict(), "altered": []})
+    else:
+        _show_bundle(report)
+    if report.failed:
+        raise BundleError(
+            f"{', '.join(report.failed)} differ beyond the limit; export again, or report this with the table"
+        )
+    if not as_json:
+        click.echo(f"the bundle computes what its checkpoint says, on {report.device} in {report.compute}")
+
+
+def _show_bundle(report: BundleReport) -> None:
+    click.echo(f"checksums: all {report.files} files are as exported")
+    rows = [
+        [c.name, f"{c.difference:.2e}", f"{c.limit:.0e}", "ok" if c.passed else "FAILED", c.note] for c in report.checks
+    ]
+    table("against the plain PyTorch reference", ["quantity", "difference", "limit", "", ""], rows)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))
