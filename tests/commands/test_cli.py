@@ -399,7 +399,7 @@ def test_what_transformers_has_to_say_about_a_model_stays_out_of_the_one_line(
     assert b"factor is -1" in stderr
 
 
-# ---- vtx-inspect and vtx-doctor --------------------------------------------------------------------------------------
+# ---- vtx-inspect -----------------------------------------------------------------------------------------------------
 
 
 def test_inspect_shows_stages_variants_and_kv_bytes(bundle: Path) -> None:
@@ -429,64 +429,6 @@ def test_inspect_gives_the_same_as_json(bundle: Path) -> None:
     }
     files = [path for path in bundle.rglob("*") if path.is_file() and path.name != "vtx.json"]
     assert facts["bytes"]["all"] == sum(path.stat().st_size for path in files)
-
-
-def test_doctor_looks_at_the_machine() -> None:
-    result = invoke("doctor")
-    assert result.exit_code == 0, result.output
-    for word in ("Python", "processor", "memory", "onnxruntime", "CPU", "[export]"):
-        assert word in result.stdout
-
-
-def test_doctor_without_onnxruntime_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vtx.runtime.host import machine
-
-    def without(*engines: str) -> None:
-        monkeypatch.setattr(machine, "version", lambda name: None if name.startswith(engines) else "1.0")
-
-    without("onnxruntime", "openvino")
-    result = invoke("doctor")
-    assert result.exit_code == 1
-    assert "pip install" in result.stdout
-    assert "onnxruntime" in result.stderr
-    without("onnxruntime")  # OpenVINO answers alone
-    assert invoke("doctor").exit_code == 0
-    monkeypatch.setattr(machine, "version", lambda name: "1.0")
-    result = invoke("doctor")
-    assert result.exit_code == 1
-    assert "pip uninstall" in result.stdout
-
-
-def test_doctor_certifies_a_sound_bundle(bundle: Path) -> None:
-    result = invoke("doctor", bundle)
-    assert result.exit_code == 0, result.output
-    for word in ("checksums: all", "logits at K = none", "logits at K = 5", "same top token", "ok"):
-        assert word in result.stdout
-    assert "FAILED" not in result.stdout
-
-
-def test_doctor_names_every_altered_file(bundle: Path, tmp_path: Path) -> None:
-    folder = bundles.copy(bundle, tmp_path / "b")
-    bundles.flip(folder / "head.ort.onnx")
-    (folder / "rope.safetensors").unlink()
-    result = invoke("doctor", folder)
-    assert result.exit_code == 1
-    assert "head.ort.onnx was altered" in result.stderr
-    assert "rope.safetensors is missing" in result.stderr
-    assert "2 of " in result.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("name", ["golden.safetensors", "weights/00001-of-00001.safetensors"])
-def test_doctor_is_not_deceived_by_checksums_that_were_made_to_match(bundle: Path, tmp_path: Path, name: str) -> None:
-    folder = bundles.copy(bundle, tmp_path / "b")
-    content = (folder / name).read_bytes()
-    half = len(content) // 2 // 4 * 4
-    (folder / name).write_bytes(content[:half] + b"\0" * (len(content) - half))
-    bundles.reseal(folder, name)
-    result = invoke("doctor", folder)
-    assert result.exit_code == 1
-    assert "FAILED" in result.stdout
-    assert "differ beyond the limit" in result.stderr.splitlines()[-1]
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------

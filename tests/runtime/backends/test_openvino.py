@@ -27,7 +27,6 @@ from vtx.runtime.api.answer import Options
 from vtx.runtime.api.model import Model, load
 from vtx.runtime.backends.devices import AUTO, choose
 from vtx.runtime.errors import BundleError, DeviceError
-from vtx.runtime.host import machine
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Prompt, Session
 
@@ -527,13 +526,3 @@ def test_a_damaged_graph_is_one_line(bundle_models: Models, tmp_path: Path) -> N
     bundles.reseal(folder, stage)
     with pytest.raises(BundleError, match=r"is not the graph that vtx.json says"):
         load(folder, device="openvino", threads=THREADS)
-
-
-@pytest.mark.parametrize(("installed", "sound"), [({"openvino"}, True), (set(), False)], ids=["openvino", "neither"])
-def test_a_machine_without_onnxruntime_is_sound_where_openvino_is(
-    monkeypatch: pytest.MonkeyPatch, installed: set[str], *, sound: bool
-) -> None:
-    monkeypatch.setattr(machine, "version", lambda package: "1" if package in installed else None)
-    (found,) = machine._onnxruntime()
-    assert found.ok == sound
-    assert "vtx-edge[cpu]" in found.value
