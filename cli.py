@@ -19,8 +19,10 @@ from vtx.runtime.terminal.console import command, note, table
 from vtx.runtime.terminal.depth import DepthType
 
 if TYPE_CHECKING:
-    from vtx.runtime.api.answer import AnswerStream, Options, Stats
-    from vtx.runtime.api.model import Conversation
+    from vtx.runtime.api.answer import Stats
+    from vtx.runtime.api.conversation import Conversation
+    from vtx.runtime.api.options import Options
+    from vtx.runtime.api.stream import AnswerStream
 
 
 # --- vtx-run --------------------------------------------------------------------------------------
@@ -78,8 +80,8 @@ def run(
     images, questions = ([], list(words)) if text_only else (list(words[:1]), list(words[1:]))
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
-    from vtx.runtime.api.answer import Options
-    from vtx.runtime.api.model import load
+    from vtx.runtime.api.load import load
+    from vtx.runtime.api.options import Options
     from vtx.runtime.session.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)

@@ -18,7 +18,8 @@ from common import export, parser, random_checkpoint, report, scratch
 from numpy.typing import NDArray
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.session import Prompt, Session

@@ -17,7 +17,7 @@ from common import export, parser, random_checkpoint, report, scratch
 from numpy.typing import NDArray
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.runtime.api.model import load
+from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import StageCache
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")

@@ -19,7 +19,8 @@ from vtx.exporter.bench.series import shown, spread
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.graphs.gates import gate_tensors
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import Rows
 from vtx.runtime.bundle.safetensors import write_safetensors
 

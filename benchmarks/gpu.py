@@ -16,7 +16,8 @@ from common import parser, report
 from PIL import Image
 
 from vtx.exporter.bench.series import shown, spread
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.session import Prompt, Session

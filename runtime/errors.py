@@ -35,6 +35,14 @@ class ContextError(RequestError):
     """The prompt and its answer need more KV slots than the bundle holds."""
 
 
+class ConversationBusyError(RequestError):
+    """Another thread or task reads an answer of this conversation."""
+
+
+class ModelClosedError(RequestError):
+    """The model was closed; load it again."""
+
+
 class ExportError(VtxError):
     """An export cannot be done or was stopped: disk, memory, an output that exists."""
 

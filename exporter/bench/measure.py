@@ -15,8 +15,10 @@ from vtx.exporter.bench import machine
 from vtx.exporter.bench.ceilings import Ceilings
 from vtx.exporter.bench.stopwatch import Call, split, timed
 from vtx.exporter.bench.work import Worker
-from vtx.runtime.api.answer import Options, Stats
-from vtx.runtime.api.model import Conversation, Model
+from vtx.runtime.api.answer import Stats
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.prompt.text import Part
 from vtx.runtime.vision.image import ImageSource

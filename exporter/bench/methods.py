@@ -13,8 +13,10 @@ from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import Worker
 from vtx.exporter.data.items import Data, Item, plain
 from vtx.exporter.estimate.flops import prefill_flops, scheduled_rows
-from vtx.runtime.api.answer import Answer, Options
-from vtx.runtime.api.model import Conversation, Model
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec

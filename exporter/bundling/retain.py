@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from vtx.exporter.data.items import Data
-from vtx.runtime.api.answer import Options
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec

@@ -27,8 +27,9 @@ from vtx.exporter.estimate.rates import LAYER_SECONDS, product_speed
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.reference.attention import AttentionMeter
 from vtx.exporter.reference.model import Reference, Sample
-from vtx.runtime.api.answer import Answer, Options
+from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.vision.image import load_image

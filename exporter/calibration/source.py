@@ -16,7 +16,8 @@ from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.precision import FULL
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import BundleError

@@ -84,7 +84,7 @@ def bench(
         raise click.UsageError("--data and --images go with --methods; one question to time is --image and --question")
     from vtx.exporter.bench.measure import Workload
     from vtx.exporter.common.plots import figures
-    from vtx.runtime.api.model import load
+    from vtx.runtime.api.load import load
     from vtx.runtime.host.machine import cores
     from vtx.runtime.report.golden import QUESTION, golden_image
 

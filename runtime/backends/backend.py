@@ -80,3 +80,7 @@ class Backend(Protocol):
     def stage(self, index: int, capacity: int) -> StageCache:
         """An empty cache of `capacity` slots for stage `index` (from 0)."""
         ...
+
+    def close(self) -> None:
+        """Let go of the engine and its weights. Nothing may be called afterwards, and no cache be used."""
+        ...

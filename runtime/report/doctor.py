@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.api.model import load
+from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
 from vtx.runtime.host.device import Device, recognise, swap

@@ -1,44 +1,70 @@
-"""From logits to a token: greedy, or temperature with top-k and top-p, in this order as transformers has it."""
+"""From logits to a token: repetition penalty, then greedy, or temperature, top-k and top-p, in transformers' order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import RequestError
+
+LEAST_PENALTY = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave all tokens in."""
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave all tokens in.
+
+    `repetition_penalty` above 1 makes tokens of the prompt and of the answer so far less likely; 1 does nothing.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top-p is {self.top_p}; give a number above 0 and at most 1")
-        if self.top_k < 0:
-            raise RequestError(f"top-k is {self.top_k}; give 0 (all tokens) or a positive number")
-        if self.seed is not None and self.seed < 0:
-            raise RequestError(f"seed is {self.seed}; give a number from 0 on")
+        check_number("temperature", self.temperature, "0 (greedy) or a positive number", least=0)
+        check_number("top-p", self.top_p, "above 0 and at most 1", least=0, most=1)
+        if self.top_p == 0:
+            raise RequestError("top-p is 0; it must be above 0 and at most 1")
+        check_whole("top-k", self.top_k, 0)
+        if self.seed is not None:
+            check_whole("seed", self.seed, 0)
+        penalty = f"a number from {LEAST_PENALTY} to 1000, 1 for none"
+        check_number("repetition_penalty", self.repetition_penalty, penalty, least=LEAST_PENALTY, most=1000)
 
 
 class Sampler:
-    """Draws tokens one after another; the same seed gives the same answer."""
+    """Draws the tokens of one answer; the same seed gives the same answer. `prompt_ids` count as repetitions too."""
 
-    def __init__(self, settings: Sampling) -> None:
+    def __init__(self, settings: Sampling, prompt_ids: Iterable[int] = ()) -> None:
         self._settings = settings
         self._rng = np.random.default_rng(settings.seed)
+        self._used = {int(token) for token in prompt_ids} if settings.repetition_penalty != 1 else set[int]()
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Token id for logits [vocab]."""
+        if self._settings.repetition_penalty == 1:
+            return self._draw(logits)
+        token = self._draw(self._penalised(logits))
+        self._used.add(token)
+        return token
+
+    def _penalised(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits of used tokens divided by the penalty where positive, multiplied where negative."""
+        used = np.array([token for token in self._used if token < len(logits)], np.int64)
+        penalty = np.float32(self._settings.repetition_penalty)
+        scores = logits.copy()
+        with np.errstate(over="ignore"):
+            scores[used] = np.where(scores[used] < 0, scores[used] * penalty, scores[used] / penalty)
+        return scores
+
+    def _draw(self, logits: NDArray[np.float32]) -> int:
         s = self._settings
         if s.temperature == 0:
             return int(logits.argmax())
@@ -51,6 +77,12 @@ class Sampler:
         if s.top_p < 1:
             odds = _nucleus(odds, s.top_p)
         return int(self._rng.choice(len(odds), p=odds))
+
+
+def log_probability(logits: NDArray[np.float32], token: int) -> float:
+    """The natural logarithm of a token's probability under logits [vocab], as the model gives them."""
+    scores = logits.astype(np.float64) - float(logits.max())
+    return float(scores[token] - np.log(np.exp(scores).sum()))
 
 
 def _nucleus(odds: NDArray[np.float64], top_p: float) -> NDArray[np.float64]:

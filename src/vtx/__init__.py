@@ -10,35 +10,67 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vtx.exporter.python import export as export
     from vtx.runtime.api.answer import Answer as Answer
-    from vtx.runtime.api.answer import Options as Options
-    from vtx.runtime.api.model import Chat as Chat
-    from vtx.runtime.api.model import Conversation as Conversation
+    from vtx.runtime.api.answer import Stats as Stats
+    from vtx.runtime.api.chat import Chat as Chat
+    from vtx.runtime.api.conversation import Conversation as Conversation
+    from vtx.runtime.api.load import load as load
     from vtx.runtime.api.model import Model as Model
-    from vtx.runtime.api.model import load as load
+    from vtx.runtime.api.options import Options as Options
+    from vtx.runtime.api.stream import AnswerStream as AnswerStream
+    from vtx.runtime.api.stream import AsyncAnswerStream as AsyncAnswerStream
+    from vtx.runtime.errors import BundleError as BundleError
+    from vtx.runtime.errors import CheckpointError as CheckpointError
+    from vtx.runtime.errors import ContextError as ContextError
+    from vtx.runtime.errors import ConversationBusyError as ConversationBusyError
+    from vtx.runtime.errors import DeviceError as DeviceError
+    from vtx.runtime.errors import ExportError as ExportError
+    from vtx.runtime.errors import ImageError as ImageError
+    from vtx.runtime.errors import ModelClosedError as ModelClosedError
+    from vtx.runtime.errors import RequestError as RequestError
+    from vtx.runtime.errors import TemplateError as TemplateError
+    from vtx.runtime.errors import UnsupportedModelError as UnsupportedModelError
     from vtx.runtime.errors import VtxError as VtxError
     from vtx.runtime.session.sampling import Sampling as Sampling
     from vtx.runtime.vision.source import bgr as bgr
 
 __version__ = "0.1.0"
+_ERRORS = (
+    "BundleError",
+    "CheckpointError",
+    "ContextError",
+    "ConversationBusyError",
+    "DeviceError",
+    "ExportError",
+    "ImageError",
+    "ModelClosedError",
+    "RequestError",
+    "TemplateError",
+    "UnsupportedModelError",
+    "VtxError",
+)
 _HOMES = {
-    "Answer": "api.answer",
-    "Chat": "api.model",
-    "Conversation": "api.model",
-    "Model": "api.model",
-    "Options": "api.answer",
-    "load": "api.model",
-    "Sampling": "session.sampling",
-    "VtxError": "errors",
-    "bgr": "vision.source",
-}
+    "Answer": "runtime.api.answer",
+    "AnswerStream": "runtime.api.stream",
+    "AsyncAnswerStream": "runtime.api.stream",
+    "Chat": "runtime.api.chat",
+    "Conversation": "runtime.api.conversation",
+    "Model": "runtime.api.model",
+    "Options": "runtime.api.options",
+    "Sampling": "runtime.session.sampling",
+    "Stats": "runtime.api.answer",
+    "bgr": "runtime.vision.source",
+    "export": "exporter.python",
+    "load": "runtime.api.load",
+} | dict.fromkeys(_ERRORS, "runtime.errors")
 __all__ = [*sorted(_HOMES), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'vtx' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"vtx.runtime.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"vtx.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

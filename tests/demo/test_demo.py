@@ -19,8 +19,9 @@ from tests.support.tiny import prompt_messages
 from vtx.exporter.bundling.export import demo_checkpoint
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.data import scenes
-from vtx.runtime.api.answer import Options
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 
 SEED = 9_100_000_000  # far from the seeds that training and demo/evaluate.py draw from
 PAIRS = 200

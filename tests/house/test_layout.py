@@ -143,24 +143,45 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_the_public_names_are_these() -> None:
-    names = {"Answer", "Chat", "Conversation", "Model", "Options", "Sampling", "VtxError", "bgr", "load"}
-    assert set(vtx.__all__) == names | {"__version__"}
+    names = {
+        "Answer", "AnswerStream", "AsyncAnswerStream", "Chat", "Conversation", "Model", "Options", "Sampling", "Stats",
+        "bgr", "export", "load",
+    }  # fmt: skip
+    errors = {
+        "BundleError", "CheckpointError", "ContextError", "ConversationBusyError", "DeviceError", "ExportError",
+        "ImageError", "ModelClosedError", "RequestError", "TemplateError", "UnsupportedModelError", "VtxError",
+    }  # fmt: skip
+    assert set(vtx.__all__) == names | errors | {"__version__"}
     assert set(dir(vtx)) == set(vtx.__all__)
-    for name in names:
+    for name in names | errors:
         assert getattr(vtx, name).__doc__, name
     assert not hasattr(vtx, "Nothing")
 
 
+def test_every_error_is_exported() -> None:
+    from vtx.runtime import errors
+
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.VtxError):
+            assert getattr(vtx, name) is kind
+
+
 def test_the_calls_that_users_write_keep_their_parameters() -> None:
     assert parameters(vtx.load) == ["bundle", "device", "compute", "threads", "force"]
-    assert parameters(vtx.Model.open) == ["images"]
-    assert parameters(vtx.Model.ask) == ["question", "k", "options"]
-    asking = ["question", "k", "options", "reduce"]
-    assert parameters(vtx.Conversation.ask) == parameters(vtx.Conversation.stream) == asking
+    assert parameters(vtx.Model.open) == ["images", "system"]
+    assert parameters(vtx.Model.ask) == ["question", "k", "options", "keywords"]
+    asking = ["question", "k", "options", "reduce", "keywords"]
+    kind = vtx.Conversation
+    for call in (kind.ask, kind.stream, kind.aask, kind.astream):
+        assert parameters(call) == asking
+    for call in (vtx.Model.generate, vtx.Model.stream, vtx.Model.agenerate):
+        assert parameters(call) == ["messages", *asking[1:]]
+    assert parameters(vtx.Model.batch) == ["items", "k", "options", "threads", "reduce", "keywords"]
     assert parameters(vtx.Conversation.chat) == ["k", "reduce"]
-    assert parameters(vtx.Chat.ask) == parameters(vtx.Chat.stream) == ["question", "options"]
+    for call in (vtx.Chat.ask, vtx.Chat.stream, vtx.Chat.aask, vtx.Chat.astream):
+        assert parameters(call) == ["question", "options", "keywords"]
     assert parameters(vtx.Options)[:3] == ["max_new_tokens", "ignore_eos", "sampling"]  # more may follow
-    assert parameters(vtx.Sampling) == ["temperature", "top_p", "top_k", "seed"]
+    assert parameters(vtx.Sampling)[:4] == ["temperature", "top_p", "top_k", "seed"]
 
 
 def test_the_version_is_the_distributions() -> None:

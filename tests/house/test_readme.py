@@ -10,7 +10,8 @@ import pytest
 from tests.support.bundles import export
 from tests.support.exported import THREADS
 from vtx.exporter.bundling.options import DEMO
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| \[(scene-\d)\]\((examples/scene-\d\.jpg)\) \| (.+?) \| (.+?) \|$", re.MULTILINE)

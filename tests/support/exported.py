@@ -13,7 +13,8 @@ from PIL import Image
 
 from tests.support.bundles import export
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from vtx.runtime.api.answer import Answer, AnswerStream, Options
-from vtx.runtime.api.model import Chat, Conversation, Model
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.chat import Chat
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
+from vtx.runtime.api.stream import AnswerStream
 
 OPTIONS = Options(max_new_tokens=5, ignore_eos=True)
 QUESTIONS = ("red?", "Where is the red star?", "Where is the blue circle in it?", "How many?")

@@ -203,6 +203,12 @@ class OpenvinoBackend:
     def stage(self, index: int, capacity: int) -> OpenvinoStageCache:
         return OpenvinoStageCache(self, self._stages[index], self._specs[index], capacity)
 
+    def close(self) -> None:
+        self._stages.clear()
+        self._gates.clear()
+        self._score = self._vision = None
+        del self._embed, self._head
+
     def scores(self, query: NDArray[np.float32], key: NDArray[Any]) -> Scores:
         """What `query` [rows, heads * head_dim] gives to the slots of `key` [1, kv_heads, slots, head_dim]."""
         assert self._score is not None

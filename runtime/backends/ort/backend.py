@@ -109,6 +109,11 @@ class OrtBackend:
                 f"not enough memory for a KV cache of {capacity} slots; export a smaller --max-context"
             ) from e
 
+    def close(self) -> None:
+        self._stages.clear()
+        self._gates.clear()
+        self._embed = self._head = self._score = self._vision = None
+
 
 class OrtStageCache:
     """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.

@@ -123,6 +123,12 @@ class TensorrtBackend:
             kind = GrowingStageCache if self.grows else TensorrtStageCache
             return kind(self, spec, self._graphs.score, capacity)
 
+    def close(self) -> None:
+        with self.lock:
+            self._contexts.clear()
+            self._loaded.clear()
+            self._io.clear()
+
     # --- what caches need ---
 
     def engine(self, graph: str) -> Engine:

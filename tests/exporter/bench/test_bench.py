@@ -26,7 +26,8 @@ from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import weights_read
 from vtx.exporter.estimate.flops import attention_macs, encode_flops
 from vtx.exporter.estimate.sizes import bundle_size
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.report.inspect import kv_bytes
 

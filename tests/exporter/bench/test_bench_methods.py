@@ -29,7 +29,8 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.commands import bench as commands
 from vtx.exporter.estimate.flops import encode_flops, prefill_flops, scheduled_rows
 from vtx.exporter.estimate.sizes import bundle_size
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.names import DIALECTS
 from vtx.runtime.policies import parse
@@ -157,7 +158,7 @@ def test_answers_are_compared_with_the_data_and_with_no_method(methods: dict[str
 
 
 def test_answers_are_those_of_the_model_asked_alone(bundle: Path, report: dict[str, Any], data: Path) -> None:
-    from vtx.runtime.api.answer import Options
+    from vtx.runtime.api.options import Options
 
     model, options = load(bundle, threads=THREADS), Options(max_new_tokens=3)
     for method in report["methods"]:

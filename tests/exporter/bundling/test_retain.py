@@ -17,8 +17,8 @@ from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.data.items import Data, Item
-from vtx.runtime.api.answer import Options
-from vtx.runtime.api.model import load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import RequestError
 

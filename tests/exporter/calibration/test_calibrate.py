@@ -34,7 +34,7 @@ from vtx.exporter.data import prompts
 from vtx.exporter.data.intervals import mean_intervals, share_interval
 from vtx.exporter.data.items import Data, Item
 from vtx.exporter.data.prompts import prepare
-from vtx.runtime.api.model import load
+from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import BundleError, RequestError
 

@@ -24,8 +24,10 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates
-from vtx.runtime.api.answer import Answer, Options
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError
 from vtx.runtime.policies import Boundary

@@ -18,8 +18,9 @@ from PIL import Image
 from tests.support.exported import QUESTIONS, THREADS, Models
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
-from vtx.runtime.api.answer import Options, Stats
+from vtx.runtime.api.answer import Stats
 from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies import parse
 from vtx.runtime.policies.make import check_provided

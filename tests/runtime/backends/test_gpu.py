@@ -13,7 +13,7 @@ from tests.support.exported import THREADS, greedy, prompt
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.tensorrt.build import build_engines, plan_engines
 from vtx.exporter.tensorrt.targets import find_target, load_tensorrt
-from vtx.runtime.api.model import load
+from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 

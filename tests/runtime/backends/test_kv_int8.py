@@ -26,8 +26,9 @@ from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.reference.kv_scales import MARGIN
-from vtx.runtime.api.answer import Options
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.ort.cuda import PROVIDER, obstacle
 from vtx.runtime.bundle import names

@@ -23,8 +23,9 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.runtime.api.answer import Options
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.backends.devices import AUTO, choose
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.report.golden import check_golden

@@ -11,7 +11,8 @@ import pytest
 from tests.support.bundles import export
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.ort import cuda as ort_cuda
 from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend

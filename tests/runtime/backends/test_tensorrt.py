@@ -21,8 +21,9 @@ from vtx.exporter.tensorrt import build as engines
 from vtx.exporter.tensorrt.build import build_engines, plan_engines
 from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.exporter.tensorrt.targets import TARGETS
-from vtx.runtime.api.answer import Options
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from tests.support.exported import THREADS, Checkpoints
 from tests.support.tiny import random_image
 from vtx import cli
-from vtx.runtime.api.answer import Options
-from vtx.runtime.api.model import load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import Boundary, Needs, parse, to_spec
 from vtx.runtime.policies import spec as specs

@@ -17,8 +17,8 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects import make_dialect
-from vtx.runtime.api.answer import Options
 from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.names import DIALECTS
 

@@ -19,7 +19,8 @@ from tests.support.reduced import Found, Talk, dividing
 from tests.support.reference import Inputs, Reference
 from tests.support.statement import Method, Outcome, Statement
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
-from vtx.runtime.api.model import Model, load
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.names import DIALECTS
 from vtx.runtime.policies.methods.gate import Gate
 

@@ -1,0 +1,165 @@
+"""Questions about the same images, whose part of the caches is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.answering import AnswerInProgress, Caches, Question
+from vtx.runtime.api.chat import Chat
+from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, combined
+from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
+from vtx.runtime.api.turns import Request, Turns
+from vtx.runtime.errors import RequestError
+from vtx.runtime.prompt.text import Message, Part
+from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
+from vtx.runtime.session.result import Selection
+from vtx.runtime.session.session import Session
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from vtx.runtime.api.model import Model
+
+
+def _forget(_: Answer, __: Selection | None) -> None:
+    """An independent question leaves nothing to remember."""
+
+
+class Conversation:
+    """Questions about the same images. The images' part of the caches is computed once and reused.
+
+    `ask` and `stream` put independent questions; `chat` starts a conversation that remembers its turns.
+
+    One answer is computed at a time. Calls of `ask` from several threads wait for each other. A stream holds the
+    conversation until its end: what its own reader asks next ends it, as `cancel()` from any thread does; other
+    threads get a `ConversationBusyError` at once. For answers side by side open the image once for each thread.
+    """
+
+    def __init__(self, model: Model, images: tuple[PreparedImage, ...], system: str | None = None) -> None:
+        if system is not None and not isinstance(system, str):
+            raise RequestError(f"system is {system!r:.40}; it must be a string")
+        self.model, self.images, self.system = model, images, system
+        self._caches = self._empty_caches()
+        self._turns = Turns()
+        model.register(self)
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        count = f"{len(self.images)} image{'' if len(self.images) == 1 else 's'}"
+        return f"<vtx.Conversation about {count} with {self.model.manifest.model.name}>"
+
+    def close(self) -> None:
+        """End a running answer and free the caches. The conversation can be used again and then starts afresh."""
+        with self._turns.close():
+            self._caches = self._empty_caches()
+
+    def ask(
+        self,
+        question: str,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        *,
+        reduce: str | None = DEFAULT,
+        **keywords: Unpack[OptionKeywords],
+    ) -> Answer:
+        """Answer one question, independent of those before it.
+
+        Args:
+            question: plain text; special tokens in it stay text.
+            k: a prebuilt K, "none" or None for no withdrawal; the bundle's default when left out.
+            options: sampling and limits.
+            reduce: a spec of reductions, as "mustdrop:192"; "none" or None for none; the bundle's first when left out.
+            keywords: fields of `Options` and `Sampling`, as `max_new_tokens=64, temperature=0.7`; they win over
+                `options`.
+
+        Raises:
+            RequestError: an empty question, a wrong option, a K the bundle was not cut at, a reduction it was not
+                exported for.
+            ContextError: the question does not fit.
+            ConversationBusyError: another thread reads a stream of this conversation.
+
+        """
+        return self.stream(question, k, options, reduce=reduce, **keywords).read()
+
+    def stream(
+        self,
+        question: str,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        *,
+        reduce: str | None = DEFAULT,
+        **keywords: Unpack[OptionKeywords],
+    ) -> AnswerStream:
+        """As `ask`, giving the text piece by piece."""
+        return self.stream_messages(self.opening(question), k, combined(options, keywords), reduce)
+
+    async def aask(
+        self,
+        question: str,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        *,
+        reduce: str | None = DEFAULT,
+        **keywords: Unpack[OptionKeywords],
+    ) -> Answer:
+        """As `ask`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
+        return await self.astream(question, k, options, reduce=reduce, **keywords).read()
+
+    def astream(
+        self,
+        question: str,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        *,
+        reduce: str | None = DEFAULT,
+        **keywords: Unpack[OptionKeywords],
+    ) -> AsyncAnswerStream:
+        """As `stream`, for `async for`."""
+        return AsyncAnswerStream(self.stream(question, k, options, reduce=reduce, **keywords))
+
+    def chat(self, k: K = DEFAULT, *, reduce: str | None = DEFAULT) -> Chat:
+        """A conversation of several turns about these images."""
+        return Chat(self, k, reduce)
+
+    def opening(self, question: str) -> list[Message]:
+        """The messages of a first question: the system prompt, if there is one, the images, and the question."""
+        images: list[Part] = [{"type": "image"} for _ in self.images]
+        parts: list[Part] = [*images, {"type": "text", "text": question}]
+        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": parts}]
+
+    def stream_messages(
+        self,
+        messages: Sequence[Message],
+        k: K,
+        options: Options,
+        reduce: str | None,
+        *,
+        after: Selection | None = None,
+        completed: Callable[[Answer, Selection | None], None] = _forget,
+    ) -> AnswerStream:
+        """The answer to any messages about these images; what cannot be asked is refused here, not when it is read."""
+        model = self.model
+        model.check_open()
+        policy = model.policy(k, options, reduce)
+        ids = model.prompt_ids(messages)
+        question = Question(messages, ids, policy, options, after)
+        return AnswerStream(AnswerInProgress(model, question, self._lease, completed))
+
+    @contextmanager
+    def _lease(self, request: Request) -> Iterator[Caches]:
+        with self._turns.hold(request):
+            self.model.check_open()
+            yield self._caches
+
+    def _empty_caches(self) -> Caches:
+        backend = self.model.backend
+        return Caches(Session(backend, self.model.manifest), EncodedImages(backend, self.images))

@@ -1,0 +1,67 @@
+"""Loading a bundle: where it is answered, and whether it fits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+
+from vtx.runtime.api.model import Model
+from vtx.runtime.backends.devices import AUTO, GPU_DEVICES, choose, float_bytes, open_backend
+from vtx.runtime.backends.memory import EXPANDED, needed_memory
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.checks import check_whole
+from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.machine import available_memory
+from vtx.runtime.units import size
+
+log = logging.getLogger(__name__)
+
+
+def load(
+    bundle: str | os.PathLike[str],
+    *,
+    device: str = AUTO,
+    compute: str | None = None,
+    threads: int | None = None,
+    force: bool = False,
+) -> Model:
+    """Load a bundle that `vtx-export` made.
+
+    Args:
+        bundle: its directory.
+        device: "cpu" (onnxruntime), "openvino", "cuda" (onnxruntime), "tensorrt" (engines of vtx-build), or "auto" for
+            the best of those that are possible here.
+        compute: type of the arithmetic, "f32" (also when left out) or, on OpenVINO, "bf16".
+        threads: threads to compute with; all cores when left out.
+        force: load also where the memory that is free looks too small for the weights.
+
+    Raises:
+        BundleError: no bundle, or a damaged one.
+        DeviceError: the device, its package, its graphs or its arithmetic are not there, or the memory is too small.
+        RequestError: `threads` is not a whole number of at least 1.
+
+    """
+    start = time.perf_counter()
+    if threads is not None:
+        check_whole("threads", threads, 1)
+    opened = Bundle.open(bundle)
+    place = choose(opened, device, compute)
+    if not force and place.device not in GPU_DEVICES:
+        _check_memory(opened, float_bytes(place))
+    backend = open_backend(opened, place, threads)
+    model = Model(opened, backend, 1000 * (time.perf_counter() - start), place.why)
+    log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, place.device, place.why, model.load_ms)
+    return model
+
+
+def _check_memory(bundle: Bundle, floats: Mapping[str, int]) -> None:
+    """Raise DeviceError when the weights, by the bytes of each type of float, and an answer exceed the free memory."""
+    needed, free = needed_memory(bundle, floats), available_memory()
+    if free is not None and needed > free:
+        where = "onnxruntime, which expands fp16 and bf16 to float32" if floats is EXPANDED else "OpenVINO"
+        raise DeviceError(
+            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on {where}; {size(free)} is free; "
+            "use a machine with more, or export with --precision int4 (--force tries all the same)"
+        )

@@ -1,0 +1,79 @@
+"""Message lists as OpenAI's and Hugging Face's libraries write them, to images and messages without them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.prompt.text import Message, Part
+from vtx.runtime.vision.image import ImageSource
+
+ROLES = {"developer": "system"}  # OpenAI's newer name
+_FORMS = (
+    '{"type": "text", "text": ...}, {"type": "image", "image": path, bytes, data URL, array or PIL image}, '
+    'or {"type": "image_url", "image_url": {"url": data URL or path}}'
+)
+
+
+def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSource], list[Message]]:
+    """The images of a message list in their order, and the messages with a mark for each.
+
+    Raises:
+        RequestError: what is not a message list, or an image that would have to be downloaded.
+
+    """
+    if not isinstance(messages, list | tuple):
+        raise RequestError(f"messages is a {type(messages).__name__}; it must be a list of dicts with role and content")
+    images: list[ImageSource] = []
+    return images, [_message(message, images) for message in messages]
+
+
+def _message(message: Any, images: list[ImageSource]) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"a message must be a dict with role and content; got {message!r:.80}")
+    content = message.get("content")
+    if not isinstance(content, str | list | tuple):
+        raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+    role: str = message["role"]
+    role = ROLES.get(role, role)
+    return {"role": role, "content": content if isinstance(content, str) else [_part(p, images) for p in content]}
+
+
+def _part(part: Any, images: list[ImageSource]) -> Part:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "image_url"):
+        raise RequestError(f"a part of a message must be {_FORMS}; got {part!r:.80}")
+    images.append(_image(part))
+    return {"type": "image"}
+
+
+def _image(part: Mapping[str, Any]) -> ImageSource:
+    if isinstance(part.get("base64"), str):
+        return _decoded(part["base64"])
+    value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    if value is None:
+        raise RequestError(f"a part of type {part['type']!r} names no image; write {_FORMS}")
+    return _local(value) if isinstance(value, str) else value  # checked when it is read
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as e:
+        raise RequestError(f"an image's base64 text cannot be decoded ({e}); encode the file's bytes") from e
+
+
+def _local(url: str) -> str:
+    """A path or a data URL; nothing is downloaded."""
+    scheme = url.partition(":")[0].lower()
+    if scheme in ("http", "https", "ftp"):
+        raise RequestError(f"{url!r:.80} would have to be downloaded; fetch it and pass a path, bytes or a data URL")
+    return unquote(urlsplit(url).path) if scheme == "file" else url

@@ -1,0 +1,102 @@
+"""What an answer may cost and how it is drawn: one object, or its fields as keywords of a question."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from vtx.runtime.checks import check_number, check_whole
+from vtx.runtime.errors import RequestError
+from vtx.runtime.session.sampling import Sampling
+
+K = int | str | None
+DEFAULT = "default"
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Limits and sampling of one answer.
+
+    Args:
+        max_new_tokens: the most tokens of an answer.
+        ignore_eos: continue past end tokens.
+        sampling: how tokens are drawn.
+        gate_threshold: with K "auto", the probability above which the image is withdrawn.
+        stop: strings at whose first occurrence the answer ends; they are not part of its text.
+        logprobs: give the log probability of each token of the answer.
+        timeout: seconds from the first read of an answer, waiting for others included, to its end; None: no limit.
+
+    Raises:
+        RequestError: a value of another type or out of range.
+
+    """
+
+    max_new_tokens: int = 256
+    ignore_eos: bool = False
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    gate_threshold: float = 0.5
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        for name in ("ignore_eos", "logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r:.40}; it must be True or False")
+        if not isinstance(self.sampling, Sampling):
+            raise RequestError(f"sampling is {self.sampling!r:.40}; it must be a vtx.Sampling")
+        check_number("the gate threshold", self.gate_threshold, "a probability from 0 to 1", least=0, most=1)
+        object.__setattr__(self, "stop", _stops(self.stop))
+        if self.timeout is not None:
+            check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of `Options` and `Sampling` as keywords of a question."""
+
+    max_new_tokens: int
+    ignore_eos: bool
+    sampling: Sampling
+    gate_threshold: float
+    stop: str | tuple[str, ...] | list[str]
+    logprobs: bool
+    timeout: float | None
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    repetition_penalty: float
+
+
+def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
+    """`options`, or the defaults, with the fields that keywords name replaced.
+
+    Raises:
+        RequestError: a keyword that names no option, or a wrong value.
+
+    """
+    base = Options() if options is None else options
+    if not isinstance(base, Options):
+        raise RequestError(f"options is {base!r:.40}; it must be a vtx.Options, or write keywords: max_new_tokens=64")
+    own, drawn = ({field.name for field in dataclasses.fields(kind)} for kind in (Options, Sampling))
+    unknown = sorted(set(keywords) - own - drawn)
+    if unknown:
+        raise RequestError(f"there is no option {unknown[0]!r}; the options are {', '.join(sorted(own | drawn))}")
+    changes = {name: value for name, value in keywords.items() if name in own}
+    sampling = {name: value for name, value in keywords.items() if name in drawn}
+    if sampling:
+        changes["sampling"] = dataclasses.replace(changes.get("sampling", base.sampling), **sampling)
+    return dataclasses.replace(base, **changes) if changes else base
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise RequestError(f"stop is {value!r:.40}; it must be a string, or a list of strings, none of them empty")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
+    return tuple(stops)

@@ -1,0 +1,154 @@
+"""An answer as it comes: an iterator over pieces of text, for threads and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from typing import Protocol, TypeVar
+
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.turns import Reader, Request
+from vtx.runtime.errors import RequestError
+
+T = TypeVar("T")
+
+
+class Answering(Protocol):
+    """What a stream reads."""
+
+    request: Request
+    answer: Answer | None
+
+    def pieces(self) -> Generator[str]:
+        """Compute the answer, giving its text piece by piece."""
+        ...
+
+    def end(self, stopped: str) -> None:
+        """Set the answer to what there is."""
+        ...
+
+
+class AnswerStream:
+    """An iterator over pieces of text; `answer` is there when it is exhausted.
+
+    It holds its conversation from its first piece to its end. What its reader asks next in the same conversation ends
+    it, as `cancel` does: `answer` is then what had come, with `stopped` "cancelled".
+    """
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering, self._request = answering, answering.request
+        self._pieces = answering.pieces()
+        self._lock = threading.Lock()
+        self.reader: Reader | None = None  # None: the thread that reads
+        self._request.stream = weakref.ref(self)
+
+    def __iter__(self) -> AnswerStream:
+        return self
+
+    def __next__(self) -> str:
+        self._request.reader = self.reader or threading.current_thread()
+        try:
+            with self._lock:
+                return next(self._pieces)
+        finally:
+            if self._request.cancelled:
+                self._close()
+
+    def __repr__(self) -> str:
+        answer = self._answering.answer
+        return f"<vtx.AnswerStream, {f'stopped: {answer.stopped}' if answer else 'not read to its end'}>"
+
+    @property
+    def running(self) -> bool:
+        """Whether some thread computes the next piece just now."""
+        return self._lock.locked()
+
+    @property
+    def answer(self) -> Answer:
+        """The complete answer.
+
+        Raises:
+            RequestError: the stream has not been read to its end, or an error ended it.
+
+        """
+        answer = self._answering.answer
+        if answer is None:
+            raise RequestError("the answer is not complete; read its stream to the end first")
+        return answer
+
+    def cancel(self) -> None:
+        """End the answer, from any thread: within one token, or before the prompt's next stage.
+
+        Its reader sees the iteration end. The conversation is free for the next question.
+        """
+        self._request.cancel()
+        self._close()
+
+    close = cancel
+
+    def read(self) -> Answer:
+        """Run to the end and return the answer."""
+        self._request.returns_by_itself = True
+        for _ in self:
+            pass
+        return self.answer
+
+    def _close(self) -> None:
+        """End a paused stream. One that is running looks for itself whether it was cancelled."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CREATED:
+                    self._answering.end("cancelled")
+                self._pieces.close()
+            finally:
+                self._lock.release()
+
+
+class AsyncAnswerStream:
+    """`async for` over pieces of text; `answer` is there when it is exhausted.
+
+    The engine runs in a thread of the event loop's default executor. Cancelling the task cancels the answer.
+    """
+
+    def __init__(self, stream: AnswerStream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> AsyncAnswerStream:
+        return self
+
+    async def __anext__(self) -> str:
+        piece = await _in_thread(self._stream, lambda: next(self._stream, None))
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def __repr__(self) -> str:
+        return repr(self._stream).replace("AnswerStream", "AsyncAnswerStream")
+
+    @property
+    def answer(self) -> Answer:
+        """The complete answer. Raises RequestError before the end."""
+        return self._stream.answer
+
+    def cancel(self) -> None:
+        """End the answer, from any thread or task."""
+        self._stream.cancel()
+
+    async def read(self) -> Answer:
+        """Run to the end and return the answer."""
+        return await _in_thread(self._stream, self._stream.read)
+
+
+async def _in_thread(stream: AnswerStream, call: Callable[[], T]) -> T:
+    """Run a call of the stream in another thread. It has ended when this returns, cancelled or not."""
+    stream.reader = asyncio.current_task()
+    future = asyncio.get_running_loop().run_in_executor(None, call)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        stream.cancel()
+        await asyncio.wait([future])
+        raise

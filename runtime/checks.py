@@ -1,0 +1,40 @@
+"""Checks of values that callers give: what is wrong, the limit, in one line."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+from vtx.runtime.errors import RequestError
+
+MOST = 1 << 53  # beyond it a whole number is a mistake, and its digits do not belong in a message
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise RequestError unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise RequestError(f"{name} is {_short(value)}; it must be a whole number of at least {least}")
+    if not least <= int(value) <= MOST:
+        raise RequestError(f"{name} is {_short(value)}; it must be at least {least} and at most {MOST}")
+
+
+def check_number(name: str, value: object, allowed: str, *, least: float = -math.inf, most: float = math.inf) -> None:
+    """Raise RequestError, saying what is `allowed`, unless `value` is a finite number from `least` to `most`."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not _finite(value) or not least <= value <= most:  # type: ignore[operator]
+        raise RequestError(f"{name} is {_short(value)}; it must be {allowed}")
+
+
+def _finite(value: object) -> bool:
+    try:
+        return math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return False
+
+
+def _short(value: object) -> str:
+    """The value in at most 40 characters."""
+    if isinstance(value, int) and abs(value) > MOST:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print the longest
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
