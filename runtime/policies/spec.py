@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import math
 import pkgutil
 import types
 import typing
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -18,6 +20,8 @@ from vtx.runtime.policies.base import Reduction
 R = TypeVar("R", bound=Reduction)
 OFF = "off"
 MAX_SPEC = 1000
+MAX_NUMBER = 10**9
+ENTRY_POINTS = "vtx.policies"
 _kinds: dict[str, type[Reduction]] = {}
 
 
@@ -30,7 +34,8 @@ def reduction(name: str) -> Callable[[type[R]], type[R]]:
 
     def register(kind: type[R]) -> type[R]:
         assert dataclasses.is_dataclass(kind), f"{kind.__name__} is not a dataclass; put @dataclass below @reduction"
-        assert name not in _kinds, f"two reductions are called {name}"
+        if name in _kinds:
+            raise RequestError(f"two reductions are called {name}; rename one in its @reduction(...)")
         kind.name = name
         _kinds[name] = kind
         return kind
@@ -39,12 +44,37 @@ def reduction(name: str) -> Callable[[type[R]], type[R]]:
 
 
 def kinds() -> dict[str, type[Reduction]]:
-    """Every registered method by its name; the files of this package are read for it."""
+    """Every registered method by its name; the files of this package are read for it, then those of others.
+
+    Raises:
+        RequestError: an installed package announces a policy that cannot be loaded.
+
+    """
     import vtx.runtime.policies.methods as package
 
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
+    _load_entry_points()
     return dict(sorted(_kinds.items()))
+
+
+@cache
+def _load_entry_points() -> None:
+    """Import what installed packages announce under `vtx.policies`; being imported, it registers itself."""
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = entry.dist.name if entry.dist is not None else entry.value
+        try:
+            kind = entry.load()
+        except Exception as e:
+            raise RequestError(
+                f"the policy {entry.name!r} of {package} cannot be loaded ({type(e).__name__}: {e}); "
+                f"update or uninstall {package}"
+            ) from e
+        if _kinds.get(entry.name) is not kind:
+            raise RequestError(
+                f"{package} announces a policy {entry.name!r} and registers none by that name; "
+                f'write @reduction("{entry.name}") above the class that its entry point names'
+            )
 
 
 def parse(text: str) -> tuple[Reduction, ...]:
@@ -132,14 +162,15 @@ def _value(hint: Any, text: str, where: str) -> Any:
         return tuple(_value(args[0], part, where) for part in text.split("/"))
     try:
         value = hint(text)
-    except ValueError as e:
+        finite = math.isfinite(value)
+    except (ValueError, OverflowError) as e:
         raise RequestError(f"{where} is {text[:40]!r}; give {_NUMBERS[hint]}") from e
-    if not math.isfinite(value):
+    if not finite or (hint is int and abs(value) > MAX_NUMBER):
         raise RequestError(f"{where} is {text[:40]!r}; give {_NUMBERS[hint]}")
     return value
 
 
-_NUMBERS = {int: "a whole number", float: "a number"}
+_NUMBERS = {int: f"a whole number up to {MAX_NUMBER:,}", float: "a number"}
 
 
 def _one_spec(part: Reduction) -> str:
