@@ -18,6 +18,12 @@ def check_whole(name: str, value: object, least: int) -> None:
         raise RequestError(f"{name} is {_short(value)}; it must be at least {least} and at most {MOST}")
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise RequestError unless `value` is a string."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} is {_short(value)}; it must be a string")
+
+
 def check_number(name: str, value: object, allowed: str, *, least: float = -math.inf, most: float = math.inf) -> None:
     """Raise RequestError, saying what is `allowed`, unless `value` is a finite number from `least` to `most`."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.options import K, OptionKeywords, Options, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
+from vtx.runtime.checks import check_text
 from vtx.runtime.prompt.text import Message
 from vtx.runtime.session.result import Selection
 
@@ -37,6 +38,7 @@ class Chat:
 
     def stream(self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]) -> AnswerStream:
         """As `ask`, giving the text piece by piece."""
+        check_text("the question", question)
         turn: Message = {"role": "user", "content": [{"type": "text", "text": question}]}
         messages = [*self.messages, turn] if self.messages else self._conversation.opening(question)
 

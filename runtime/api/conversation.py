@@ -12,7 +12,7 @@ from vtx.runtime.api.chat import Chat
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
-from vtx.runtime.errors import RequestError
+from vtx.runtime.checks import check_text
 from vtx.runtime.prompt.text import Message, Part
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.result import Selection
@@ -39,8 +39,8 @@ class Conversation:
     """
 
     def __init__(self, model: Model, images: tuple[PreparedImage, ...], system: str | None = None) -> None:
-        if system is not None and not isinstance(system, str):
-            raise RequestError(f"system is {system!r:.40}; it must be a string")
+        if system is not None:
+            check_text("system", system)
         self.model, self.images, self.system = model, images, system
         self._caches = self._empty_caches()
         self._turns = Turns()
@@ -131,6 +131,7 @@ class Conversation:
 
     def opening(self, question: str) -> list[Message]:
         """The messages of a first question: the system prompt, if there is one, the images, and the question."""
+        check_text("the question", question)
         images: list[Part] = [{"type": "image"} for _ in self.images]
         parts: list[Part] = [*images, {"type": "text", "text": question}]
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 log = logging.getLogger(__name__)
-Images = ImageSource | Sequence[ImageSource]
+Images: TypeAlias = "ImageSource | Sequence[ImageSource]"
 
 
 class Model:
@@ -111,7 +111,7 @@ class Model:
 
         """
         self.check_open()
-        many = cast(Sequence[ImageSource], images if isinstance(images, list | tuple) else [images])
+        many = cast("Sequence[ImageSource]", images if isinstance(images, list | tuple) else [images])
         conversation = Conversation(self, tuple(self.prepare(source) for source in many), system)
         if system is not None:
             self._check_system(conversation.opening("?"))

@@ -88,7 +88,7 @@ def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
         raise RequestError(f"there is no option {unknown[0]!r}; the options are {', '.join(sorted(own | drawn))}")
     changes = {name: value for name, value in keywords.items() if name in own}
     sampling = {name: value for name, value in keywords.items() if name in drawn}
-    if sampling:
+    if sampling and isinstance(changes.get("sampling", base.sampling), Sampling):
         changes["sampling"] = dataclasses.replace(changes.get("sampling", base.sampling), **sampling)
     return dataclasses.replace(base, **changes) if changes else base
 
