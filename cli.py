@@ -172,7 +172,7 @@ def inspect(bundle: str, as_json: bool) -> None:
     click.echo(f"{facts['bundle']}: {model['name']}, {facts['precision']} weights, {facts['kv_dtype']} KV cache")
     click.echo(
         f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
-        f"{model['kv_heads']} key/value heads of {model['head_dim']}, {model['vision_tokens']} tokens an image"
+        f"{model['kv_heads']} key/value heads of {model['head_dim']}, {facts['layout']['max_tokens']} tokens an image"
     )
     whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
     if facts["kv_dtype"] == "int8":

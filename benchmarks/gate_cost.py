@@ -40,9 +40,7 @@ def gated(checkpoint: Path, folder: Path, hidden: int, width: int, threads: int)
 
 def prefill(model: Model, rows: Rows) -> Callable[[], None]:
     """All layers over `rows`, from empty caches."""
-    stages = [
-        model.backend.stage(n, model.manifest.max_context) for n in range(len(model.manifest.dialects["ort"].stages))
-    ]
+    stages = [model.backend.stage(n, model.manifest.max_context) for n in range(len(model.manifest.stages))]
     positions = np.arange(len(rows), dtype=np.int64)
 
     def run() -> None:

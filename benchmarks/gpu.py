@@ -28,7 +28,7 @@ Times = dict[str, float]
 
 def prompt_of(model: Model, picture: Any) -> Prompt:
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
-    ids = model.text.prompt([message], model.manifest.model.vision_tokens)
+    ids = model.text.prompt([message], picture.tokens)
     rows = model.backend.vision(picture.pixels[None])
     return Prompt(ids, ids == model.manifest.text.image_token_id, ((picture.key, lambda: rows),))
 

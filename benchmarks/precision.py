@@ -52,7 +52,7 @@ def answers(model: Model, item: Item) -> tuple[NDArray[np.float32], list[tuple[N
     manifest, picture = model.manifest, model.prepare(item.images[0])
     rows = model.backend.vision(picture.pixels[None])
     content: list[Any] = [{"type": "image"}, {"type": "text", "text": item.question}]
-    ids = model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens)
+    ids = model.text.prompt([{"role": "user", "content": content}], picture.tokens)
     prompt = Prompt(ids, ids == manifest.text.image_token_id, ((picture.key, lambda: rows),))
     session, found = Session(model.backend, manifest), []
     for k in KS:

@@ -79,7 +79,7 @@ def main() -> None:
     with scratch(given.scratch) as folder:
         checkpoint = random_checkpoint(folder / "checkpoint", **sizes, vocab=None)
         model = scored(checkpoint, folder, given.threads)
-        specs = model.manifest.dialects["ort"].stages
+        specs = model.manifest.stages
         stages = [model.backend.stage(number, model.manifest.max_context) for number in range(len(specs))]
         rows = np.random.default_rng(1).standard_normal((given.vision + given.text, given.hidden), np.float32)
         front, tail = rows[: given.vision], rows[given.vision :]

@@ -90,6 +90,7 @@ class Bench:
         backend, self._calls = timed(model.backend)
         self.model, self.work, self.ks = Model(model.bundle, backend, model.load_ms), work, tuple(ks)
         self._options = Options(work.new_tokens, ignore_eos=True)
+        self._image = self.model.prepare(work.image)
         self.found = Measurement(self._question(), about, loaded, {})
         self.worker = Worker(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         with self.model.open(work.image) as conversation:
@@ -116,8 +117,7 @@ class Bench:
 
     def tokens(self, question: str) -> int:
         content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
-        manifest = self.model.manifest
-        return len(self.model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens))
+        return len(self.model.text.prompt([{"role": "user", "content": content}], self._image.tokens))
 
     def _check_room(self, tokens: int) -> None:
         room = self.model.manifest.max_context

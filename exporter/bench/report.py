@@ -10,7 +10,7 @@ from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM
 from vtx.exporter.bench.machine import in_words
 from vtx.exporter.bench.measure import Bench, K, Measurement, Turn
 from vtx.exporter.bench.series import Series, markdown, shown, spread
-from vtx.exporter.bench.work import shares, stages
+from vtx.exporter.bench.work import shares
 from vtx.runtime.units import size
 
 FORMAT = "vtx-bench-1"
@@ -64,7 +64,7 @@ def _depth(bench: Bench, found: Measurement, k: K, ceilings: Mapping[str, Any] |
         "ms": ms,
         "prefill_stages": [
             {"first": stage.first, "last": stage.last, "ms": _series(turns, _in_stage(number))}
-            for number, stage in enumerate(stages(bench.model.manifest))
+            for number, stage in enumerate(bench.model.manifest.stages)
         ],
         "kv_bytes": stats.kv_bytes,
         "kv_slots": list(stats.kv_slots),

@@ -16,7 +16,6 @@ from vtx.exporter.estimate.flops import append_flops, encode_flops
 from vtx.exporter.estimate.sizes import ModelSize, bundle_size
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import Manifest, StageSpec
 from vtx.runtime.bundle.safetensors import TensorInfo
 
 FLOATS = {"f32": ("fp32", 4), "bf16": ("bf16", 2), "f16": ("fp16", 2)}  # by arithmetic: the precision, bytes a number
@@ -43,7 +42,7 @@ class Worker:
         manifest = bundle.manifest
         self._size: ModelSize = bundle_size(bundle)
         self.decoder = self._size.decoder
-        self._stages = stages(manifest)
+        self._stages = manifest.stages
         floats, float_bytes = FLOATS[compute]
         self.weights = manifest.precision if manifest.precision in BITS else floats
         self._weights = weights_read(bundle, float_bytes)
@@ -89,11 +88,6 @@ def weights_read(bundle: Bundle, float_bytes: int) -> int:
         for name, info in tensors.items()
         if name.startswith(("text.layers.", "text.norm.", head))
     )
-
-
-def stages(manifest: Manifest) -> tuple[StageSpec, ...]:
-    """Which layers each stage has: all dialects of a bundle are cut alike."""
-    return next(iter(manifest.dialects.values())).stages
 
 
 def shares(work: Work, ms: Mapping[str, Series | None], ceilings: Mapping[str, Any]) -> dict[str, float | None]:

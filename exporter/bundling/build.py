@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from vtx.exporter.bundling.activation_aware import FACTORS, Factors, measure_factors
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.staging import sync_file
+from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
@@ -30,13 +30,24 @@ from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import MANIFEST, sha256
-from vtx.runtime.bundle.manifest import FORMAT, KV_SCALES, FileRecord, Graphs, Manifest, ModelSpec
+from vtx.runtime.bundle.manifest import (
+    FORMAT,
+    GOLDEN,
+    KV_SCALES,
+    ROPE,
+    TEMPLATE,
+    TOKENIZER,
+    FileRecord,
+    Graphs,
+    Manifest,
+)
 from vtx.runtime.bundle.safetensors import read_header, write_safetensors
+from vtx.runtime.bundle.vtx_json import write_manifest
 from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text, parse_tokenizer
+from vtx.runtime.vision.layout import spec_of
 
 GATES = "gates.safetensors"
-CONFIG = "config.json"
 KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int8": ir.DataType.INT8}
 RECORDED = ("onnx-ir", "numpy", "torch", "transformers", "tokenizers", "safetensors")
 Report = Callable[[str, int, int], None]
@@ -63,7 +74,7 @@ def fill(folder: Path, plan: Plan, journal: Journal, report: Report) -> None:
     manifest = _manifest(folder, plan, records, _record(plan, started, factors), report)
     journal.remove()
     (folder / FACTORS).unlink(missing_ok=True)
-    _write_file(folder / MANIFEST, manifest.to_json())
+    _write_file(folder / MANIFEST, write_manifest(manifest))
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -71,11 +82,10 @@ def _write_file(path: Path, text: str) -> None:
 
 
 def _write_text(folder: Path, plan: Plan) -> None:
-    _write_file(folder / "tokenizer.json", plan.tokenizer)
-    _write_file(folder / "chat_template.jinja", plan.template)
-    _write_file(folder / CONFIG, json.dumps(plan.checkpoint.config, indent=1) + "\n")  # for measuring the bundle
+    _write_file(folder / TOKENIZER, plan.tokenizer)
+    _write_file(folder / TEMPLATE, plan.template)
     cos, sin = plan.config.text.rope.tables(plan.max_context)
-    write_safetensors(folder / "rope.safetensors", {names.COS: cos, names.SIN: sin}, None)
+    write_safetensors(folder / ROPE, {names.COS: cos, names.SIN: sin}, None)
 
 
 def _write_graphs(folder: Path, plan: Plan, report: Report) -> None:
@@ -102,14 +112,14 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     }
     write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras))
     write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
-    for stage in graphs.stages:
+    for stage, file in zip(plan.stages, graphs.stages, strict=True):
         build = partial(build_stage, c=text, first=stage.first, last=stage.last, kv_type=kv, query=stage.query)
-        write(stage.graph, precisions.decoder, build, kv)
+        write(file, precisions.decoder, build, kv)
     write(graphs.head, precisions.head, lambda b: build_head(b, text))
     if graphs.score:
         write(graphs.score, precisions.decoder, lambda b: build_score(b, text, kv))
-    for gate in graphs.gates:
-        write(gate.graph, precisions.decoder, partial(build_gate, c=text, k=gate.k))
+    for k, file in zip(plan.gated_ks, graphs.gates, strict=True):
+        write(file, precisions.decoder, partial(build_gate, c=text, k=k))
 
 
 def write_first_layer(path: Path, plan: Plan, dialect: str) -> None:
@@ -171,7 +181,7 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     if scaled:
         record_kv_scales(folder / KV_SCALES, reference, text, plan.image, plan.config.vision_tokens, layer)
     record_golden(
-        folder / "golden.safetensors",
+        folder / GOLDEN,
         reference,
         text,
         plan.image,
@@ -185,7 +195,7 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
 def _manifest(
     folder: Path, plan: Plan, weights: Mapping[str, FileRecord], record: dict[str, Any], report: Report
 ) -> Manifest:
-    text, precisions = plan.config.text, plan.precisions
+    precisions = plan.precisions
     others = {*weights, JOURNAL, PROBE, FACTORS}
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
     total, done, records = sum(p.stat().st_size for p in paths), 0, dict(weights)
@@ -197,14 +207,11 @@ def _manifest(
 
     for path in paths:
         records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, sha256(path, hashed))
-    spec = ModelSpec(
-        plan.name, text.family, text.layers, text.hidden, text.heads, text.kv_heads, text.head_dim, text.vocab,
-        plan.config.vision_tokens,
-    )  # fmt: skip
     return Manifest(
         format=FORMAT,
         vtx=_version("vtx-edge"),
-        model=spec,
+        model=model_spec(plan.config, plan.name),
+        layout=spec_of(plan.config.layout),
         precision=precisions.decoder,
         vision_precision=precisions.vision,
         head_precision=precisions.head,
@@ -213,9 +220,14 @@ def _manifest(
         variants=tuple(sorted(plan.ks)),
         default_k=plan.default_k,
         reductions=plan.reductions.specs,
+        stages=plan.stages,
+        gates=plan.gated_ks,
         dialects=plan.dialects,
-        rope="rope.safetensors",
-        golden="golden.safetensors",
+        tokenizer=TOKENIZER,
+        chat_template=TEMPLATE,
+        rope=ROPE,
+        golden=GOLDEN,
+        kv_scales=KV_SCALES if precisions.kv_dtype == "int8" else None,
         image=plan.image,
         text=plan.text,
         files=records,
@@ -236,6 +248,7 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
             "parameters": plan.weights.parameters,
         },
         "options": {
+            "model": plan.options.model,
             "k": list(plan.ks),
             "reduce": list(plan.options.reductions),
             "precision": plan.precisions.decoder,
@@ -243,6 +256,8 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
             "head_precision": plan.precisions.head,
             "kv_precision": plan.precisions.kv,
             "max_context": plan.options.max_context,
+            "dialects": list(plan.options.dialects),
+            "chat_template": plan.options.template is not None,
         },
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
         **({"calibration": dict(plan.options.calibration)} if plan.options.calibration else {}),

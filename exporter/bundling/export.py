@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from vtx.exporter.bundling.build import CONFIG, Report, fill
+from vtx.exporter.bundling.build import Report, fill
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import check_disk, check_memory
 from vtx.exporter.bundling.prepare import Plan, demo_checkpoint, load_template, plan_export
@@ -86,7 +86,6 @@ def _linkable(plan: Plan, folder: Path) -> int:
 
 
 __all__ = [
-    "CONFIG",
     "DEMO",
     "ExportOptions",
     "Plan",

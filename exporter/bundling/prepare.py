@@ -25,7 +25,7 @@ from vtx.exporter.weights.plan import WeightPlan, plan_weights
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.image_settings import ImageSettings
-from vtx.runtime.bundle.manifest import GateSpec, Graphs, StageSpec
+from vtx.runtime.bundle.manifest import Graphs, StageSpec
 from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.prompt.text import Text, parse_tokenizer
@@ -76,6 +76,13 @@ class Plan:
         return tuple(k for k in sorted(self.ks) if self.gates and k in self.gates.by_k)
 
     @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """How the decoder is cut, in every dialect."""
+        cuts, queries = self.reductions.cuts(self.ks), self.reductions.needs.queries
+        spans = pairwise([1, *cuts, self.config.text.layers + 1])
+        return tuple(StageSpec(first, after - 1, after - 1 in queries) for first, after in spans)
+
+    @property
     def dialects(self) -> dict[str, Graphs]:
         """The files of the graphs to be, by dialect."""
         return {name: self._graphs(f"{name}.onnx") for name in self.options.dialects}
@@ -87,10 +94,9 @@ class Plan:
         return *(self.gates.warnings if self.gates else ()), *(f"skipped {line}" for line in skipped)
 
     def _graphs(self, suffix: str) -> Graphs:
-        needs, cuts = self.reductions.needs, self.reductions.cuts(self.ks)
-        spans = [(a, b - 1) for a, b in pairwise([1, *cuts, self.config.text.layers + 1])]
-        stages = tuple(StageSpec(a, b, f"stage-{a:02d}-{b:02d}.{suffix}", b in needs.queries) for a, b in spans)
-        gates = tuple(GateSpec(k, f"gate-{k:02d}.{suffix}") for k in self.gated_ks)
+        needs = self.reductions.needs
+        stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
+        gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
         score = f"score.{suffix}" if needs.queries else None
         return Graphs(
             f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from vtx.exporter.bundling.export import CONFIG, Plan, plan_export, run_export
+from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.checkpoint.loader import MAX_CONFIG, Checkpoint, canonical_name, json_object
+from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name
+from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
@@ -20,6 +20,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
+from vtx.runtime.bundle.strict import plain
 from vtx.runtime.errors import BundleError
 from vtx.runtime.prompt.text import Text
 
@@ -54,21 +55,18 @@ def open_source(model: str, bundle: Path | None = None, template: str | None = N
 
 def _of_bundle(bundle: Bundle) -> OpenedModel:
     manifest = bundle.manifest
-    if CONFIG not in manifest.files:
-        raise BundleError(f"{bundle.folder.name} holds no {CONFIG} to read its weights by; export it again")
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
     if not set(parts) <= set(FULL):
         raise BundleError(
             f"{bundle.folder.name} holds {'/'.join(dict.fromkeys(parts))} weights, and the plain reference reads whole "
             f"ones; measure the checkpoint it was made from instead: --model {manifest.model.name} without --bundle"
         )
-    config = json_object(bundle.read(CONFIG, MAX_CONFIG), CONFIG, error=BundleError)
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.files:
         if file.startswith("weights/"):
             found = bundle.header(file).tensors
             tensors |= {canonical_name(name): info for name, info in found.items()}
-    checkpoint, model = Checkpoint(bundle.folder, config, tensors, None), ModelConfig.from_hf(config)
+    checkpoint, model = Checkpoint(bundle.folder, plain(manifest.model), tensors, None), config_of(manifest)
     for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)):
         checkpoint.require(name, shape)
     recorded = manifest.record.get("source")

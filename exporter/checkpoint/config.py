@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.layouts.single import Single
 
 MAX_LAYERS = 512
 MAX_WIDTH = 1 << 20
@@ -78,7 +80,12 @@ class VisionConfig:
     @property
     def rows(self) -> int:
         """Rows that the tower gives: its patches, and for CLIP the class token before them."""
-        return self.grid**2 + (self.family == "clip")
+        return self.grid**2 + self.class_token
+
+    @property
+    def class_token(self) -> bool:
+        """Whether a class token stands before the patches."""
+        return self.family == "clip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,11 @@ class ModelConfig:
     def vision_tokens(self) -> int:
         """Tokens of one image: the tower's rows, less the first where the strategy is `default`."""
         return self.vision.rows - (self.select == "default")
+
+    @property
+    def layout(self) -> Layout:
+        """How many tokens an image gives."""
+        return Single(self.vision_tokens)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:

@@ -179,8 +179,7 @@ def methods_bundle(named: str | None) -> Path:
 
 def _all(manifest: Manifest) -> tuple[K, ...]:
     """None, every prebuilt K, and the gates where there are any."""
-    gated = any(graphs.gates for graphs in manifest.dialects.values())
-    return (None, *manifest.variants, *(["auto"] if gated else []))
+    return (None, *manifest.variants, *(["auto"] if manifest.gates else []))
 
 
 def _ceilings(bench: Bench) -> Ceilings | None:

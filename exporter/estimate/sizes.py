@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.estimate.flops import DecoderSize, VisionSize
-from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.bundle.model_spec import ModelSpec
+from vtx.runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from vtx.exporter.checkpoint.config import ModelConfig
     from vtx.runtime.bundle.bundle import Bundle
-
-MAX_GRAPH = 64 << 20
 
 _VICUNA_7B = DecoderSize(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32064)
 _VICUNA_13B = DecoderSize(layers=40, hidden=5120, ffn=13824, heads=40, kv_heads=40, head_dim=128, vocab=32064)
@@ -102,67 +101,28 @@ def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
 
 def model_size(config: ModelConfig, name: str) -> ModelSize:
     """Sizes of a configuration that the exporter has read."""
-    t, v = config.text, config.vision
-    decoder = DecoderSize(
-        t.layers, t.hidden, t.ffn, t.heads, t.kv_heads, t.head_dim, t.vocab, t.tied, t.qkv_bias, t.o_bias, t.mlp_bias
-    )
-    vision = VisionSize(
-        layers=v.layers, used=max(config.feature_layers), hidden=v.hidden, ffn=v.ffn, patches=v.grid**2, patch=v.patch,
-        class_token=v.family == "clip", features=len(config.feature_layers), view_tokens=config.vision_tokens,
-        image_tokens=config.vision_tokens, out=t.hidden, projector_bias=config.projector_bias,
-    )  # fmt: skip
-    return ModelSize(name, "config", decoder, vision)
-
-
-# --- bundles --------------------------------------------------------------------------------------
+    return spec_size(model_spec(config, name), config.vision_tokens, "config")
 
 
 def bundle_size(bundle: Bundle) -> ModelSize:
-    """Sizes of a bundle: its manifest, the headers of its weights, and the weights that its graphs name.
+    """Sizes of a bundle, as its manifest declares them."""
+    manifest = bundle.manifest
+    size = spec_size(manifest.model, manifest.layout.max_tokens, "bundle")
+    if size.vision is None or not manifest.dialects["ort"].vision_last_attention:
+        return size
+    return replace(size, vision=replace(size.vision, used=size.vision.layers))
 
-    A tower's layers after the last feature layer are not in a bundle, so they do not count here.
-    """
-    spec, graphs = bundle.manifest.model, bundle.manifest.dialects["ort"]
-    vision, stage, head = (_graph(bundle, name) for name in (graphs.vision, graphs.stages[0].graph, graphs.head))
-    shape = _shapes(bundle)
+
+def spec_size(m: ModelSpec, image_tokens: int, source: str) -> ModelSize:
+    """Sizes of a model whose images give up to `image_tokens`."""
     decoder = DecoderSize(
-        spec.layers, spec.hidden, shape("layers.0.mlp.gate_proj.weight", 2)[0], spec.heads, spec.kv_heads,
-        spec.head_dim, spec.vocab, tied=b"text.embed_tokens.weight" in head,
-        qkv_bias=b"text.layers.0.self_attn.q_proj.bias" in stage,
-        o_bias=b"text.layers.0.self_attn.o_proj.bias" in stage,
-        mlp_bias=b"text.layers.0.mlp.up_proj.bias" in stage,
+        m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.tied, m.qkv_bias, m.o_bias,
+        m.mlp_bias,
     )  # fmt: skip
-    used = 1 + max((int(n) for n in re.findall(rb"vision\.encoder\.layers\.(\d{1,4})\.", vision)), default=-1)
-    hidden, _, patch, _ = shape("embeddings.patch_embedding.weight", 4)
-    rows, class_token = shape("embeddings.position_embedding.weight", 2)[0], b"class_embedding" in vision
-    ffn = shape("encoder.layers.0.mlp.fc1.weight", 2)[0] if used else hidden
-    tower = VisionSize(
-        layers=max(used, 1), used=used, hidden=hidden, ffn=ffn, patches=rows - class_token, patch=patch,
-        class_token=class_token, features=shape("projector.linear_1.weight", 2)[1] // hidden,
-        view_tokens=spec.vision_tokens, image_tokens=spec.vision_tokens, out=spec.hidden,
-        projector_bias=b"projector.linear_1.bias" in vision,
+    tower = m.tower
+    vision = VisionSize(
+        layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
+        patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token, features=len(tower.feature_layers),
+        view_tokens=tower.tokens, image_tokens=image_tokens, out=m.hidden, projector_bias=m.projector.bias,
     )  # fmt: skip
-    return ModelSize(spec.name, "bundle", decoder, tower)
-
-
-def _graph(bundle: Bundle, name: str) -> bytes:
-    """A graph's bytes: its weights are outside, and a weight's name stands in it as it is."""
-    return bundle.read(name, MAX_GRAPH)
-
-
-def _shapes(bundle: Bundle) -> Callable[[str, int], tuple[int, ...]]:
-    """`shape(end, dimensions)` of the one weight whose name ends so, whoever named it, and has so many dimensions."""
-    tensors: dict[str, tuple[int, ...]] = {}
-    for file in bundle.manifest.files:
-        if file.startswith("weights/"):
-            found = bundle.header(file).tensors
-            # Two weights of 4 bits to a byte.
-            tensors |= {n: (*i.shape[:-1], 2 * i.shape[-1]) if i.dtype == "U8" else i.shape for n, i in found.items()}
-
-    def shape(end: str, dimensions: int) -> tuple[int, ...]:
-        fits = [s for name, s in tensors.items() if f".{name}".endswith(f".{end}") or name.endswith(f"_{end}")]
-        if len(fits) != 1 or len(fits[0]) != dimensions:
-            raise BundleError(f"{bundle.folder.name} has no weight {end} of {dimensions} dimensions; export again")
-        return fits[0]
-
-    return shape
+    return ModelSize(m.name, source, decoder, vision)

@@ -97,7 +97,7 @@ def build_vision(
     count = "rows" if leaving else c.vision_tokens
     b.output(out, names.FEATURES, FLOAT, [1 if merges else "images", count, c.text.hidden])
     if tower.merged:
-        for value, name in ((tower.merged.places, names.PLACES), (tower.merged.merged, names.MERGED)):
+        for value, name in ((tower.merged.places, names.PATCH_INDEX), (tower.merged.merged, names.MERGED)):
             b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, [count])
         b.output(_select(b, c, tower.merged.similarity, axis=0), names.SIMILARITY, FLOAT, [count])
     each = [count if merges else "all_rows"]

@@ -85,9 +85,7 @@ def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
             f"{bundle.folder} holds no graphs of the {dialect!r} dialect, only {', '.join(sorted(dialects))}; "
             f"export it again with --dialect {dialect}"
         )
-    graphs = dialects[dialect]
-    stages, gates = [s.graph for s in graphs.stages], [g.graph for g in graphs.gates]
-    return [graphs.vision, graphs.embed, *stages, graphs.head, *gates, *([graphs.score] if graphs.score else [])]
+    return list(dialects[dialect].all)
 
 
 def _opset(graph: SeenGraph, release: Release) -> Problems:

@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     """One profile for all, or with `apart` one for decode and one for prefill; likely: an image and a question."""
     longest = m.max_context
-    likely = min(longest, m.model.vision_tokens + 64)
+    likely = min(longest, m.layout.max_tokens + 64)
     table: Profile = {MAX_CONTEXT: (longest,) * 3}
     if not apart:
         return ({**table, ROWS: (1, likely, longest), PAST: (0, 0, longest - 1)},)
@@ -38,14 +38,14 @@ def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
 def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:
     """The profiles of one of the dialect's graphs, by its file's name; `apart` as for stages."""
     graphs = m.dialects[dialect]
-    if graph in [stage.graph for stage in graphs.stages]:
+    if graph in graphs.stages:
         return stage_profiles(m, apart=apart)
     rows: Range = (1, min(64, m.max_context), m.max_context)
     if graph == graphs.head:
         rows = (1, 1, min(HEAD_ROWS, m.max_context))
     if graph == graphs.score:
         most = min(SCORE_ROWS, m.max_context)
-        slots: Range = (1, min(m.max_context, m.model.vision_tokens + 64), m.max_context)
+        slots: Range = (1, min(m.max_context, m.layout.max_tokens + 64), m.max_context)
         return ({ROWS: (1, most, most), CAPACITY: slots},)
     return ({IMAGES: (1, 1, 1), ROWS: rows},)
 

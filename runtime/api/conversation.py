@@ -151,7 +151,7 @@ class Conversation:
         model = self.model
         model.check_open()
         policy = model.policy(k, options, reduce)
-        ids = model.prompt_ids(messages)
+        ids = model.prompt_ids(messages, self.images)
         question = Question(messages, ids, policy, options, after)
         return AnswerStream(AnswerInProgress(model, question, self._lease, completed))
 

@@ -36,6 +36,7 @@ from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.text import Message, Text
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.image import ImageSource, load_image
+from vtx.runtime.vision.layout import read_layout
 from vtx.runtime.vision.preprocess import preprocess
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Model:
     def __init__(self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for") -> None:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
         self.text = Text.load(bundle.read, bundle.manifest.text)
+        self.layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
@@ -248,12 +250,18 @@ class Model:
 
     def prepare(self, source: ImageSource) -> PreparedImage:
         """Read and preprocess an image."""
-        pixels = preprocess(load_image(source), self.manifest.image)
-        return PreparedImage(pixels, hashlib.sha256(pixels.tobytes()).hexdigest())
+        image = load_image(source)
+        pixels = preprocess(image, self.manifest.image)
+        return PreparedImage(pixels, hashlib.sha256(pixels.tobytes()).hexdigest(), self.layout.count(*image.size))
 
-    def prompt_ids(self, messages: Sequence[Message]) -> NDArray[np.int64]:
-        """Token ids of messages, each image standing as all its tokens. RequestError where they cannot be asked."""
-        return self.text.prompt(messages, self.manifest.model.vision_tokens)
+    def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
+        """Token ids of messages, each image standing as all its tokens, or as one where none are given.
+
+        Raises:
+            RequestError: they cannot be asked.
+
+        """
+        return self.text.prompt(messages, [image.tokens for image in images] or 1)
 
     def _check_system(self, messages: Sequence[Message]) -> None:
         """Raise RequestError where the chat template drops a system prompt without a word."""

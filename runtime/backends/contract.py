@@ -8,32 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle import graphs, names
 from vtx.runtime.bundle.manifest import Manifest, StageSpec
 from vtx.runtime.errors import BundleError
 
-Tensor = tuple[Sequence[int | None], str]  # sizes (None: any) and onnxruntime's word for the type
+Tensor = tuple[Sequence[int | None], str]  # sizes (None: any) and onnxruntime's name of the type
 Contract = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # inputs and outputs
-KV_WORDS = {"float32": "float", "float16": "float16", "int8": "int8"}  # numpy's words and onnxruntime's
+DTYPES = {"float32": "float"}  # numpy's names that differ from onnxruntime's
 
 
 def embed(m: Manifest) -> Contract:
-    return {names.IDS: ([None], "int64")}, {names.HIDDEN: ([None, m.model.hidden], "float")}
+    return _contract(graphs.embed(m))
 
 
 def vision(m: Manifest, dialect: str) -> Contract:
-    graphs, inputs = m.dialects[dialect], {names.PIXELS: ([None, 3, m.image.height, m.image.width], "float")}
-    rows = None if graphs.vision_merges else m.model.vision_tokens
-    outputs: dict[str, Tensor] = {names.FEATURES: ([None, rows, m.model.hidden], "float")}
-    if graphs.vision_merges:
-        inputs[names.TAU] = ([1], "float")
-        outputs |= {names.PLACES: ([None], "int64"), names.MERGED: ([None], "int64")}
-        outputs[names.SIMILARITY] = [None], "float"
-    if graphs.vision_attention:
-        outputs[names.CLS_ATTENTION] = ([None], "float")
-    if graphs.vision_last_attention:
-        outputs[names.CLS_ATTENTION_LAST] = ([None], "float")
-    return inputs, outputs
+    return _contract(graphs.vision(m, dialect))
 
 
 def vision_extras(
@@ -46,45 +35,30 @@ def vision_extras(
 
 
 def stage(m: Manifest, spec: StageSpec, dialect: str) -> Contract:
-    hidden: Tensor = ([None, m.model.hidden], "float")
-    slots = m.max_context if dialect == "trt" else None
-    table: Tensor = ([slots, m.model.head_dim // 2], "float")
-    cache: Tensor = ([1, m.model.kv_heads, slots, m.model.head_dim], _kv_word(m, dialect))
-    layers = range(spec.first, spec.last + 1)
-    inputs = {names.HIDDEN: hidden, names.POSITIONS: ([1, None], "int64"), names.COS: table, names.SIN: table}
-    inputs |= {name: ([1], "int32") for name in names.SLOTS[dialect]}
-    inputs |= {name(n): cache for n in layers for name in (names.past_key, names.past_value)}
-    if cache[1] == "int8":
-        inputs |= {name(n): _scale(m) for n in layers for name in (names.key_scale, names.value_scale)}
-    outputs = {name(n): cache for n in layers for name in (names.present_key, names.present_value)}
-    if spec.query:
-        outputs[names.QUERY] = ([None, m.model.heads * m.model.head_dim], "float")
-    return inputs, {names.HIDDEN_OUT: hidden, **outputs}
+    return _contract(graphs.stage(m, dialect, query=spec.query).of_layers(spec))
 
 
 def score(m: Manifest, dialect: str) -> Contract:
-    key: Tensor = ([1, m.model.kv_heads, None, m.model.head_dim], _kv_word(m, dialect))
-    query: Tensor = ([None, m.model.heads * m.model.head_dim], "float")
-    inputs = {names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: ([1], "int32")}
-    if key[1] == "int8":
-        inputs[names.KEY_SCALE] = _scale(m)
-    return inputs, {name: ([None], "float") for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
-
-
-def _kv_word(m: Manifest, dialect: str) -> str:
-    return KV_WORDS[names.kv_type(dialect, m.kv_dtype)]
-
-
-def _scale(m: Manifest) -> Tensor:
-    return [1, m.model.kv_heads, 1, m.model.head_dim], "float"
+    return _contract(graphs.score(m, dialect))
 
 
 def head(m: Manifest) -> Contract:
-    return {names.HIDDEN: ([None, m.model.hidden], "float")}, {names.LOGITS: ([None, m.model.vocab], "float")}
+    return _contract(graphs.head(m))
 
 
 def gate(m: Manifest) -> Contract:
-    return {names.HIDDEN: ([None, m.model.hidden], "float")}, {names.ODDS: ([2], "float")}
+    return _contract(graphs.gate(m))
+
+
+def _contract(io: graphs.GraphIO) -> Contract:
+    return _tensors(io.inputs), _tensors(io.outputs)
+
+
+def _tensors(tensors: Mapping[str, graphs.Tensor]) -> dict[str, Tensor]:
+    return {
+        name: ([size if isinstance(size, int) else None for size in t.shape], DTYPES.get(t.dtype, t.dtype))
+        for name, t in tensors.items()
+    }
 
 
 def check(graph: str, session: Any, contract: Contract) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.files import Folder, Identity, digest, open_named, reason
 from vtx.runtime.bundle.manifest import MAX_BYTES, Manifest
 from vtx.runtime.bundle.safetensors import Header, header_of, unpack
+from vtx.runtime.bundle.vtx_json import parse_manifest
 from vtx.runtime.errors import BundleError
 
 MANIFEST = "vtx.json"
@@ -156,7 +157,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{path} is not a directory; make a bundle with vtx-export --out {path.name}")
     if not folder.exists(MANIFEST):
         raise BundleError(f"{path} holds no {MANIFEST}, so it is not a bundle; make one with vtx-export")
-    return Manifest.from_json(folder.read(MANIFEST, MAX_BYTES, links=False))
+    return parse_manifest(folder.read(MANIFEST, MAX_BYTES, links=False), os.fspath(path))
 
 
 def _altered(name: str) -> str:

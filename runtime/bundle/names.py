@@ -1,41 +1,41 @@
 """Names, shapes and element types of everything that goes into or comes out of a graph.
 
-The exporter declares its graphs from these, the manifest records none of them again, and every
-backend binds by them. Layers are numbered from 1, as K is.
+The exporter declares its graphs from these, the manifest writes them out (`interface.py`), and every backend binds by
+them. Layers are numbered from 1, as K is.
 
-    embed    ids [rows] int64                              -> hidden [rows, hidden]
-    vision   pixel_values [images, 3, height, width] f32   -> image_features [images, vision_tokens, hidden]
-    stage    hidden [rows, hidden], position_ids [1, rows] int64,
+    embed    ids [tokens] int64                              -> hidden [tokens, hidden]
+    vision   pixel_values [images, 3, height, width] f32     -> image_features [images, tokens, hidden]
+    stage    hidden [tokens, hidden], position_ids [1, tokens] int64,
              cos and sin [max_context, head_dim / 2] f32, the slots, and
-             past_key.N, past_value.N                      -> hidden_out [rows, hidden],
-                                                              present_key.N, present_value.N
-    head     hidden [rows, hidden]                         -> logits [rows, vocab] f32
-    gate     hidden [rows, hidden], a question's rows      -> odds [2] f32: stay, withdraw
+             past_key.N, past_value.N                        -> hidden_out [tokens, hidden],
+                                                                present_key.N, present_value.N
+    head     hidden [tokens, hidden]                         -> logits [tokens, vocab] f32
+    gate     hidden [tokens, hidden] of a question           -> odds [2] f32: stay, withdraw
 
 What reductions need stands only in the bundles that were exported for them:
 
-    stage    that ends where rows are scored               -> query [rows, heads * head_dim] f32, the last layer's
-                                                              queries, rotated and not yet scaled
-    score    query [rows, heads * head_dim] f32 of the rows that fill the last slots,
+    stage    that ends where tokens are scored               -> query [tokens, heads * head_dim] f32, the last layer's
+                                                                queries, rotated and not yet scaled
+    score    query [tokens, heads * head_dim] f32 of the tokens that fill the last slots,
              key [1, kv_heads, capacity, head_dim],
-             total_slots [1] int32                         -> attention_sum and attention_max [slots] f32: what a slot
-                                                              gets, mean over heads, summed and at most over rows
+             total_slots [1] int32                           -> attention_sum and attention_max [slots] f32: what a
+                                                                slot gets, mean over heads, summed and at most over
+                                                                tokens
     vision   tau [1] f32, the mean cosine from which a window merges (above 1: none);
-             one image at a time; all rows stay where a
-             dialect's sizes do not depend on values       -> image_features [1, rows, hidden],
-                                                              places [rows] int64 (a row's first patch in raster
-                                                              order, the class token -1),
-                                                              merged [rows] int64 (1: a window of nine, 0: a
-                                                              patch, -1: gone into a window),
-                                                              similarity [rows] f32 (of a window of nine its mean
-                                                              cosine, else 0),
-                                                              cls_attention [rows] f32 (what the class token gives
-                                                              to the row, mean over heads, in the last block in
-                                                              use), cls_attention_last [rows] f32 (the same in
-                                                              the tower's very last block)
+             one image at a time; all tokens stay where a
+             dialect's sizes do not depend on values         -> image_features [1, tokens, hidden],
+                                                                patch_index [tokens] int64 (a token's first patch in
+                                                                raster order, the class token CLASS_TOKEN),
+                                                                merged [tokens] int64 (WINDOW, PATCH or GONE),
+                                                                similarity [tokens] f32 (of a window of nine its mean
+                                                                cosine, else 0),
+                                                                cls_attention [tokens] f32 (what the class token
+                                                                gives to the token, mean over heads, in the last
+                                                                block in use), cls_attention_last [tokens] f32 (the
+                                                                same in the tower's very last block)
 
-Rows are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but that int8
-stands in `ort` graphs only, with a scale for each channel, and other dialects have float16 there:
+Hidden states are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but
+int8 stands in `ort` graphs only, with a scale for each channel, and other dialects have float16 there:
 
     stage    key_scale.N, value_scale.N [1, kv_heads, 1, head_dim] f32: K and V are the integers times these
     score    key_scale, the same of the layer whose keys it gets
@@ -43,8 +43,8 @@ stands in `ort` graphs only, with a scale for each channel, and other dialects h
 What a stage is told of KV slots, and the shape of a cache, differ by dialect:
 
     ort      last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
-             ones, both with the rows' own; caches [1, kv_heads, capacity, head_dim], past and present the same buffer
-    plain    nothing; past [1, kv_heads, past, head_dim], present [1, kv_heads, past + rows, head_dim]
+             ones, both with the new tokens; caches [1, kv_heads, capacity, head_dim], past and present the same buffer
+    plain    nothing; past [1, kv_heads, past, head_dim], present [1, kv_heads, past + tokens, head_dim]
     trt      total_slots [1] int32, as above; caches [1, kv_heads, max_context, head_dim], past and present the same
              buffer where the engine wants it so
 """
@@ -72,7 +72,7 @@ ATTENTION_SUM = "attention_sum"
 ATTENTION_MAX = "attention_max"
 TAU = "tau"
 VISION_DEFAULTS = {TAU: 2.0}  # extra inputs of vision graphs, and the value with which each changes nothing
-PLACES = "places"
+PATCH_INDEX = "patch_index"
 MERGED = "merged"
 SIMILARITY = "similarity"
 CLS_ATTENTION = "cls_attention"
@@ -83,28 +83,32 @@ VISION_SIGNALS = (
     CLS_ATTENTION_LAST,
 )  # outputs of vision graphs that say something of each row, [rows] float32
 
+CLASS_TOKEN = -1  # the patch index of the tower's class token
+GONE, PATCH, WINDOW = -1, 0, 1  # what `merged` says of a token: gone into a window, one patch, a window of nine
+ODDS_ORDER = ("stay", "withdraw")
 
-def past_key(layer: int) -> str:
+
+def past_key(layer: int | str) -> str:
     return f"past_key.{layer}"
 
 
-def past_value(layer: int) -> str:
+def past_value(layer: int | str) -> str:
     return f"past_value.{layer}"
 
 
-def present_key(layer: int) -> str:
+def present_key(layer: int | str) -> str:
     return f"present_key.{layer}"
 
 
-def present_value(layer: int) -> str:
+def present_value(layer: int | str) -> str:
     return f"present_value.{layer}"
 
 
-def key_scale(layer: int) -> str:
+def key_scale(layer: int | str) -> str:
     return f"{KEY_SCALE}.{layer}"
 
 
-def value_scale(layer: int) -> str:
+def value_scale(layer: int | str) -> str:
     return f"value_scale.{layer}"
 
 

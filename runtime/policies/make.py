@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtx.runtime.bundle.manifest import Graphs, Manifest
+from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Needs, Reduction
 from vtx.runtime.policies.methods.full import Full
@@ -58,7 +58,7 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
     """Raise RequestError where the bundle lacks what reductions need, with the option that exports it."""
     check_depth(reductions, manifest.model.layers)
     for part in reductions:
-        lacking = _lacking(part.needs(), manifest.dialects[dialect])
+        lacking = _lacking(part.needs(), manifest, dialect)
         if lacking:
             raise RequestError(
                 f"this bundle was not exported for {part.name}: it lacks {lacking}; "
@@ -66,10 +66,11 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
             )
 
 
-def _lacking(needs: Needs, graphs: Graphs) -> str:
+def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
     """What of `needs` the graphs do not have, in words; empty where they have all."""
-    firsts = {stage.first for stage in graphs.stages}
-    asked = {stage.last for stage in graphs.stages if stage.query and graphs.score}
+    graphs = manifest.dialects[dialect]
+    firsts = {stage.first for stage in manifest.stages}
+    asked = {stage.last for stage in manifest.stages if stage.query}
     cuts, queries = sorted(set(needs.boundaries) - firsts), sorted(set(needs.queries) - asked)
     if cuts:
         return f"a cut before layer {', '.join(map(str, cuts))}"
@@ -102,7 +103,7 @@ def _exit(k: int | str | None, manifest: Manifest, odds: Odds, threshold: float)
 
 
 def _gates(manifest: Manifest, odds: Odds, threshold: float) -> Gate:
-    ks = tuple(gate.k for gate in manifest.dialects["ort"].gates)
+    ks = manifest.gates
     if not ks:
         raise RequestError(
             "--k auto needs gates and this bundle has none; use --k none or a prebuilt K, "

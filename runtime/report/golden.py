@@ -77,9 +77,10 @@ def check_golden(model: Model) -> Iterator[Check]:
         raise BundleError(f"{manifest.golden} lacks {sorted(missing)[0]!r}; export the bundle again")
     ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    own_ids = model.text.prompt([{"role": "user", "content": content}], manifest.model.vision_tokens)
+    image = golden_image()
+    own_ids = model.text.prompt([{"role": "user", "content": content}], model.layout.count(*image.size))
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
-    own_pixels = preprocess(golden_image(), manifest.image)
+    own_pixels = preprocess(image, manifest.image)
     yield Check("image preprocessing", _distance(own_pixels, pixels), PIXEL_TOLERANCE)
     computed = COMPUTE_TOLERANCE[model.backend.compute]
     encoded = model.backend.vision(own_pixels[None])

@@ -26,12 +26,14 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     """Sizes, stages, variants and KV bytes of a bundle, ready for JSON."""
     manifest = bundle.manifest
     model, sizes = manifest.model, {name: record.bytes for name, record in manifest.files.items()}
-    vision, rest = model.vision_tokens, max(0, manifest.max_context - model.vision_tokens)
+    vision = manifest.layout.max_tokens
+    rest = max(0, manifest.max_context - vision)
     depths: list[int | None] = [None, *manifest.variants]
     return {
         "bundle": str(bundle.folder),
         "format": manifest.format,
         "model": dataclasses.asdict(model),
+        "layout": dataclasses.asdict(manifest.layout),
         "precision": manifest.precision,
         "kv_dtype": manifest.kv_dtype,
         "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
@@ -41,8 +43,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "reductions": list(manifest.reductions),
         "bytes": {"weights": sum(b for n, b in sizes.items() if n.startswith("weights/")), "all": sum(sizes.values())},
         "stages": [
-            {"first": s.first, "last": s.last, "graph": s.graph, "graph_bytes": sizes[s.graph]}
-            for s in manifest.dialects["ort"].stages
+            {"first": s.first, "last": s.last, "graph": graph, "graph_bytes": sizes[graph]}
+            for s, graph in manifest.stage_files("ort")
         ],
         "variants": [
             {

@@ -41,7 +41,7 @@ def draw_tokens(answers: Sequence[Stats], pictures: Sequence[PreparedImage], man
     Merged windows have a yellow frame, key rows a blue corner.
     """
     shown = [stats.reduced for stats in answers if stats.reduced is not None]
-    side = math.isqrt(manifest.model.vision_tokens)  # a class token beside the square does not change it
+    side = manifest.model.tower.grid
     rows = [
         [
             _captioned(panel, f"question {question + 1}, image {number + 1}: {_said(found, step, number)}")

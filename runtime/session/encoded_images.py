@@ -21,10 +21,11 @@ ExtrasKey = tuple[tuple[str, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """One preprocessed image: [3, height, width] float32 and the hash of these pixels."""
+    """One preprocessed image: [3, height, width] float32, the hash of these pixels, and how many tokens they give."""
 
     pixels: NDArray[np.float32]
     key: str
+    tokens: int
 
 
 def vision_extras(entries: Sequence[Entry]) -> Extras:

@@ -40,7 +40,7 @@ class Session:
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self._backend, self._manifest = backend, manifest
-        self._stages = manifest.dialects["ort"].stages
+        self._stages = manifest.stages
         self._full: dict[int, StageCache] = {}
         self._pruned: dict[int, StageCache] = {}
         self._prefix = self._empty_prefix()

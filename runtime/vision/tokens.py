@@ -58,9 +58,10 @@ class ImageTokens:
         features = found[names.FEATURES]
         rows: Rows = features.reshape(-1, features.shape[-1])
         plain = cls.plain(rows).patches
-        places, merged = found.get(names.PLACES, plain.places), found.get(names.MERGED, plain.merged)
-        there = np.flatnonzero(merged >= 0)
-        patches = Patches(places, merged > 0, {name: found[name] for name in names.VISION_SIGNALS if name in found})
+        places, merged = found.get(names.PATCH_INDEX, plain.places), found.get(names.MERGED, plain.merged)
+        there = np.flatnonzero(merged != names.GONE)
+        signals = {name: found[name] for name in names.VISION_SIGNALS if name in found}
+        patches = Patches(places, merged == names.WINDOW, signals)
         if len(there) == len(rows):
             return cls(rows, patches)
         return cls(rows[there], patches.take(there), len(rows) - len(there))

@@ -6,10 +6,16 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.strict import Strict
+from vtx.runtime.bundle.vtx_json import INTERFACE
+from vtx.runtime.bundle.vtx_json import write_manifest as to_text
+from vtx.runtime.errors import BundleError
 
 if TYPE_CHECKING:
     from vtx.exporter.bundling.options import ExportOptions
@@ -54,6 +60,14 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, value: object) -> None:
     (folder / "vtx.json").write_text(json.dumps(value), encoding="utf-8")
+
+
+def forge(folder: Path, value: dict[str, Any]) -> None:
+    """Write an altered manifest with the interface that follows from it, as a forger would, or the old one."""
+    declared = {key: item for key, item in value.items() if key != INTERFACE}
+    write_manifest(folder, value)
+    with suppress(BundleError):
+        (folder / "vtx.json").write_text(to_text(Strict().read(Manifest, declared, "forged")), encoding="utf-8")
 
 
 def reseal(folder: Path, *names: str) -> None:

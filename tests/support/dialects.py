@@ -35,8 +35,11 @@ class DialectBackend:
         self._vision = self._session(graphs.vision, contract.vision(self.manifest, dialect))
         self._head = self._session(graphs.head, contract.head(self.manifest))
         self.score = self._session(graphs.score, contract.score(self.manifest, self.dialect)) if graphs.score else None
-        self._gates = {g.k: self._session(g.graph, contract.gate(self.manifest)) for g in graphs.gates}
-        self.stages = [(s, self._session(s.graph, contract.stage(self.manifest, s, dialect))) for s in graphs.stages]
+        self._gates = {
+            k: self._session(f, contract.gate(self.manifest)) for k, f in self.manifest.gate_files(dialect).items()
+        }
+        staged = self.manifest.stage_files(dialect)
+        self.stages = [(s, self._session(file, contract.stage(self.manifest, s, dialect))) for s, file in staged]
         self.rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
 
     def _session(self, name: str, promised: contract.Contract) -> Any:

@@ -60,8 +60,8 @@ class Greedy(NamedTuple):
 
 def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Image]) -> Prompt:
     """The prompt as a session takes it, pixels and all."""
-    ids = model.text.prompt(messages, model.manifest.model.vision_tokens)
     pictures = [model.prepare(image) for image in images]
+    ids = model.text.prompt(messages, [picture.tokens for picture in pictures])
     encoders = tuple((p.key, lambda p=p: model.backend.vision(p.pixels[None])) for p in pictures)
     return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)
 

@@ -89,14 +89,14 @@ class Talk:
         model = self._model
         pictures = [model.prepare(image) for image in images]
         encoded = [self._encode(picture.pixels, policy) for picture in pictures]
-        spec, token = model.manifest.model, model.manifest.text.image_token_id
-        plain = model.text.prompt(messages, spec.vision_tokens)
+        token, counts = model.manifest.text.image_token_id, [picture.tokens for picture in pictures]
+        plain = model.text.prompt(messages, counts)
         ids: list[int] = []
-        left, at = iter(encoded), 0
+        left, sizes, at = iter(encoded), iter(counts), 0
         while at < len(plain):
             image = plain[at] == token
             ids += [token] * len(next(left).rows) if image else [int(plain[at])]
-            at += spec.vision_tokens if image else 1
+            at += next(sizes) if image else 1
         key = str(policy.entries)
         given = tuple((f"{p.key} {key}", lambda e=e: e) for p, e in zip(pictures, encoded, strict=True))
         array = np.array(ids, np.int64)

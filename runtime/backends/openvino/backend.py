@@ -122,9 +122,10 @@ class OpenvinoBackend:
         self._row = np.zeros((1, self._manifest.model.hidden), np.float32)
         self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
         self._head = self._graph(graphs.head, contract.head(self._manifest), {names.HIDDEN: self._row})
-        self._stages = [self._compile_stage(spec) for spec in graphs.stages]
-        self._specs = graphs.stages
-        self._gates = {g.k: self._graph(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
+        stages, gates = self._manifest.stage_files(DIALECT), self._manifest.gate_files(DIALECT)
+        self._stages = [self._compile_stage(spec, file) for spec, file in stages]
+        self._specs = self._manifest.stages
+        self._gates = {k: self._graph(file, contract.gate(self._manifest)) for k, file in gates.items()}
         self._score = self._graph(graphs.score, contract.score(self._manifest, DIALECT)) if graphs.score else None
         self._vision: _Graph | None = None
         self._vision_lock = threading.Lock()
@@ -156,11 +157,11 @@ class OpenvinoBackend:
                 graph.run(first)
         return graph
 
-    def _compile_stage(self, spec: StageSpec) -> Any:
-        model = self._read(spec.graph, contract.stage(self._manifest, spec, DIALECT))
+    def _compile_stage(self, spec: StageSpec, file: str) -> Any:
+        model = self._read(file, contract.stage(self._manifest, spec, DIALECT))
         page_caches(model, range(spec.first, spec.last + 1), self._manifest.model.heads)
         with letting_go(model):
-            compiled = self._engine(spec.graph, model)
+            compiled = self._engine(file, model)
             OpenvinoStageCache(self, compiled, spec, 1).append(self._row, np.zeros(1, np.int64))
         return compiled
 

@@ -44,9 +44,10 @@ class OrtBackend:
         self._options = self._session_options()
         self._embed = self._session(graphs.embed, contract.embed(self._manifest))
         self._head = self._session(graphs.head, contract.head(self._manifest))
-        self._stages = [self._session(s.graph, contract.stage(self._manifest, s, "ort")) for s in graphs.stages]
-        self._specs = graphs.stages
-        self._gates = {g.k: self._session(g.graph, contract.gate(self._manifest)) for g in graphs.gates}
+        stages, gates = self._manifest.stage_files("ort"), self._manifest.gate_files("ort")
+        self._stages = [self._session(file, contract.stage(self._manifest, spec, "ort")) for spec, file in stages]
+        self._specs = self._manifest.stages
+        self._gates = {k: self._session(file, contract.gate(self._manifest)) for k, file in gates.items()}
         score = contract.score(self._manifest, "ort")
         self._score: Any = self._session(graphs.score, score) if graphs.score else None
         self._vision: Any = None

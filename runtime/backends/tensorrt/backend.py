@@ -28,7 +28,7 @@ from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows
 
-WHOLE: dict[str, Any] = {names.PLACES: np.int64, names.MERGED: np.int64}  # outputs that are no float32
+WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are no float32
 COMPUTE = {"float16": "f16", "float32": "f32"}  # `trt` engines compute in the type of K and V
 
 
@@ -101,11 +101,11 @@ class TensorrtBackend:
 
     def _vision_shapes(self) -> dict[str, tuple[int, ...]]:
         model, graphs = self._manifest.model, self._graphs
-        of_rows = [names.PLACES, names.MERGED, names.SIMILARITY] if graphs.vision_merges else []
-        of_rows += [names.CLS_ATTENTION] if graphs.vision_attention else []
-        of_rows += [names.CLS_ATTENTION_LAST] if graphs.vision_last_attention else []
-        shapes = dict.fromkeys(of_rows, (model.vision_tokens,))
-        return {names.FEATURES: (1, model.vision_tokens, model.hidden), **shapes}
+        of_tokens = [names.PATCH_INDEX, names.MERGED, names.SIMILARITY] if graphs.vision_merges else []
+        of_tokens += [names.CLS_ATTENTION] if graphs.vision_attention else []
+        of_tokens += [names.CLS_ATTENTION_LAST] if graphs.vision_last_attention else []
+        shapes = dict.fromkeys(of_tokens, (model.tower.tokens,))
+        return {names.FEATURES: (1, model.tower.tokens, model.hidden), **shapes}
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         vocab, most = self._manifest.model.vocab, self.longest(self._graphs.head)
@@ -114,14 +114,14 @@ class TensorrtBackend:
         return np.concatenate([run(self._graphs.head, {names.HIDDEN: p}, names.LOGITS, (len(p), vocab)) for p in parts])
 
     def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
-        graph = next(gate.graph for gate in self._graphs.gates if gate.k == k)
+        graph = self._manifest.gate_files(self.dialect)[k]
         return self._run(graph, {names.HIDDEN: rows}, names.ODDS, (2,))
 
     def stage(self, index: int, capacity: int) -> TensorrtStageCache | GrowingStageCache:
-        spec = self._graphs.stages[index]
+        spec, graph = self._manifest.stage_files(self.dialect)[index]
         with self.lock:
             kind = GrowingStageCache if self.grows else TensorrtStageCache
-            return kind(self, spec, self._graphs.score, capacity)
+            return kind(self, spec, graph, self._graphs.score, capacity)
 
     def close(self) -> None:
         with self.lock:
@@ -192,9 +192,8 @@ class TensorrtBackend:
     def _io_bytes(self) -> dict[str, int]:
         """The largest size of every input and output but the caches, over all graphs, in bytes."""
         m, graphs = self._manifest, self._graphs
-        stages = [stage.graph for stage in graphs.stages]
         rows = {graph: self.longest(graph) for graph in self._loaded if graph != graphs.vision}
-        most = max(rows[graph] for graph in stages)
+        most = max(rows[graph] for graph in graphs.stages)
         sizes = {
             names.IDS: 8 * rows[graphs.embed],
             names.HIDDEN: 4 * m.model.hidden * max(rows.values()),
@@ -202,17 +201,17 @@ class TensorrtBackend:
             names.POSITIONS: 8 * most,
             names.TOTAL_SLOTS: 4,
             names.PIXELS: 4 * 3 * m.image.height * m.image.width,
-            names.FEATURES: 4 * m.model.vision_tokens * m.model.hidden,
+            names.FEATURES: 4 * m.model.tower.tokens * m.model.hidden,
             names.LOGITS: 4 * m.model.vocab * rows[graphs.head],
             names.ODDS: 8,
         }
         if graphs.vision_merges:
-            sizes |= {names.TAU: 4, names.PLACES: 8 * m.model.vision_tokens, names.MERGED: 8 * m.model.vision_tokens}
-            sizes[names.SIMILARITY] = 4 * m.model.vision_tokens
+            sizes |= {names.TAU: 4, names.PATCH_INDEX: 8 * m.model.tower.tokens, names.MERGED: 8 * m.model.tower.tokens}
+            sizes[names.SIMILARITY] = 4 * m.model.tower.tokens
         if graphs.vision_attention:
-            sizes[names.CLS_ATTENTION] = 4 * m.model.vision_tokens
+            sizes[names.CLS_ATTENTION] = 4 * m.model.tower.tokens
         if graphs.vision_last_attention:
-            sizes[names.CLS_ATTENTION_LAST] = 4 * m.model.vision_tokens
+            sizes[names.CLS_ATTENTION_LAST] = 4 * m.model.tower.tokens
         if graphs.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
@@ -236,9 +235,7 @@ class TensorrtBackend:
         if engines + caches > free:
             fitting = max(0, free - engines) // slot
             cure = (
-                f"--max-context {fitting} would fit"
-                if fitting > m.model.vision_tokens
-                else "even the engines do not fit"
+                f"--max-context {fitting} would fit" if fitting > m.layout.max_tokens else "even the engines do not fit"
             )
             raise DeviceError(
                 f"the engines take {size(engines)} and a context of {m.max_context} slots {size(caches)}, "

@@ -37,8 +37,8 @@ class Kept:
 class TensorrtStageCache:
     """`StageCache` on the device. `capacity` is what was asked for; the buffer is as long as the engine wants it."""
 
-    def __init__(self, backend: TensorrtBackend, spec: StageSpec, score: str | None, capacity: int) -> None:
-        self._backend, self._spec = backend, spec
+    def __init__(self, backend: TensorrtBackend, spec: StageSpec, graph: str, score: str | None, capacity: int) -> None:
+        self._backend, self._spec, self._graph = backend, spec, graph
         self.length, self.capacity = 0, capacity
         manifest = backend._manifest
         model, self._slots = manifest.model, manifest.max_context
@@ -54,7 +54,7 @@ class TensorrtStageCache:
         self._row_out = backend.cuda.pinned((1, model.hidden), np.float32)
         self._position = backend.cuda.pinned((1, 1), np.int64)
         self._total = backend.cuda.pinned((1,), np.int32)
-        self._decode = backend.engine(spec.graph).context(DECODE, backend.scratch)
+        self._decode = backend.engine(graph).context(DECODE, backend.scratch)
         self._bind(self._decode, 1)
         self._recorded: Graph | None = None
         self._ran = False
@@ -145,8 +145,8 @@ class TensorrtStageCache:
 
     def _many(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
         backend, cuda, count = self._backend, self._backend.cuda, len(rows)
-        backend.check_rows(self._spec.graph, count)
-        context = self._decode if count == 1 else backend.context(self._spec.graph, PREFILL)
+        backend.check_rows(self._graph, count)
+        context = self._decode if count == 1 else backend.context(self._graph, PREFILL)
         self._bind(context, count, self._queries.room(count) if query else None)
         out = np.empty((count, self._hidden), np.float32)
         rows, placed = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(positions, np.int64)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class GrowingStageCache:
     """`StageCache` of two buffers [layers * 2, kv_heads, slots, head_dim]; slots are dropped when next used."""
 
-    def __init__(self, backend: TensorrtBackend, spec: StageSpec, score: str | None, capacity: int) -> None:
-        self._backend, self._spec = backend, spec
+    def __init__(self, backend: TensorrtBackend, spec: StageSpec, graph: str, score: str | None, capacity: int) -> None:
+        self._backend, self._spec, self._graph = backend, spec, graph
         self.length, self.capacity = 0, capacity
         manifest, model = backend._manifest, backend._manifest.model
         self._hidden, self._kv_heads, self._head_dim = model.hidden, model.kv_heads, model.head_dim
@@ -107,8 +107,8 @@ class GrowingStageCache:
 
     def _run(self, rows: Rows, positions: Ids, query: int | None) -> Rows:
         backend, cuda, place, count = self._backend, self._backend.cuda, self._backend.place, len(rows)
-        backend.check_rows(self._spec.graph, count)
-        context = backend.context(self._spec.graph, DECODE if count == 1 else PREFILL)
+        backend.check_rows(self._graph, count)
+        context = backend.context(self._graph, DECODE if count == 1 else PREFILL)
         places = {name: place(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS)}
         places |= {name: buffer.address for name, buffer in backend.rope.items()}
         if self._spec.query:

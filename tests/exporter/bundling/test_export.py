@@ -74,7 +74,7 @@ def test_a_k_named_twice_is_refused(tiny_checkpoint: Make) -> None:
 def test_the_first_k_is_the_default_and_the_depths_are_sorted(tiny_checkpoint: Make, tmp_path: Path) -> None:
     manifest = run(plan(tiny_checkpoint(), (5, 3)), tmp_path / "b").manifest
     assert (manifest.variants, manifest.default_k) == ((3, 5), 5)
-    assert [(s.first, s.last) for s in manifest.dialects["ort"].stages] == [(1, 2), (3, 4), (5, 8)]
+    assert [(s.first, s.last) for s in manifest.stages] == [(1, 2), (3, 4), (5, 8)]
 
 
 @pytest.mark.parametrize("ks", [(2,), (8,), tuple(range(2, 9))])

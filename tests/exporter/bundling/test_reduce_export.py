@@ -47,13 +47,13 @@ def outputs(bundle: Bundle, graph: str) -> set[str]:
 def test_the_decoder_is_cut_for_every_k_and_every_reduction(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = make(tiny_checkpoint(), tmp_path / "b", "mustdrop:192,layers=2/5", "fastv:k=3,ratio=0.25", ks=(4, 7))
     graphs = bundle.manifest.dialects["ort"]
-    found = [(stage.first, stage.last, stage.query) for stage in graphs.stages]
+    found = [(stage.first, stage.last, stage.query) for stage in bundle.manifest.stages]
     assert found == [(1, 1, False), (2, 2, True), (3, 3, True), (4, 5, True), (6, 6, False), (7, 8, False)]
     assert bundle.manifest.variants == (4, 7)
     assert bundle.manifest.reductions == (MUSTDROP, "fastv:k=3,ratio=0.25")
     assert (graphs.vision_merges, graphs.vision_attention) == (True, True)
-    assert [stage.graph for stage in graphs.stages if "query" in outputs(bundle, stage.graph)] == [
-        stage.graph for stage in graphs.stages if stage.query
+    assert [graph for graph in graphs.stages if "query" in outputs(bundle, graph)] == [
+        graph for stage, graph in bundle.manifest.stage_files("ort") if stage.query
     ]
     assert outputs(bundle, str(graphs.score)) == {"attention_sum", "attention_max"}
 
@@ -69,10 +69,12 @@ def test_a_bundle_has_what_its_reductions_need_and_no_more(
 ) -> None:
     bundle = make(tiny_checkpoint(Tiny(layers=16)), tmp_path / "b", word)
     graphs = bundle.manifest.dialects["ort"]
-    extras = ({"places", "merged", "similarity"} if merges else set()) | ({"cls_attention"} if attention else set())
+    extras = ({"patch_index", "merged", "similarity"} if merges else set()) | (
+        {"cls_attention"} if attention else set()
+    )
     assert outputs(bundle, graphs.vision) == {"image_features"} | extras
     assert (graphs.vision_merges, graphs.vision_attention, graphs.score is not None) == (merges, attention, scored)
-    assert any(stage.query for stage in graphs.stages) == scored
+    assert any(stage.query for stage in bundle.manifest.stages) == scored
 
 
 def test_reductions_add_no_weight_and_change_no_other_graph(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -95,7 +97,8 @@ def test_every_dialect_has_what_reductions_need(tiny_checkpoint: Checkpoints, tm
         assert graphs.score
         assert graphs.vision_merges
         assert graphs.vision_attention
-        assert outputs(bundle, graphs.vision) == {"image_features", "places", "merged", "similarity", "cls_attention"}
+        expected = {"image_features", "patch_index", "merged", "similarity", "cls_attention"}
+        assert outputs(bundle, graphs.vision) == expected
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from tests.support.bundles import export, manifest, write_manifest
+from tests.support.bundles import export
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -298,13 +298,13 @@ def test_a_quantised_bundle_is_refused_with_its_checkpoint_named(
         open_source("demo", bundle)
 
 
-def test_a_bundle_without_a_configuration_is_refused(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
-    bundle = export(tiny_checkpoint(GQA), tmp_path / "bundle").folder
-    facts = manifest(bundle)
-    del facts["files"]["config.json"]
-    write_manifest(bundle, facts)
-    with pytest.raises(BundleError, match=r"config\.json.*export it again"):
-        open_source("demo", bundle)
+@pytest.mark.parametrize("tiny", [GQA, Tiny(vision="siglip", tied=True), Tiny(rope="llama3")])
+def test_a_bundle_is_measured_by_the_configuration_that_it_declares(
+    tiny: Tiny, tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint(tiny)
+    bundle = export(checkpoint, tmp_path / "bundle").folder
+    assert open_source("demo", bundle).config == open_source(str(checkpoint)).config
 
 
 # --- choosing -------------------------------------------------------------------------------------

@@ -316,10 +316,10 @@ def node_macs(kind: str, node: dict[str, Any], slots: int) -> int:
 def decoder_macs(bundle: Bundle, size: DecoderSize, folder: Path, rows: tuple[int, ...]) -> int:
     """All stages and the head, one chunk; every layer of a stage has the same rows."""
     found = 0
-    for stage in bundle.manifest.dialects["ort"].stages:
+    for stage, graph in bundle.manifest.stage_files("ort"):
         [count] = set(rows[stage.first - 1 : stage.last])
         dims = {"rows": count, "max_context": 256, "capacity": 128}
-        found += executed_macs(bundle, stage.graph, folder, dims, slots=count)
+        found += executed_macs(bundle, graph, folder, dims, slots=count)
     return found + executed_macs(bundle, bundle.manifest.dialects["ort"].head, folder, {"rows": 1})
 
 
@@ -339,9 +339,9 @@ def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], 
     size: DecoderSize = model.decoder
     slots = withdrawn_rows(size.layers, k, text=7, vision=20)
     found = executed_macs(bundle, bundle.manifest.dialects["ort"].head, tmp_path, {"rows": 1})
-    for stage in bundle.manifest.dialects["ort"].stages:
+    for stage, graph in bundle.manifest.stage_files("ort"):
         dims = {"rows": 1, "max_context": 256, "capacity": 128}
-        found += executed_macs(bundle, stage.graph, tmp_path, dims, slots=slots[stage.first - 1] + 1)
+        found += executed_macs(bundle, graph, tmp_path, dims, slots=slots[stage.first - 1] + 1)
     assert 2 * found == decode_flops(size, slots)
 
 

@@ -147,7 +147,7 @@ def test_a_gate_is_float32_in_every_dialect(
 def test_only_the_dialect_of_onnxruntime_uses_its_operators(dialect_models: Get, dialect: str) -> None:
     bundle = dialect_models(dialect).bundle
     graphs = bundle.manifest.dialects[dialect]
-    for name in (graphs.vision, graphs.embed, graphs.head, *(stage.graph for stage in graphs.stages)):
+    for name in (graphs.vision, graphs.embed, graphs.head, *graphs.stages):
         model = onnx.load(bundle.path(name), load_external_data=False)
         assert [entry.domain for entry in model.opset_import] == [""]
         assert {node.domain for node in model.graph.node} == {""}
@@ -171,7 +171,7 @@ def test_products_for_tensorrt_have_the_type_of_the_bundle(
 ) -> None:
     bundle = export(tiny_checkpoint(), tmp_path / "bundle", (3,), precision)
     graphs = bundle.manifest.dialects["trt"]
-    for name in (graphs.vision, graphs.head, *(stage.graph for stage in graphs.stages)):
+    for name in (graphs.vision, graphs.head, *graphs.stages):
         model = onnx.shape_inference.infer_shapes(onnx.load(bundle.path(name), load_external_data=False))
         types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
         found = {

@@ -126,7 +126,7 @@ def test_a_threshold_above_one_gives_the_rows_of_the_graph_without_merging(
     merging = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True)
     given, found = encode(merging, pixels, 2.0)
     assert np.array_equal(given["image_features"], plain)
-    assert len(given["places"]) == len(plain[0])
+    assert len(given["patch_index"]) == len(plain[0])
     assert not given["merged"].any()
     assert found.idle == 0
 
@@ -152,7 +152,7 @@ def test_rows_that_are_gone_say_so_and_nothing_looks_at_them(
     vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=True)
     given, _ = encode(vision, np.zeros((1, 3, 84, 84), np.float32), -1.0)
     gone = given["merged"] < 0
-    assert given["places"].tolist() == list(range(36))
+    assert given["patch_index"].tolist() == list(range(36))
     assert np.flatnonzero(~gone).tolist() == [0, 3, 18, 21]
     assert not given["cls_attention"][gone].any()
 

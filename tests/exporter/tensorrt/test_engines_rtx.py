@@ -80,7 +80,7 @@ def test_a_bundle_for_reductions_becomes_engines(dialect: str, precision: str, t
 def test_the_network_that_is_built_keeps_types_and_caches(precision: str, bundles: Callable[[str], Bundle]) -> None:
     bundle = bundles(precision)
     m = bundle.manifest
-    graph = m.dialects["trt"].stages[1].graph
+    graph = m.dialects["trt"].stages[1]
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR))
@@ -111,7 +111,7 @@ def test_a_graph_that_tensorrt_cannot_build_is_one_error(bundle: Bundle, tmp_pat
 
 
 def test_a_build_tells_of_its_phases(bundle: Bundle, tmp_path: Path) -> None:
-    graph = bundle.manifest.dialects["trt"].stages[0].graph
+    graph = bundle.manifest.dialects["trt"].stages[0]
     job = next(job for job in plan(bundle, "sm89").jobs if job.graph.name == graph)
     told: list[tuple[str, float]] = []
     request = BuildRequest("tensorrt_rtx", bundle.path(graph), tmp_path / "e", (8, 9), _shapes(job))

@@ -270,7 +270,7 @@ def test_slots_set_aside_come_back_as_they_were(loaded: Callable[[str], Model], 
 
 def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None:
     model = made(Tiny(layers=12, image=126, context=768), (4, 9), REDUCTIONS).load("cpu")
-    number, spec = next((n, s) for n, s in enumerate(model.manifest.dialects["ort"].stages) if s.query)
+    number, spec = next((n, s) for n, s in enumerate(model.manifest.stages) if s.query)
     rows = np.random.default_rng(5).standard_normal((30, 64)).astype(np.float32)
     cache = model.backend.stage(number, 64)
     cache.append(rows[:20], np.arange(20))
@@ -290,7 +290,7 @@ def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None
 def test_scores_of_openvino_are_near_those_of_onnxruntime(made: Callable[..., Made]) -> None:
     found, scores = made(Tiny(layers=12, image=126, context=768), (4, 9), REDUCTIONS), []
     for model in (found.load("cpu"), found.load("openvino")):
-        number = next(n for n, s in enumerate(model.manifest.dialects["ort"].stages) if s.query)
+        number = next(n for n, s in enumerate(model.manifest.stages) if s.query)
         rows = np.random.default_rng(5).standard_normal((50, 64)).astype(np.float32)
         cache = model.backend.stage(number, 64)
         cache.append(rows[:40], np.arange(40))

@@ -30,7 +30,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoin
 
 def read(bundle: Bundle, graph: str) -> Any:
     graphs = bundle.manifest.dialects[DIALECT]
-    name = {"vision": graphs.vision, "embed": graphs.embed, "head": graphs.head, "stage": graphs.stages[0].graph}[graph]
+    name = {"vision": graphs.vision, "embed": graphs.embed, "head": graphs.head, "stage": graphs.stages[0]}[graph]
     model = openvino.Core().read_model(str(bundle.path(name)))
     if graph == "vision":
         image = bundle.manifest.image

@@ -268,7 +268,7 @@ def test_a_prompt_in_chunks_equals_one_at_once(model: Model) -> None:
 
 
 def stage_specs(model: Model) -> Sequence[Any]:
-    return model.manifest.dialects["plain"].stages
+    return model.manifest.stages
 
 
 def test_caches_share_their_stage_s_weights(models: Get) -> None:
@@ -517,7 +517,7 @@ def test_arithmetic_that_a_device_lacks_is_refused(bundle_models: Models) -> Non
 
 def test_a_damaged_graph_is_one_line(bundle_models: Models, tmp_path: Path) -> None:
     folder = bundles.copy(bundle_models(Tiny()).bundle.folder, tmp_path / "bundle")
-    stage = stage_specs(bundle_models(Tiny()))[0].graph
+    stage = bundle_models(Tiny()).manifest.dialects["plain"].stages[0]
     (folder / stage).write_bytes(b"\x08\x07 no graph")
     bundles.reseal(folder, stage)
     with pytest.raises(BundleError, match=f"OpenVINO cannot read {stage}") as caught:

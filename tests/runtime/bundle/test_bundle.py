@@ -278,8 +278,13 @@ FOREIGN = [
     ("model", "kv_heads", (1 << 31) - 1),
     ("model", "head_dim", 32),
     ("model", "head_dim", 15),
-    ("model", "vision_tokens", 17),
-    ("model", "vision_tokens", 1),
+    ("model", "vocab", 319),
+    ("layout", "max_tokens", 17),
+    ("layout", "parameters", {"tokens": 17}),
+    ("layout", "parameters", {"tokens": 16, "tiles": 1}),
+    ("layout", "name", "anyres"),
+    ("layout", None, {"name": "single", "max_tokens": 17, "parameters": {"tokens": 17}}),
+    ("layout", None, {"name": "single", "max_tokens": 1, "parameters": {"tokens": 1}}),
     ("max_context", None, 128),
     ("max_context", None, 1 << 23),
     ("kv_dtype", None, "float16"),
@@ -297,8 +302,16 @@ def test_a_manifest_that_lies_about_its_graphs_is_refused(folder: Path, part: st
         lying[part] = value
     else:
         lying[part][key] = value
-    bundles.write_manifest(folder, lying)
+    bundles.forge(folder, lying)
     refused(folder)
+
+
+@pytest.mark.parametrize("size", ["patch", "image"])
+def test_a_tower_of_another_size_is_refused(folder: Path, size: str) -> None:
+    lying = bundles.manifest(folder)
+    lying["model"]["tower"][size] *= 2
+    bundles.forge(folder, lying)
+    assert "the tower gives" in refused(folder)
 
 
 @pytest.mark.parametrize("place", ["embed", "vision", "head"])
@@ -313,7 +326,7 @@ def test_graphs_in_each_other_s_place_are_refused(folder: Path, place: str) -> N
 def test_stages_in_each_other_s_place_are_refused(folder: Path) -> None:
     lying = bundles.manifest(folder)
     stages = lying["dialects"]["ort"]["stages"]
-    stages[0]["graph"], stages[1]["graph"] = stages[1]["graph"], stages[0]["graph"]
+    stages[0], stages[1] = stages[1], stages[0]
     bundles.write_manifest(folder, lying)
     refused(folder)
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import bundles
+from vtx.cli import export as export_command
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import MAX_BYTES, Manifest, check_inside
+from vtx.runtime.bundle.manifest import FORMAT, MAX_BYTES, check_inside
+from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError, VtxError
 
 Way = tuple[str | int, ...]
@@ -60,22 +64,22 @@ def put(value: Any, way: Way, new: Any) -> Any:
 
 
 def strict_tables(sound: dict[str, Any]) -> list[Way]:
-    """The objects whose keys are fixed: all but the tables of dialects and files, and the record."""
-    free = {("dialects",), ("files",), ("record",)}
+    """The objects whose keys are fixed: all but dialects, files, the layout's parameters, and the record."""
+    free = {("dialects",), ("files",), ("layout", "parameters"), ("record",)}
     return [way for way in ways(sound) if isinstance(at(sound, way), dict) and way not in free]
 
 
 def refuse(value: Any) -> str:
     with pytest.raises(BundleError) as caught:
-        Manifest.from_json(json.dumps(value))
+        parse_manifest(json.dumps(value))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_a_manifest_comes_back_as_it_was_written(sound: dict[str, Any]) -> None:
-    manifest = Manifest.from_json(json.dumps(sound))
-    assert json.loads(manifest.to_json()) == sound
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    manifest = parse_manifest(json.dumps(sound))
+    assert json.loads(write_manifest(manifest)) == sound
+    assert parse_manifest(write_manifest(manifest)) == manifest
 
 
 def test_a_newer_format_says_to_upgrade(sound: dict[str, Any]) -> None:
@@ -86,10 +90,48 @@ def test_a_newer_format_is_told_before_its_unknown_keys(sound: dict[str, Any]) -
     assert "newer" in refuse({"format": sound["format"] + 1, "something": "else"})
 
 
-def test_an_older_format_says_to_export_again(sound: dict[str, Any]) -> None:
-    message = refuse({**sound, "format": 0})
-    assert "older" in message
-    assert "export" in message
+def test_an_older_format_names_the_command_that_makes_the_bundle_again(sound: dict[str, Any]) -> None:
+    old = {
+        "format": 2,
+        "default_k": 5,
+        "dialects": {"ort": {}, "plain": {}},
+        "record": {
+            "source": {"model": "my llava"},
+            "options": {
+                "k": [5, 3], "reduce": ["lsm+fastv:k=2,ratio=0.5"], "precision": "int4", "vision_precision": "int8",
+                "head_precision": "int8", "kv_precision": "fp16", "max_context": None,
+            },
+        },
+    }  # fmt: skip
+    with pytest.raises(BundleError) as caught:
+        parse_manifest(json.dumps(old), "/bundles/old one")
+    assert str(caught.value) == (
+        f"the bundle has format 2, older than this vtx reads ({FORMAT}); make it again with: vtx-export --model "
+        "'my llava' --k 5,3 --dialect ort,plain --precision int4 --vision-precision int8 --head-precision int8 "
+        "--kv-precision fp16 --reduce lsm+fastv:k=2,ratio=0.5 --out '/bundles/old one' --force"
+    )
+
+
+def test_the_command_that_makes_a_bundle_again_is_one_that_vtx_export_takes(
+    sound: dict[str, Any], tmp_path: Path
+) -> None:
+    message = refuse({**sound, "format": 1})
+    words = shlex.split(message.partition("make it again with: ")[2])
+    assert words[0] == "vtx-export"
+    out = str(tmp_path / "again")
+    done = CliRunner().invoke(export_command, [*words[1:], "--out", out], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    again = bundles.manifest(Path(out))
+    same = ("model", "precision", "vision_precision", "head_precision", "max_context", "variants", "stages", "dialects")
+    assert {key: again[key] for key in same} == {key: sound[key] for key in same}
+
+
+@pytest.mark.parametrize(
+    "record", [None, 1, [], {}, {"options": []}, {"options": {"model": 3}}, {"options": {"model": "a\nb"}}]
+)
+def test_an_older_format_without_a_record_says_to_export_again(record: Any) -> None:
+    message = refuse({"format": 1, "record": record})
+    assert message.endswith("export it again with vtx-export")
 
 
 @pytest.mark.parametrize("format", ["1", 1.0, True, None, [1]])
@@ -130,7 +172,7 @@ def test_a_value_of_another_type_is_refused(sound: dict[str, Any]) -> None:
             if way[0:1] == ("image",) or (way[0:1] == ("text",) and new is None):
                 continue  # these two have tests of their own
             with pytest.raises(BundleError):
-                Manifest.from_json(json.dumps(put(sound, way, new)))
+                parse_manifest(json.dumps(put(sound, way, new)))
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "a\\b", "C:/x", "C:x", "\0", "", "weights/.."])
@@ -143,7 +185,7 @@ def test_a_path_that_leaves_the_bundle_is_refused(sound: dict[str, Any], name: s
 
 
 def test_a_graph_without_a_checksum_is_refused(sound: dict[str, Any]) -> None:
-    for way in [("rope",), ("golden",), ("dialects", "ort", "head"), ("dialects", "ort", "stages", 0, "graph")]:
+    for way in [("rope",), ("golden",), ("dialects", "ort", "head"), ("dialects", "ort", "stages", 0)]:
         assert "elsewhere.onnx" in refuse(put(sound, way, "elsewhere.onnx"))
 
 
@@ -173,22 +215,63 @@ def test_values_that_contradict_each_other_are_refused(sound: dict[str, Any], ch
 
 def test_a_stage_may_end_for_a_reduction_where_no_k_is(sound: dict[str, Any]) -> None:
     fewer = {**sound, "variants": [5], "default_k": 5}
-    Manifest.from_json(json.dumps({**fewer, "reductions": ["fastv:k=2,ratio=0.5"]}))
+    parse_manifest(json.dumps({**fewer, "reductions": ["fastv:k=2,ratio=0.5"]}))
     assert "do not cut" in refuse(fewer)
 
 
 def test_queries_and_the_graph_that_scores_them_go_together(sound: dict[str, Any]) -> None:
-    assert "score graph" in refuse(put(sound, ("dialects", "ort", "stages", 0, "query"), True))
+    assert "score graph" in refuse(put(sound, ("stages", 0, "query"), True))
     assert "score graph" in refuse(put(sound, ("dialects", "ort", "score"), sound["rope"]))
 
 
+@pytest.mark.parametrize("dialect", ["ort", "trt", "plain"])
+def test_a_dialect_has_a_file_for_each_stage_and_gate(sound: dict[str, Any], dialect: str) -> None:
+    stages = sound["dialects"][dialect]["stages"]
+    assert "2 stages and 0 gates, the bundle 3 and 0" in refuse(put(sound, ("dialects", dialect, "stages"), stages[1:]))
+    assert "3 stages and 1 gates" in refuse(put(sound, ("dialects", dialect, "gates"), stages[:1]))
+
+
+def test_a_manifest_whose_dialects_are_cut_apart_cannot_be_written(folder: Path) -> None:
+    manifest = Bundle.open(folder).manifest
+    plain = manifest.dialects["plain"]
+    other = dataclasses.replace(plain, stages=plain.stages[1:])
+    with pytest.raises(BundleError, match="'plain' has 2 stages"):
+        dataclasses.replace(manifest, dialects={**manifest.dialects, "plain": other})
+
+
+def test_gates_stand_at_variants(sound: dict[str, Any]) -> None:
+    file = sound["rope"]
+    gated = {**sound, "dialects": {name: {**graphs, "gates": [file]} for name, graphs in sound["dialects"].items()}}
+    assert "interface" in refuse({**gated, "gates": [5]}), "sound but for the interface, which has no gate yet"
+    assert "do not fit" in refuse({**gated, "gates": [4]})
+
+
+def test_what_graphs_take_and_give_is_declared_and_compared(sound: dict[str, Any]) -> None:
+    declared = sound["interface"]
+    stage = declared["dialects"]["ort"]["stage"]
+    assert stage["inputs"]["hidden"] == {"dtype": "float32", "shape": ["tokens", sound["model"]["hidden"]]}
+    assert set(stage["outputs"]) == {"hidden_out", "present_key.{layer}", "present_value.{layer}"}
+    assert declared["constants"]["class_token"] == -1
+    for way in ways(declared):
+        value = at(declared, way)
+        if isinstance(value, dict | list):
+            continue
+        new = value + 1 if isinstance(value, int | float) else f"{value}x"
+        assert "this vtx knows" in refuse(put(sound, ("interface", *way), new)), way
+
+
+def test_the_scales_of_int8_keys_are_a_file_of_the_bundle(sound: dict[str, Any]) -> None:
+    assert "scales go together" in refuse({**sound, "kv_scales": sound["rope"]})
+    assert "scales go together" in refuse({**sound, "kv_dtype": "int8"})
+
+
 def test_no_stage_is_scored_after_the_last_layer(sound: dict[str, Any]) -> None:
-    scored = put(sound, ("dialects", "ort", "stages", 2, "query"), True)
+    scored = put(sound, ("stages", 2, "query"), True)
     assert "do not cut" in refuse(put(scored, ("dialects", "ort", "score"), sound["rope"]))
 
 
 def test_stages_must_cut_the_layers_at_the_variants(sound: dict[str, Any]) -> None:
-    stages = ("dialects", "ort", "stages")
+    stages = ("stages",)
     whole = at(sound, stages)
     refuse(put(sound, stages, whole[:-1]))
     refuse(put(sound, stages, whole[::-1]))
@@ -200,13 +283,21 @@ def test_stages_must_cut_the_layers_at_the_variants(sound: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 31, 10**400])
 def test_sizes_that_no_model_has_are_refused(sound: dict[str, Any], size: int) -> None:
-    for name, value in sound["model"].items():
-        if isinstance(value, int):
-            assert len(refuse(put(sound, ("model", name), size))) < 600
+    for way in ways(sound["model"]):
+        value = at(sound["model"], way)
+        if isinstance(value, int) and not isinstance(value, bool) and "feature_layers" not in way:
+            assert len(refuse(put(sound, ("model", *way), size))) < 600, way
+    assert len(refuse(put(sound, ("layout", "max_tokens"), size))) < 600
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-5, 10**400])
+def test_numbers_that_no_model_has_are_refused(sound: dict[str, Any], value: float) -> None:
+    for way in (("eps",), ("rope", "theta"), ("tower", "eps")):
+        assert way[-1] in refuse(put(sound, ("model", *way), value))
 
 
 def test_an_image_larger_than_the_context_is_refused(sound: dict[str, Any]) -> None:
-    assert "does not fit" in refuse(put(sound, ("model", "vision_tokens"), sound["max_context"]))
+    assert "does not fit" in refuse(put(sound, ("layout", "max_tokens"), sound["max_context"]))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +320,7 @@ def test_an_image_larger_than_the_context_is_refused(sound: dict[str, Any]) -> N
 )
 def test_what_is_no_sound_json_is_refused(text: bytes) -> None:
     with pytest.raises(BundleError):
-        Manifest.from_json(text)
+        parse_manifest(text)
 
 
 def test_a_deep_record_is_refused(sound: dict[str, Any]) -> None:
@@ -249,14 +340,14 @@ def test_a_manifest_beyond_its_size_limit_is_not_read(folder: Path, tmp_path: Pa
 
 def test_a_manifest_cannot_be_altered_in_memory(sound: dict[str, Any]) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Manifest.from_json(json.dumps(sound)).rope = "x"  # type: ignore[misc]
+        parse_manifest(json.dumps(sound)).rope = "x"  # type: ignore[misc]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text() | st.binary() | JSON.map(json.dumps))
 def test_nothing_but_a_bundle_error_comes_of_random_text(text: str | bytes) -> None:
     with pytest.raises(VtxError) as caught:
-        Manifest.from_json(text)
+        parse_manifest(text)
     assert isinstance(caught.value, BundleError)
 
 
@@ -267,10 +358,10 @@ def test_one_value_replaced_gives_a_manifest_or_a_bundle_error(
 ) -> None:
     way = data.draw(st.sampled_from(list(ways(sound))))
     try:
-        manifest = Manifest.from_json(json.dumps(put(sound, way, new)))
+        manifest = parse_manifest(json.dumps(put(sound, way, new)))
     except BundleError:
         return
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert parse_manifest(write_manifest(manifest)) == manifest
 
 
 @settings(max_examples=100, deadline=None)
@@ -279,6 +370,6 @@ def test_one_byte_replaced_gives_a_manifest_or_a_bundle_error(sound: dict[str, A
     text = bytearray(json.dumps(sound).encode())
     text[at_byte % len(text)] = byte
     try:
-        Manifest.from_json(bytes(text))
+        parse_manifest(bytes(text))
     except BundleError as e:
         assert "\n" not in str(e)  # noqa: PT017 - it need not be raised

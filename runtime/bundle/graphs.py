@@ -1,0 +1,125 @@
+"""What each graph of a bundle takes and gives: names, dtypes and shapes, worked out from the manifest.
+
+The manifest file writes this down for other runtimes (`interface.py`); backends compare the graphs they load with it.
+A size that is a string is free. Names with `{layer}` stand once for each layer of a stage, counted from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vtx.runtime.bundle import names
+from vtx.runtime.bundle.manifest import Manifest, StageSpec
+
+LAYER = "{layer}"
+TOKENS, IMAGES = "tokens", "images"
+CACHE_SLOTS = {"ort": ("capacity", "capacity"), "plain": ("past", "past + tokens")}  # of past and present
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One input or output: numpy's name of its type, and its sizes."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphIO:
+    """The inputs and outputs of one graph, by name."""
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+
+    def of_layers(self, spec: StageSpec) -> GraphIO:
+        """With the names of a stage's own layers."""
+        return GraphIO(_of_layers(self.inputs, spec), _of_layers(self.outputs, spec))
+
+
+def embed(m: Manifest) -> GraphIO:
+    return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.HIDDEN: hidden(m)})
+
+
+def head(m: Manifest) -> GraphIO:
+    return GraphIO({names.HIDDEN: hidden(m)}, {names.LOGITS: Tensor("float32", (TOKENS, m.model.vocab))})
+
+
+def gate(m: Manifest) -> GraphIO:
+    return GraphIO({names.HIDDEN: hidden(m)}, {names.ODDS: Tensor("float32", (2,))})
+
+
+def vision(m: Manifest, dialect: str) -> GraphIO:
+    graphs = m.dialects[dialect]
+    merges = graphs.vision_merges
+    images, count = (1, TOKENS) if merges else (IMAGES, m.model.tower.tokens)
+    outputs = {names.FEATURES: Tensor("float32", (images, count, m.model.hidden))}
+    inputs = {names.PIXELS: Tensor("float32", (images, 3, m.image.height, m.image.width))}
+    if merges:
+        inputs[names.TAU] = Tensor("float32", (1,))
+        outputs |= {name: Tensor("int64", (TOKENS,)) for name in (names.PATCH_INDEX, names.MERGED)}
+        outputs[names.SIMILARITY] = Tensor("float32", (TOKENS,))
+    if graphs.vision_attention:
+        outputs[names.CLS_ATTENTION] = Tensor("float32", (TOKENS,))
+    if graphs.vision_last_attention:
+        outputs[names.CLS_ATTENTION_LAST] = Tensor("float32", (TOKENS,))
+    return GraphIO(inputs, outputs)
+
+
+def stage(m: Manifest, dialect: str, *, query: bool) -> GraphIO:
+    """A stage; names of what each layer has contain `{layer}`."""
+    past, present = CACHE_SLOTS.get(dialect, (m.max_context, m.max_context))
+    table = Tensor("float32", (m.max_context if dialect == "trt" else "max_context", m.model.head_dim // 2))
+    inputs = {
+        names.HIDDEN: hidden(m),
+        names.POSITIONS: Tensor("int64", (1, TOKENS)),
+        names.COS: table,
+        names.SIN: table,
+    }
+    inputs |= {name: Tensor("int32", (1,)) for name in names.SLOTS[dialect]}
+    inputs |= {name(LAYER): cache(m, dialect, past) for name in (names.past_key, names.past_value)}
+    if cache(m, dialect, past).dtype == "int8":
+        inputs |= {name(LAYER): _scale(m) for name in (names.key_scale, names.value_scale)}
+    outputs = {names.HIDDEN_OUT: hidden(m)}
+    outputs |= {name(LAYER): cache(m, dialect, present) for name in (names.present_key, names.present_value)}
+    if query:
+        outputs[names.QUERY] = _query(m)
+    return GraphIO(inputs, outputs)
+
+
+def score(m: Manifest, dialect: str) -> GraphIO:
+    slots = m.max_context if dialect == "trt" else "slots"
+    inputs = {
+        names.QUERY: _query(m),
+        names.KEY: cache(m, dialect, m.max_context if dialect == "trt" else "capacity"),
+        names.TOTAL_SLOTS: Tensor("int32", (1,)),
+    }
+    if inputs[names.KEY].dtype == "int8":
+        inputs[names.KEY_SCALE] = _scale(m)
+    outputs = (names.ATTENTION_SUM, names.ATTENTION_MAX)
+    return GraphIO(inputs, {name: Tensor("float32", (slots,)) for name in outputs})
+
+
+def hidden(m: Manifest) -> Tensor:
+    return Tensor("float32", (TOKENS, m.model.hidden))
+
+
+def cache(m: Manifest, dialect: str, slots: int | str) -> Tensor:
+    """K or V of one layer."""
+    return Tensor(names.kv_type(dialect, m.kv_dtype), (1, m.model.kv_heads, slots, m.model.head_dim))
+
+
+def _query(m: Manifest) -> Tensor:
+    return Tensor("float32", (TOKENS, m.model.heads * m.model.head_dim))
+
+
+def _scale(m: Manifest) -> Tensor:
+    return Tensor("float32", (1, m.model.kv_heads, 1, m.model.head_dim))
+
+
+def _of_layers(tensors: Mapping[str, Tensor], spec: StageSpec) -> dict[str, Tensor]:
+    named = {name: tensor for name, tensor in tensors.items() if LAYER not in name}
+    each = {name: tensor for name, tensor in tensors.items() if LAYER in name}
+    for layer in range(spec.first, spec.last + 1):
+        named |= {name.replace(LAYER, str(layer)): tensor for name, tensor in each.items()}
+    return named

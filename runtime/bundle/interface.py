@@ -1,0 +1,72 @@
+"""What a runtime in any language must know to run a bundle's graphs, declared in `vtx.json` and checked on reading.
+
+All of it follows from the rest of the manifest and from `names.py`, so it is written and compared, and never stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vtx.runtime.bundle import graphs, names
+from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.strict import plain
+from vtx.runtime.errors import BundleError
+
+# How K and V of a stage are kept: one buffer that a graph reads and writes, or an output that is the next input.
+CACHES = {"ort": "in place", "trt": "in place", "plain": "grows"}
+
+
+def declare(m: Manifest) -> dict[str, Any]:
+    """The section `interface` of `vtx.json`, as JSON holds it."""
+    return {
+        "layers_from": 1,
+        "kv_cache": {"axes": ["layer", "key or value", "kv_head", "slot", "head_dim"], "dtype": m.kv_dtype},
+        "constants": {
+            "class_token": names.CLASS_TOKEN,
+            "merged": {"gone": names.GONE, "patch": names.PATCH, "window": names.WINDOW},
+            "vision_defaults": dict(names.VISION_DEFAULTS),
+            "odds": list(names.ODDS_ORDER),
+        },
+        "dialects": {dialect: _dialect(m, dialect) for dialect in m.dialects},
+    }
+
+
+def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
+    stage = graphs.stage(m, dialect, query=False)
+    found = {
+        "cache": CACHES[dialect],
+        "kv_dtype": names.kv_type(dialect, m.kv_dtype),
+        "vision": graphs.vision(m, dialect),
+        "embed": graphs.embed(m),
+        "stage": stage,
+        "head": graphs.head(m),
+    }
+    if m.gates:
+        found["gate"] = graphs.gate(m)
+    if m.dialects[dialect].score is not None:
+        found["score"] = graphs.score(m, dialect)
+        given = graphs.stage(m, dialect, query=True).outputs
+        found["stage_query"] = {name: tensor for name, tensor in given.items() if name not in stage.outputs}
+    declared: dict[str, Any] = plain(found)
+    return declared
+
+
+def check(m: Manifest, declared: Any) -> None:
+    """Raise BundleError, naming the first difference, unless `declared` is the interface that this vtx knows."""
+    problem = _difference(declare(m), declared, "interface")
+    if problem:
+        raise BundleError(f"vtx.json: {problem}; the bundle was altered or made by another vtx, export again")
+
+
+def _difference(wanted: Any, declared: Any, where: str) -> str:
+    if isinstance(wanted, dict) and isinstance(declared, dict):
+        unknown, missing = sorted(set(declared) - set(wanted)), sorted(set(wanted) - set(declared))
+        if unknown or missing:
+            return f"{where}: " + (f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing")
+        problems = (_difference(wanted[key], declared[key], f"{where}.{key}") for key in wanted)
+        return next(filter(None, problems), "")
+    if isinstance(wanted, list) and isinstance(declared, list) and len(wanted) == len(declared):
+        problems = (_difference(a, b, where) for a, b in zip(wanted, declared, strict=True))
+        return next(filter(None, problems), "")
+    same = type(wanted) is type(declared) and wanted == declared
+    return "" if same else f"{where} is {str(declared)[:60]!r}, this vtx knows {str(wanted)[:60]!r}"

@@ -1,0 +1,143 @@
+"""Sizes of a model as its bundle declares them: decoder, vision tower and projector, nothing left to be guessed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vtx.runtime.errors import BundleError
+
+MAX_LAYERS = 512
+MAX_SIZE = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: the kind, its base, and the frequencies [head_dim / 2] from which the tables were made."""
+
+    kind: str
+    theta: float
+    frequencies: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_sizes("model.rope", self)
+        if not all(map(math.isfinite, self.frequencies)):
+            raise BundleError("vtx.json: a frequency of model.rope is not a number; export again")
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSpec:
+    """A vision tower. Hidden states are counted from 0, the embeddings; the last of `feature_layers` is the deepest.
+
+    `layers` are those of the checkpoint; the bundle holds them up to the deepest feature layer, or all
+    where its vision graph gives the last one's attention. `select`: "default"
+    leaves out the first token, whatever it is, "full" keeps what the tower gives.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    image: int
+    patch: int
+    class_token: bool
+    feature_layers: tuple[int, ...]
+    select: str
+    activation: str
+    eps: float
+
+    def __post_init__(self) -> None:
+        _check_sizes("model.tower", self)
+        states, chosen = self.layers + 1, self.feature_layers
+        if self.patch > self.image or self.hidden % self.heads:
+            raise BundleError(
+                f"vtx.json: a tower of {self.image} pixels in patches of {self.patch}, {self.hidden} wide with "
+                f"{self.heads} heads, is not a tower; export again"
+            )
+        if not chosen or not all(0 <= number < states for number in chosen) or self.select not in ("default", "full"):
+            raise BundleError(
+                f"vtx.json: feature layers {list(chosen)} with {self.select!r:.20} are not among the {states} hidden "
+                "states of the tower; export again"
+            )
+
+    @property
+    def grid(self) -> int:
+        """Patches on one side."""
+        return self.image // self.patch
+
+    @property
+    def used_layers(self) -> int:
+        """Layers that features are made of."""
+        return max(self.feature_layers)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one pass of the tower, as they leave it."""
+        return self.grid**2 + self.class_token - (self.select == "default")
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectorSpec:
+    """Two matrices with an activation between: [intermediate, tower features] and [hidden, intermediate]."""
+
+    intermediate: int
+    activation: str
+    bias: bool
+
+    def __post_init__(self) -> None:
+        _check_sizes("model.projector", self)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The decoder's sizes, with those of tower and projector. `tied`: the head is the embedding table."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    eps: float
+    activation: str
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    rope: RopeSpec
+    tower: TowerSpec
+    projector: ProjectorSpec
+
+    def __post_init__(self) -> None:
+        _check_sizes("model", self)
+        if self.layers > MAX_LAYERS:
+            raise BundleError(f"vtx.json: {self.layers} layers, the limit is {MAX_LAYERS}; export again")
+        if self.heads % self.kv_heads:
+            raise BundleError(
+                f"vtx.json: {self.heads} heads cannot share {self.kv_heads} key/value heads evenly; export again"
+            )
+        if 2 * len(self.rope.frequencies) != self.head_dim:
+            raise BundleError(
+                f"vtx.json: {len(self.rope.frequencies)} rotary frequencies do not fit heads of {self.head_dim}; "
+                "export again"
+            )
+
+
+def _check_sizes(where: str, spec: Any) -> None:
+    """Raise BundleError unless every whole number is a size, and every other one finite."""
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= MAX_SIZE:
+            raise BundleError(f"vtx.json: {where}.{field.name} is {_short(value)}, outside 1..{MAX_SIZE}; export again")
+        if isinstance(value, float) and not 0 < value < math.inf:
+            raise BundleError(f"vtx.json: {where}.{field.name} is {value}, not a positive number; export again")
+
+
+def _short(value: int) -> str:
+    return str(value) if -(10**30) < value < 10**30 else "a number of over 30 digits"

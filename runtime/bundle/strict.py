@@ -1,0 +1,111 @@
+"""JSON read strictly into frozen dataclasses: an unknown, missing or mistyped key is an error that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from vtx.runtime.errors import BundleError, VtxError
+
+T = TypeVar("T")
+DAMAGED = "the bundle was altered or made by another vtx, export again"
+
+
+@dataclass(frozen=True, slots=True)
+class Strict:
+    """A strict reader; what it raises is `error`, and says that `cure` fixes it."""
+
+    error: type[VtxError] = BundleError
+    cure: str = DAMAGED
+
+    def read(self, kind: type[T], data: Any, where: str) -> T:
+        """`data`, as JSON gives it, as the dataclass `kind`; a class with `from_dict` reads itself.
+
+        Every field must be there, and no other key. A tuple is a list in JSON, a float may be a whole number.
+
+        Raises:
+            VtxError: of the class `error`, naming the key by its path from `where`.
+
+        """
+        if not isinstance(data, dict):
+            raise self.error(f"{where} is {type(data).__name__}, not an object; {self.cure}")
+        if hasattr(kind, "from_dict"):
+            return cast(T, cast(Any, kind).from_dict(data))
+        hints = typing.get_type_hints(kind)
+        unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data))
+        if unknown or missing:
+            problem = f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing"
+            raise self.error(f"{where}: {problem}; {self.cure}")
+        return kind(**{name: self.value(hint, data[name], f"{where}: {name}") for name, hint in hints.items()})
+
+    def value(self, hint: Any, data: Any, where: str) -> Any:
+        """`data` as a value of the annotated type `hint`."""
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if origin is types.UnionType:
+            return self._one_of(args, data, where)
+        if origin is tuple and isinstance(data, list):
+            return self._tuple(args, data, where)
+        if origin in (dict, Mapping) and isinstance(data, dict):
+            return {key: self.value(args[1], item, f"{where}.{key}") for key, item in data.items()}
+        if origin is typing.Literal and isinstance(data, str) and data in args:
+            return data
+        if dataclasses.is_dataclass(hint):
+            return self.read(cast(type, hint), data, where)
+        if hint is float and type(data) in (int, float):
+            return _float(data)
+        if hint is Any or (isinstance(hint, type) and type(data) is hint):
+            return data
+        raise self.error(f"{where} is {str(data)[:60]!r}, not {getattr(hint, '__name__', hint)}; {self.cure}")
+
+    def _one_of(self, kinds: tuple[Any, ...], data: Any, where: str) -> Any:
+        if data is None and type(None) in kinds:
+            return None
+        fits = [kind for kind in kinds if kind is not type(None) and _may_be(kind, data)]
+        if not fits:
+            names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+            raise self.error(f"{where} is {str(data)[:60]!r}, not {names}; {self.cure}")
+        return self.value(fits[0], data, where)
+
+    def _tuple(self, kinds: tuple[Any, ...], data: list[Any], where: str) -> tuple[Any, ...]:
+        if kinds[-1] is Ellipsis:
+            return tuple(self.value(kinds[0], item, where) for item in data)
+        if len(kinds) != len(data):
+            raise self.error(f"{where} has {len(data)} items, not {len(kinds)}; {self.cure}")
+        return tuple(self.value(kind, item, where) for kind, item in zip(kinds, data, strict=True))
+
+
+def plain(value: Any) -> Any:
+    """A dataclass as JSON holds it: objects, lists and scalars."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def write_json(value: Any) -> str:
+    """A dataclass as the text of a JSON file, one value a line."""
+    return json.dumps(plain(value), indent=1, ensure_ascii=False) + "\n"
+
+
+def _may_be(kind: Any, data: Any) -> bool:
+    """Whether JSON's `data` has the outer form of `kind`."""
+    if dataclasses.is_dataclass(kind) or typing.get_origin(kind) in (dict, Mapping):
+        return isinstance(data, dict)
+    if typing.get_origin(kind) is tuple:
+        return isinstance(data, list)
+    return type(data) is kind or (kind is float and type(data) is int)
+
+
+def _float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # a whole number of hundreds of digits
+        return float("inf")

@@ -1,0 +1,1 @@
+"""Image layouts, one file each; `vtx.runtime.vision.layout` names them."""
