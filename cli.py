@@ -15,7 +15,7 @@ from vtx.exporter.commands.calibrate import calibrate, train_gate
 from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.plan import plan
-from vtx.runtime.terminal.console import command, note, table
+from vtx.runtime.terminal.console import command, note, require_signature_option, table
 from vtx.runtime.terminal.depth import DepthType
 
 if TYPE_CHECKING:
@@ -68,13 +68,14 @@ if TYPE_CHECKING:
 @click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
 @click.option("--threads", type=int, help="[default: all cores]")
 @click.option("--force", is_flag=True, help="Load also where the free memory looks too small.")
+@require_signature_option
 def run(
     words: tuple[str, ...], bundle: str | None,
     k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
     more: tuple[str, ...], text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, device: str, compute: str | None, threads: int | None,
-    force: bool,
+    force: bool, require_signature: Path | None,
 ) -> None:  # fmt: skip
     """Answer questions about an image. Several questions reuse the image."""
     images, questions = ([], list(words)) if text_only else (list(words[:1]), list(words[1:]))
@@ -85,7 +86,10 @@ def run(
     from vtx.runtime.session.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
-    model = load(find_bundle(bundle), device=device, compute=compute, threads=threads, force=force)
+    model = load(
+        find_bundle(bundle), device=device, compute=compute, threads=threads, force=force,
+        require_signature=require_signature,
+    )  # fmt: skip
     name, backend = model.manifest.model.name, model.backend
     where = (
         f"{name} on {backend.device} ({model.why}), {model.manifest.precision} weights, {backend.compute} arithmetic"
@@ -155,12 +159,14 @@ def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
 @command(epilog="vtx-inspect vtx-demo-k16-fp16\nvtx-inspect vtx-demo-k16-fp16 --json")
 @click.argument("bundle", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
-def inspect(bundle: str, as_json: bool) -> None:
+@require_signature_option
+def inspect(bundle: str, as_json: bool, require_signature: Path | None) -> None:
     """Show what is in a bundle: stages, variants, precision, sizes, KV bytes per K."""
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.seal import PublicKey
     from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe
 
-    facts = describe(Bundle.open(bundle))
+    facts = describe(Bundle.open(bundle, key=PublicKey.load(require_signature) if require_signature else None))
     if as_json:
         import json
 

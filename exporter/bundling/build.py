@@ -29,7 +29,7 @@ from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.bundle import names
-from vtx.runtime.bundle.bundle import MANIFEST, sha256
+from vtx.runtime.bundle.bundle import seal_manifest, sha256
 from vtx.runtime.bundle.manifest import (
     FORMAT,
     GOLDEN,
@@ -42,7 +42,6 @@ from vtx.runtime.bundle.manifest import (
     Manifest,
 )
 from vtx.runtime.bundle.safetensors import read_header, write_safetensors
-from vtx.runtime.bundle.vtx_json import write_manifest
 from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text, parse_tokenizer
 from vtx.runtime.vision.layout import spec_of
@@ -74,7 +73,7 @@ def fill(folder: Path, plan: Plan, journal: Journal, report: Report) -> None:
     manifest = _manifest(folder, plan, records, _record(plan, started, factors), report)
     journal.remove()
     (folder / FACTORS).unlink(missing_ok=True)
-    _write_file(folder / MANIFEST, write_manifest(manifest))
+    seal_manifest(folder, manifest)
 
 
 def _write_file(path: Path, text: str) -> None:

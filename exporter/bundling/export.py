@@ -25,7 +25,8 @@ from vtx.exporter.bundling.staging import (
     sync,
 )
 from vtx.exporter.weights.journal import Journal, begin
-from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.bundle import Bundle, seal_manifest
+from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
 
 
@@ -37,10 +38,12 @@ def run_export(
     report: Report,
     say: Callable[[str], None] = lambda _: None,
     begun: Callable[[Path, Journal], None] | None = None,
+    sign: SigningKey | None = None,
 ) -> Bundle:
     """Write the bundle `out`. `report` gets (phase, done, total) as the work goes on, `say` a line for the user.
 
     `begun` is called with the staging directory and the journal once the work can begin, as to forecast its time.
+    `sign` is the key that signs the manifest once it is complete.
 
     An export that is interrupted leaves a hidden folder beside `out`; the same export goes on from there.
 
@@ -73,6 +76,8 @@ def run_export(
         fill(folder, plan, journal, report)
         if plan.options.retain is not None:
             settle(folder, plan.options.retain, report)
+        if sign is not None:
+            seal_manifest(folder, Bundle.open(folder, check=False).manifest, sign)
         sync(folder)
         with alone_in(out.parent):
             put_in_place(folder, out, force)

@@ -10,6 +10,7 @@ from pathlib import Path
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.weights.journal import key_in
 from vtx.runtime.bundle.bundle import MANIFEST
+from vtx.runtime.bundle.seal import unseal
 
 
 def can_resume(folder: Path, key: str) -> bool:
@@ -17,6 +18,7 @@ def can_resume(folder: Path, key: str) -> bool:
     if key_in(folder) != key:
         return False
     (folder / MANIFEST).unlink(missing_ok=True)
+    unseal(folder / MANIFEST)
     return True
 
 

@@ -13,8 +13,7 @@ from vtx.exporter.data.items import Data
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.bundle.bundle import MANIFEST
-from vtx.runtime.bundle.vtx_json import write_manifest
+from vtx.runtime.bundle.bundle import seal_manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec
 
@@ -80,7 +79,7 @@ def settle(folder: Path, wanted: Retain, report: Report) -> Settled:
         reductions=(settled.spec, *manifest.reductions[1:]),
         record={**manifest.record, "retain": record},
     )
-    (folder / MANIFEST).write_bytes(write_manifest(changed).encode("utf-8", "surrogatepass"))
+    seal_manifest(folder, changed)
     return settled
 
 

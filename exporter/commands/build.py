@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vtx.exporter.tensorrt.lint import LintFinding
     from vtx.exporter.tensorrt.targets import Target
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.seal import SigningKey
 
 DEFAULT_TARGET = "this"
 
@@ -38,23 +39,29 @@ DEFAULT_TARGET = "this"
     "--check", is_flag=True, help="Check the graphs against the rules of the target's TensorRT; build nothing."
 )
 @click.option("--force", is_flag=True, help="Build even if the free memory looks too small.")
+@click.option(
+    "--sign", type=click.Path(path_type=Path), metavar="KEY",
+    help="Sign the engines with this Ed25519 key (PEM), which must have signed the bundle.",
+)  # fmt: skip
 def build(
     bundle: Path, targets: list[str], dialect: str | None, workspace: int | None, timing_cache: Path | None,
-    check: bool, force: bool,
+    check: bool, force: bool, sign: Path | None,
 ) -> None:  # fmt: skip
     """Build TensorRT engines from a bundle's graphs, into its engines/ directory."""
     end_on_sigterm()
     from vtx.exporter.tensorrt.targets import check_libraries, find_target
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.seal import SigningKey
 
-    known, opened = [find_target(name) for name in targets], Bundle.open(bundle)
+    key = SigningKey.load(sign) if sign else None
+    known, opened = [find_target(name) for name in targets], Bundle.open(bundle, key=key.public if key else None)
     for target in known:
         check_libraries(target, building=not check)
     if check:
         _check(opened, known, dialect)
         return
     for target in known:
-        _build(opened, target, dialect=dialect, workspace=workspace, timing_cache=timing_cache, force=force)
+        _build(opened, target, dialect=dialect, workspace=workspace, timing_cache=timing_cache, key=key, force=force)
 
 
 def _check(bundle: Bundle, targets: list[Target], dialect: str | None) -> None:
@@ -92,6 +99,7 @@ def _build(
     dialect: str | None,
     workspace: int | None,
     timing_cache: Path | None,
+    key: SigningKey | None,
     force: bool,
 ) -> None:
     from vtx.exporter.tensorrt import build as engines
@@ -104,7 +112,7 @@ def _build(
     module, release = load_tensorrt(target)
     plan = engines.plan_engines(
         bundle, target, release, module.__version__, dialect or release.dialect,
-        workspace=None if workspace is None else workspace << 20, timing_cache=timing_cache,
+        workspace=None if workspace is None else workspace << 20, timing_cache=timing_cache, key=key,
     )  # fmt: skip
     if not force:
         engines.check_memory(plan)

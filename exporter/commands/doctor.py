@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from vtx.runtime.errors import BundleError, DeviceError
-from vtx.runtime.terminal.console import bar, command, note, table
+from vtx.runtime.terminal.console import bar, command, note, require_signature_option, table
 
 if TYPE_CHECKING:
     from vtx.exporter.estimate.fits import Fits
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
 @click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
-def doctor(bundle: str | None, device: str, compute: str | None, as_json: bool) -> None:
+@require_signature_option
+def doctor(
+    bundle: str | None, device: str, compute: str | None, as_json: bool, require_signature: Path | None
+) -> None:  # fmt: skip
     """Check this machine and list what fits, or check a bundle: its files, then its golden vectors computed again."""
     if bundle is None:
         _machine(as_json=as_json)
     else:
-        _bundle(bundle, device, compute, as_json=as_json)
+        _bundle(bundle, device, compute, require_signature, as_json=as_json)
 
 
 def _machine(*, as_json: bool) -> None:
@@ -56,11 +60,15 @@ def _show_machine(report: MachineReport, fits: list[Fits]) -> None:
         table(title, ["model", *PRECISIONS], rows)
 
 
-def _bundle(folder: str, device: str, compute: str | None, *, as_json: bool) -> None:
+def _bundle(
+    folder: str, device: str, compute: str | None, require_signature: Path | None, *, as_json: bool
+) -> None:  # fmt: skip
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.seal import PublicKey
     from vtx.runtime.report.doctor import altered_files, check_bundle
 
-    opened = Bundle.open(folder, check=False)
+    key = PublicKey.load(require_signature) if require_signature else None
+    opened = Bundle.open(folder, check=False, key=key)
     with bar() as progress:
         altered = altered_files(opened, progress)
     for problem in altered:
@@ -69,7 +77,7 @@ def _bundle(folder: str, device: str, compute: str | None, *, as_json: bool) -> 
         if as_json:
             _print_json({"bundle": str(opened.folder), "altered": altered})
         raise BundleError(f"{len(altered)} of {len(opened.manifest.files)} files are not as exported; export again")
-    report = check_bundle(folder, device, compute)
+    report = check_bundle(folder, device, compute, require_signature)
     if as_json:
         _print_json({**report.to_dict(), "altered": []})
     else:

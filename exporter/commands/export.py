@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vtx.exporter.data.items import Data
     from vtx.exporter.weights.journal import Journal
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.seal import SigningKey
 
 
 def _chosen_ks(_: click.Context, __: click.Parameter, depths: tuple[Depth, ...]) -> tuple[int, ...] | str:
@@ -113,15 +114,22 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
     "--max-memory", callback=_bytes, metavar="SIZE", help="Refuse an export that is expected to need more, as 2GB."
 )
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
+@click.option(
+    "--sign", type=click.Path(path_type=Path), metavar="KEY",
+    help="Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
+)  # fmt: skip
 def export(
     model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
     gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
-    retain: float | None, max_memory: int | None, force: bool, activation_aware: bool,
+    retain: float | None, max_memory: int | None, force: bool, activation_aware: bool, sign: Path | None,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
+    from vtx.runtime.bundle.seal import SigningKey
+
     library = exporter()
+    key = SigningKey.load(sign) if sign else None
     template = library.load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None
     if calibration is not None and not one_k and retain is None and not activation_aware:
@@ -145,7 +153,7 @@ def export(
         note(f"warning: {warning}")
     library.check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
-    export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), force=force)
+    export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), key, force=force)
 
 
 def _retain(tokens: float, calibration: str | None, *, demo: bool) -> Retain:
@@ -169,7 +177,7 @@ def _questions(purpose: str, calibration: str | None, samples: int, *, demo: boo
     return read_data(calibration or SCENES, None, samples)
 
 
-def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
+def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, force: bool) -> Path:
     """Export with a forecast before, a bar during, and the measured figures after."""
     import time
 
@@ -200,7 +208,7 @@ def export_with_bar(plan: Plan, out: Path, *, force: bool) -> Path:
             note(f"           about {duration(expected)} if the machine stays as busy as it is: {parts}")
             bars.expect(forecast.phases)
 
-        bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, begun=begun)
+        bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, begun=begun, sign=sign)
     seconds = time.monotonic() - started
     weighed = sum(record.bytes for record in bundle.manifest.files.values())
     note(

@@ -31,6 +31,7 @@ from vtx.runtime.bundle.fingerprint import (
     open_engine,
     read_engines,
 )
+from vtx.runtime.bundle.seal import SigningKey, write_sealed
 from vtx.runtime.errors import BundleError, ExportError, RequestError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
@@ -77,6 +78,7 @@ class EnginePlan:
     workspace: int | None
     timing_cache: Path | None
     jobs: tuple[EngineJob, ...]
+    key: SigningKey | None = None
 
     @property
     def folder(self) -> Path:
@@ -105,8 +107,9 @@ def plan_engines(
     *,
     workspace: int | None = None,
     timing_cache: Path | None = None,
+    key: SigningKey | None = None,
 ) -> EnginePlan:
-    """The engines to build, checked as far as possible before a builder runs.
+    """The engines to build, checked as far as possible before a builder runs; `key` signs the record of them.
 
     Raises:
         RequestError: the target does not support the bundle's precision.
@@ -130,7 +133,7 @@ def plan_engines(
     )
     return EnginePlan(
         bundle=bundle, target=target, release=release, version=version, dialect=dialect, workspace=workspace,
-        timing_cache=timing_cache, jobs=jobs,
+        timing_cache=timing_cache, jobs=jobs, key=key,
     )  # fmt: skip
 
 
@@ -227,12 +230,7 @@ def _engine_set(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> Engine
 
 
 def _write_record(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None:
-    partial = plan.folder / f".{RECORD}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(_engine_set(plan, engines).to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(plan.folder / RECORD)
+    write_sealed(plan.folder / RECORD, _engine_set(plan, engines).to_json().encode(), plan.key)
 
 
 def _remove_unrecorded(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None:

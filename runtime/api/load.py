@@ -6,11 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.devices import AUTO, GPU_DEVICES, choose, float_bytes, open_backend
 from vtx.runtime.backends.memory import EXPANDED, needed_memory
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
@@ -26,6 +28,7 @@ def load(
     compute: str | None = None,
     threads: int | None = None,
     force: bool = False,
+    require_signature: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Load a bundle that `vtx-export` made.
 
@@ -36,9 +39,11 @@ def load(
         compute: type of the arithmetic, "f32" (also when left out) or, on OpenVINO, "bf16".
         threads: threads to compute with; all cores when left out.
         force: load also where the memory that is free looks too small for the weights.
+        require_signature: a public key (Ed25519, PEM); only a bundle that the private half has signed is loaded. All
+            its files are hashed before it is used, which takes a second for each 0.5 GB or so.
 
     Raises:
-        BundleError: no bundle, or a damaged one.
+        BundleError: no bundle, a damaged one, or one without the signature that is required.
         DeviceError: the device, its package, its graphs or its arithmetic are not there, or the memory is too small.
         RequestError: `threads` is not a whole number of at least 1.
 
@@ -46,7 +51,8 @@ def load(
     start = time.perf_counter()
     if threads is not None:
         check_whole("threads", threads, 1)
-    opened = Bundle.open(bundle)
+    key = None if require_signature is None else PublicKey.load(Path(require_signature))
+    opened = Bundle.open(bundle, key=key)
     place = choose(opened, device, compute)
     if not force and place.device not in GPU_DEVICES:
         _check_memory(opened, float_bytes(place))

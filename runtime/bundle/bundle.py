@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.files import Folder, Identity, digest, open_named, reason
 from vtx.runtime.bundle.manifest import MAX_BYTES, Manifest
 from vtx.runtime.bundle.safetensors import Header, header_of, unpack
-from vtx.runtime.bundle.vtx_json import parse_manifest
+from vtx.runtime.bundle.seal import CHECKSUM, PublicKey, SigningKey, read_sealed, write_sealed
+from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError
 
 MANIFEST = "vtx.json"
@@ -25,31 +26,33 @@ CURE = "copy the bundle again, or export it again"
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An opened bundle. `folder` is absolute; nothing outside it is read."""
+    """An opened bundle. `folder` is absolute; nothing outside it is read. `key` is the one that must have signed it."""
 
     folder: Path
     manifest: Manifest
+    key: PublicKey | None = field(default=None, compare=False)
     _checked: dict[str, Identity] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], *, check: bool = True) -> Bundle:
+    def open(cls, folder: str | os.PathLike[str], *, check: bool = True, key: PublicKey | None = None) -> Bundle:
         """Read the manifest and check every file's presence and size, and the checksums of small files.
 
         `check=False` leaves the files alone, for a caller that verifies them itself. Large files are
-        hashed by `verify` only.
+        hashed by `verify` only. With a `key` the manifest's signature is verified before anything else is
+        read or parsed, and every file is hashed, large ones too.
 
         Raises:
-            BundleError: no bundle, a damaged or hostile one, or one from another version.
+            BundleError: no bundle, a damaged or hostile one, one from another version, or not signed by `key`.
 
         """
         try:
             path = Path(folder).expanduser().absolute()
-            bundle = cls(path, _read_manifest(path))
+            bundle = cls(path, _read_manifest(path, key), key)
         except (OSError, RuntimeError, ValueError) as e:
             raise BundleError(f"{folder} cannot be read ({reason(e)}); check its name and permissions") from e
         if check:
             for name in bundle.manifest.files:
-                bundle._check(name, whole=False)
+                bundle._check(name, whole=key is not None)
         return bundle
 
     @property
@@ -130,7 +133,7 @@ class Bundle:
             if name != graph and name.endswith(".onnx"):
                 continue
             if name not in self._checked:
-                self._check(name, whole=False)
+                self._check(name, whole=self.key is not None)
             with self._open(name) as file:
                 self._same(name, file)
 
@@ -151,13 +154,21 @@ def _folder(path: Path) -> Folder:
     return Folder(path, "bundle", BundleError, CURE)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def seal_manifest(folder: Path, manifest: Manifest, key: SigningKey | None = None) -> None:
+    """Write `vtx.json` with what vouches for it. Raises `OSError`."""
+    write_sealed(folder / MANIFEST, write_manifest(manifest).encode("utf-8", "surrogatepass"), key)
+
+
+def _read_manifest(path: Path, key: PublicKey | None) -> Manifest:
     folder = _folder(path)
     if not path.is_dir():
         raise BundleError(f"{path} is not a directory; make a bundle with vtx-export --out {path.name}")
     if not folder.exists(MANIFEST):
         raise BundleError(f"{path} holds no {MANIFEST}, so it is not a bundle; make one with vtx-export")
-    return parse_manifest(folder.read(MANIFEST, MAX_BYTES, links=False), os.fspath(path))
+    if key is None and not folder.exists(MANIFEST + CHECKSUM):
+        # an older format says so
+        parse_manifest(folder.read(MANIFEST, MAX_BYTES, links=False), os.fspath(path))
+    return parse_manifest(read_sealed(folder, MANIFEST, MAX_BYTES, key), os.fspath(path))
 
 
 def _altered(name: str) -> str:

@@ -20,6 +20,7 @@ from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle
 from vtx.runtime.bundle.files import digest
 from vtx.runtime.bundle.manifest import check_inside
 from vtx.runtime.bundle.safetensors import parse_json
+from vtx.runtime.bundle.seal import read_sealed
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.gpu import Gpu
 
@@ -76,15 +77,17 @@ class EngineSet:
 def read_engines(bundle: Bundle, target: str) -> EngineSet:
     """The engines of a target, as recorded; the files themselves are looked at by `open_engine`.
 
+    They are built after a bundle was signed, so their record has a signature of its own, by the same key.
+
     Raises:
-        BundleError: there are none, or the record is damaged.
+        BundleError: there are none, the record is damaged, or not signed where the bundle's signature is required.
 
     """
     where, cure = f"{FOLDER}/{target}/{RECORD}", build_command(bundle, target)
     if not bundle.files.exists(where):
         raise BundleError(f"{bundle.folder} holds no engines for {target}; {cure}")
     try:
-        data = parse_json(bundle.files.read(where, MAX_BYTES), where, error=BundleError)
+        data = parse_json(_sealed(bundle, target, where), where, error=BundleError)
         found = _engine_set(data)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise BundleError(f"{where} is damaged ({type(e).__name__}: {e}); {cure}") from e
@@ -93,6 +96,11 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
     for record in found.engines.values():
         check_inside(record.file)
     return found
+
+
+def _sealed(bundle: Bundle, target: str, record: str) -> bytes:
+    cure = build_command(bundle, target) + (" --sign KEY" if bundle.key else "")
+    return read_sealed(dataclasses.replace(bundle.files, cure=cure), record, MAX_BYTES, bundle.key)
 
 
 def targets(bundle: Bundle) -> list[str]:
@@ -143,7 +151,8 @@ def open_engine(bundle: Bundle, engines: EngineSet, record: EngineRecord, *, who
         file.close()
         problem = "it is cut short" if size < record.bytes else "it is too long"
         raise BundleError(f"{record.file} holds {size:,} bytes of {record.bytes:,}, {problem}; {cure}")
-    if (whole or size <= QUICK_BYTES) and digest(file, record.file, BundleError) != record.sha256:
+    hashed = whole or bundle.key is not None or size <= QUICK_BYTES
+    if hashed and digest(file, record.file, BundleError) != record.sha256:
         file.close()
         raise BundleError(f"{record.file} was altered after it was built (its SHA-256 differs); {cure}")
     return file

@@ -227,9 +227,9 @@ def altered_files(bundle: Bundle, report: Callable[[str, int, int], None]) -> li
     return [problem for _, problem in bundle.verify(hashed) if problem]
 
 
-def check_bundle(folder: str, device: str, compute: str | None) -> BundleReport:
+def check_bundle(folder: str, device: str, compute: str | None, require_signature: Path | None = None) -> BundleReport:
     """Compute a bundle's golden vectors again on a device."""
-    model = load(folder, device=device, compute=compute)
+    model = load(folder, device=device, compute=compute, require_signature=require_signature)
     return BundleReport(
         bundle=str(model.bundle.folder),
         files=len(model.manifest.files),

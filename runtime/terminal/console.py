@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -46,6 +47,12 @@ def note(message: str) -> None:
 
 
 command = functools.partial(click.command, cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+require_signature_option = click.option(
+    "--require-signature", type=click.Path(path_type=Path), metavar="PUBKEY",
+    help="Use the bundle only if the private half of this Ed25519 key (PEM) signed it; every file is hashed first.",
+)  # fmt: skip
 
 
 @contextmanager

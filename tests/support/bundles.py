@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.bundle.strict import Strict
 from vtx.runtime.bundle.vtx_json import INTERFACE
 from vtx.runtime.bundle.vtx_json import write_manifest as to_text
@@ -59,7 +60,8 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, value: object) -> None:
-    (folder / "vtx.json").write_text(json.dumps(value), encoding="utf-8")
+    """Write a manifest with its checksum, as a forger would."""
+    write_sealed(folder / "vtx.json", json.dumps(value).encode())
 
 
 def forge(folder: Path, value: dict[str, Any]) -> None:
@@ -67,7 +69,7 @@ def forge(folder: Path, value: dict[str, Any]) -> None:
     declared = {key: item for key, item in value.items() if key != INTERFACE}
     write_manifest(folder, value)
     with suppress(BundleError):
-        (folder / "vtx.json").write_text(to_text(Strict().read(Manifest, declared, "forged")), encoding="utf-8")
+        write_sealed(folder / "vtx.json", to_text(Strict().read(Manifest, declared, "forged")).encode())
 
 
 def reseal(folder: Path, *names: str) -> None:

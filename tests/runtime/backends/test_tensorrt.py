@@ -28,6 +28,7 @@ from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host import gpu
 
@@ -272,7 +273,7 @@ def bundle(exported: Path, tmp_path: Path) -> Path:
 
 def rewrite(folder: Path, **changes: Any) -> None:
     found = fingerprint.read_engines(Bundle.open(folder), "sm89")
-    (folder / "engines/sm89/engines.json").write_text(replace(found, **changes).to_json())
+    write_sealed(folder / "engines/sm89/engines.json", replace(found, **changes).to_json().encode())
 
 
 @pytest.mark.parametrize(
@@ -387,7 +388,7 @@ def test_memory_that_runs_out_later_says_for_what(bundle: Path, device: Gpu) -> 
     ids=["empty", "list", "nothing", "half", "bool", "deep"],
 )
 def test_a_damaged_record_is_said_so(content: str, bundle: Path) -> None:
-    (bundle / "engines/sm89/engines.json").write_text(content)
+    write_sealed(bundle / "engines/sm89/engines.json", content.encode())
     with pytest.raises(BundleError, match=r"engines\.json"):
         fingerprint.read_engines(Bundle.open(bundle), "sm89")
 

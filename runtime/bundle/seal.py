@@ -1,0 +1,162 @@
+"""What vouches for `vtx.json` and `engines.json`, which vouch for all other files: a checksum, and maybe a signature.
+
+    vtx.json          any bytes
+    vtx.json.sha256   SHA-256 of these bytes, as `sha256sum` writes and checks it
+    vtx.json.sig      the Ed25519 signature of these bytes, 64 bytes, where the export was given a key
+
+The checksum shows damage. The signature shows who made the bundle; openssl can check it as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vtx.runtime.bundle.files import Folder, read_named
+from vtx.runtime.errors import DeviceError, RequestError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+CHECKSUM, SIGNATURE = ".sha256", ".sig"
+MAX_CHECKSUM, SIGNATURE_BYTES, MAX_KEY = 1 << 10, 64, 1 << 16
+_MAKE = "openssl genpkey -algorithm ed25519 -out key.pem; openssl pkey -in key.pem -pubout -out public.pem"
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKey:
+    """The key that signatures are checked with; `name` is its file's, for messages."""
+
+    name: str
+    key: Ed25519PublicKey
+
+    @classmethod
+    def load(cls, path: Path) -> PublicKey:
+        """Read a PEM file. Raises `RequestError`, or `DeviceError` without the cryptography package."""
+        content = read_named(path, MAX_KEY, error=RequestError)
+        _check_library()
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+        try:
+            key = load_pem_public_key(content)
+        except Exception as cause:  # ValueError and what OpenSSL has of its own
+            raise RequestError(f"{path} holds no public key in PEM form; make one: {_MAKE}") from cause
+        if not isinstance(key, Ed25519PublicKey):
+            raise RequestError(f"{path} is not an Ed25519 key; make one: {_MAKE}")
+        return cls(path.name, key)
+
+    def signed(self, content: bytes, signature: bytes) -> bool:
+        from cryptography.exceptions import InvalidSignature
+
+        try:
+            self.key.verify(signature, content)
+        except InvalidSignature:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """The private key that an export signs with."""
+
+    name: str
+    key: Ed25519PrivateKey
+
+    @classmethod
+    def load(cls, path: Path) -> SigningKey:
+        """Read a PEM file. Raises `RequestError`, or `DeviceError` without the cryptography package."""
+        content = read_named(path, MAX_KEY, error=RequestError)
+        _check_library()
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        try:
+            key = load_pem_private_key(content, None)
+        except TypeError as cause:
+            raise RequestError(f"{path} is encrypted; decrypt it: openssl pkey -in {path} -out plain.pem") from cause
+        except Exception as cause:
+            raise RequestError(f"{path} holds no private key in PEM form; make one: {_MAKE}") from cause
+        if not isinstance(key, Ed25519PrivateKey):
+            raise RequestError(f"{path} is not an Ed25519 key; make one: {_MAKE}")
+        return cls(path.name, key)
+
+    @property
+    def public(self) -> PublicKey:
+        return PublicKey(self.name, self.key.public_key())
+
+
+def write_sealed(path: Path, content: bytes, key: SigningKey | None = None) -> None:
+    """Write `content` to `path` with its checksum, and its signature where there is a key; each whole or not at all.
+
+    A signature that was there is removed first. Raises `OSError`.
+    """
+    unseal(path)
+    _write(_beside(path, CHECKSUM), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
+    _write(path, content)
+    if key is not None:
+        _write(_beside(path, SIGNATURE), key.key.sign(content))
+
+
+def unseal(path: Path) -> None:
+    """Remove the checksum and the signature of `path`."""
+    for suffix in (CHECKSUM, SIGNATURE):
+        _beside(path, suffix).unlink(missing_ok=True)
+
+
+def read_sealed(folder: Folder, name: str, limit: int, key: PublicKey | None = None) -> bytes:
+    """The content of a sealed file: first its signature is checked, where a key asks for it, then its checksum.
+
+    Raises `folder.error` where it is missing, altered, not signed, or signed by somebody else.
+    """
+    content = folder.read(name, limit, links=False)
+    if key is not None:
+        _check_signature(folder, name, content, key)
+    if not folder.exists(name + CHECKSUM):
+        raise folder.error(f"{name}{CHECKSUM} is missing from the {folder.kind} {folder.path}; {folder.cure}")
+    words = folder.read(name + CHECKSUM, MAX_CHECKSUM, links=False).split()
+    if words[:1] != [hashlib.sha256(content).hexdigest().encode()]:
+        raise folder.error(f"{name} was altered (its SHA-256 is not the one in {name}{CHECKSUM}); {folder.cure}")
+    return content
+
+
+def _check_signature(folder: Folder, name: str, content: bytes, key: PublicKey) -> None:
+    if not folder.exists(name + SIGNATURE):
+        raise folder.error(
+            f"{name} of {folder.path} is not signed, and a signature by {key.name} is required; take a signed bundle, "
+            "or make one with --sign KEY"
+        )
+    signature = folder.read(name + SIGNATURE, SIGNATURE_BYTES, links=False)
+    if not key.signed(content, signature):
+        raise folder.error(
+            f"the signature of {name} does not fit it and {key.name}: it was altered, or signed with another key; "
+            f"do not use this {folder.kind}"
+        )
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def _check_library() -> None:
+    try:
+        import cryptography.exceptions  # noqa: F401 - asked for before anything is done
+    except ImportError as cause:
+        raise DeviceError('signatures need the cryptography package; pip install "vtx-edge[sign]"') from cause
