@@ -1,16 +1,19 @@
 # `make demo` and `make test` are all a fresh clone needs: either sets up .venv first.
 
 PYTHON ?= python3
+# A file of pinned packages with their hashes, as CI uses: make setup LOCK=ci.lock
+LOCK ?=
 # Installed before everything that depends on it, so that you choose the build: CUDA, or the far smaller one for CPUs.
 TORCH ?= torch==2.13.0
 EXTRAS ?= cpu,openvino,rtx,export,dev
 QUESTIONS ?= "How many shapes are there?" "What is in the middle?"
 
+COMMA := ,
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 
-.PHONY: help setup demo test test-gpu test-extras test-ray lint types imports pytest format bench-peers wheel clean
+.PHONY: help setup demo test test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -20,7 +23,12 @@ setup: $(READY) ## make .venv with the package and all its tools, once
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt $(TORCH)
+ifeq ($(LOCK),)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]"
+else
+	$(BIN)/python -m pip install --no-deps --require-hashes --requirement $(LOCK)
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+endif
 	touch $@
 
 demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model and ask it about a picture
@@ -61,8 +69,27 @@ format: $(READY) ## put files into ruff's format, with what ruff can mend by its
 bench-peers: $(READY) ## vtx beside other engines, each installed under build/peers; hours on two cores the first time
 	$(BIN)/python -m benchmarks.peers --torch "$(TORCH)"
 
-wheel: $(READY) ## the distribution, into dist/
-	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+test-lowest: $(READY) ## the lowest declared versions, each set of extras in a fresh environment: demo and doctor
+	$(BIN)/python scripts/lowest.py --torch "$(TORCH)"
+
+test-onnxruntime: $(READY) ## every minor release of onnxruntime from the lowest to the pinned one: demo and doctor
+	$(BIN)/python scripts/lowest.py --matrix
+
+lock: $(READY) ## write ci.lock anew from pyproject.toml and constraints.txt: every package with its hashes
+	$(BIN)/python -m pip install --constraint constraints.txt pip-tools
+	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	    --no-emit-trusted-host --no-emit-find-links --allow-unsafe --unsafe-package torch --unsafe-package pip \
+	    --constraint constraints.txt $(foreach extra,$(subst $(COMMA), ,$(EXTRAS)),--extra $(extra)) --output-file ci.lock pyproject.toml
+
+audit: $(READY) ## known vulnerabilities of the packages in ci.lock; asks a database on the network
+	$(BIN)/python -m pip install --constraint constraints.txt pip-audit
+	$(BIN)/pip-audit --disable-pip --no-deps --requirement ci.lock
+
+wheel: ## wheel, sdist and their checksums, into dist/; needs no torch
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --constraint constraints.txt build
+	build/wheel/bin/python -m build --outdir dist .
+	cd dist && sha256sum vtx_edge-* > SHA256SUMS
 
 clean: ## remove what was built, .venv included
 	rm -rf .venv build dist src/*.egg-info

@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from vtx import __version__
 from vtx.exporter.bundling.activation_aware import FACTORS, Factors, measure_factors
+from vtx.exporter.bundling.materials import DISTRIBUTION, packages
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.staging import sync_file
 from vtx.exporter.checkpoint.spec import model_spec
@@ -48,7 +49,6 @@ from vtx.runtime.vision.layout import spec_of
 
 GATES = "gates.safetensors"
 KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int8": ir.DataType.INT8}
-RECORDED = ("onnx-ir", "numpy", "torch", "transformers", "tokenizers", "safetensors")
 Report = Callable[[str, int, int], None]
 
 
@@ -208,7 +208,7 @@ def _manifest(
         records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, sha256(path, hashed))
     return Manifest(
         format=FORMAT,
-        vtx=_version("vtx-edge"),
+        vtx=__version__,
         model=model_spec(plan.config, plan.name),
         layout=spec_of(plan.config.layout),
         precision=precisions.decoder,
@@ -261,12 +261,5 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
         **({"calibration": dict(plan.options.calibration)} if plan.options.calibration else {}),
         **({"activation_aware": dict(factors.record)} if factors else {}),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in RECORDED}},
+        "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
