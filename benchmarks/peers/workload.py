@@ -52,18 +52,19 @@ class Asker:
 
     def __init__(self, plan: Any) -> None:
         from vtx.runtime.errors import RequestError
-        from vtx.runtime.prompt.template import ChatTemplate
-        from vtx.runtime.prompt.text import Text, parse_tokenizer
+        from vtx.runtime.prompt.rendering import Renderer
+        from vtx.runtime.prompt.text import Text
+        from vtx.runtime.prompt.tokenizer import parse_tokenizer
 
         self._text = Text(parse_tokenizer(plan.tokenizer, RequestError), plan.template, plan.text)
-        self._template, self._settings = ChatTemplate(plan.template), plan.text
+        self._renderer, self._settings = Renderer(plan.template, plan.text), plan.text
         self._rows = plan.config.vision_tokens
 
     def __call__(self, image: Path, start: str, tokens: int) -> Question:
         asked = self._filled(start, tokens)
         ids = self._ids(asked)
         front = len(ids) - ids[::-1].index(self._settings.image_token_id)
-        text = self._template.render(self._chat(asked), self._settings.variables(), add_generation_prompt=True)
+        text = self._renderer.render(self._chat(asked), add_generation_prompt=True)
         return Question(str(image.resolve()), asked, text, ids, self._settings.image_token_id, front)
 
     def _filled(self, start: str, tokens: int) -> str:

@@ -20,7 +20,7 @@ from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError
-from vtx.runtime.prompt.text import Part
+from vtx.runtime.prompt.messages import Part
 from vtx.runtime.vision.image import ImageSource
 
 K = int | str | None

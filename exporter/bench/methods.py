@@ -20,7 +20,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec
-from vtx.runtime.prompt.text import Part
+from vtx.runtime.prompt.messages import Part
 
 NONE = "none"
 Report = Callable[[str, int, int], None]

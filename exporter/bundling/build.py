@@ -44,7 +44,8 @@ from vtx.runtime.bundle.manifest import (
 )
 from vtx.runtime.bundle.safetensors import read_header, write_safetensors
 from vtx.runtime.errors import ExportError
-from vtx.runtime.prompt.text import Text, parse_tokenizer
+from vtx.runtime.prompt.text import Text
+from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.layout import spec_of
 
 GATES = "gates.safetensors"

@@ -28,7 +28,8 @@ from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.manifest import Graphs, StageSpec
 from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
-from vtx.runtime.prompt.text import Text, parse_tokenizer
+from vtx.runtime.prompt.text import Text
+from vtx.runtime.prompt.tokenizer import parse_tokenizer
 
 DEFAULT_CONTEXT = 4096
 

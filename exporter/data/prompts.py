@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vtx.exporter.data.items import MAX_SKIPPED, Data, Item
 from vtx.exporter.data.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
-from vtx.runtime.prompt.text import Message, Part
+from vtx.runtime.prompt.messages import Message, Part
 
 MAX_REFERENCE = 32  # tokens; what is longer is no answer that could be met word for word
 

@@ -39,7 +39,8 @@ from vtx.exporter.weights.precision import EMBEDDING
 from vtx.exporter.weights.writing import THREADS
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.host.machine import available_memory
-from vtx.runtime.prompt.text import Text, parse_tokenizer
+from vtx.runtime.prompt.text import Text
+from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.report.golden import SEEN_ROWS
 
 LEAST, WIDEST = 512, 1 << 22  # a side, and the weights, of the matrix that products are tried with

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from vtx.exporter.reference.model import Reference
 from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.safetensors import write_safetensors
-from vtx.runtime.prompt.text import Part, Text
+from vtx.runtime.prompt.messages import Part
+from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, key_of, seen
 from vtx.runtime.vision.preprocess import preprocess
 

@@ -19,7 +19,8 @@ from vtx.runtime.backends.memory import returning_memory
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.image_settings import ImageSettings
 from vtx.runtime.bundle.safetensors import write_safetensors
-from vtx.runtime.prompt.text import Part, Text
+from vtx.runtime.prompt.messages import Part
+from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, golden_image
 from vtx.runtime.vision.preprocess import preprocess
 

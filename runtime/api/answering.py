@@ -17,7 +17,7 @@ from vtx.runtime.api.turns import Ended, Request
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.make import decisions
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.prompt.text import Message
+from vtx.runtime.prompt.messages import Message
 from vtx.runtime.session.clock import Clock
 from vtx.runtime.session.encoded_images import EncodedImages
 from vtx.runtime.session.generate import generate

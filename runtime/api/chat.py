@@ -8,7 +8,7 @@ from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.options import K, OptionKeywords, Options, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.checks import check_text
-from vtx.runtime.prompt.text import Message
+from vtx.runtime.prompt.messages import Message
 from vtx.runtime.session.result import Selection
 
 if TYPE_CHECKING:

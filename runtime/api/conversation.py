@@ -13,7 +13,7 @@ from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, combine
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.checks import check_text
-from vtx.runtime.prompt.text import Message, Part
+from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.result import Selection
 from vtx.runtime.session.session import Session

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.prompt.text import Message, Part
+from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.vision.image import ImageSource
 
 ROLES = {"developer": "system"}  # OpenAI's newer name

@@ -33,7 +33,8 @@ from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ModelClosedError, RequestError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.prompt.text import Message, Text
+from vtx.runtime.prompt.messages import Message
+from vtx.runtime.prompt.text import Text
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import read_layout
@@ -54,7 +55,8 @@ class Model:
 
     def __init__(self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for") -> None:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
-        self.text = Text.load(bundle.read, bundle.manifest.text)
+        manifest = bundle.manifest
+        self.text = Text.load(bundle.read, manifest.text, max_context=manifest.max_context, vocab=manifest.model.vocab)
         self.layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
         self._lock = threading.Lock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtx.runtime.prompt.text import Detokenizer
+from vtx.runtime.prompt.detokenizer import Detokenizer
 
 
 class TextOutput:

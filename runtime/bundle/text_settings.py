@@ -1,17 +1,87 @@
-"""What the tokenizer file does not say about text; stands in the bundle's manifest."""
+"""What the tokenizer file does not say about text; stands in the bundle's manifest as `text`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from vtx.runtime.errors import BundleError
+
+START, REPLY, END = "start", "reply", "end"
+ROLES = ("system", "user", "assistant")
+SIDES = ("none", "left", "right", "both")
+MAX_ID = (1 << 24) - 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ContentForm:
+    """How the content of one role's messages becomes text.
+
+    A text part becomes `text_before`, the text, `text_after`; an image part becomes `image` (null: this role has no
+    images). With `images_first` all images stand before all texts, else parts keep their order. `strip_text` and
+    `strip_content` name the sides on which white space is cut off each text, and off the content as a whole:
+    "none", "left", "right" or "both"; white space is what Python's `str.strip` takes for it.
+    """
+
+    text_before: str
+    text_after: str
+    image: str | None
+    images_first: bool
+    strip_text: str
+    strip_content: str
+
+    def __post_init__(self) -> None:
+        for name in ("text_before", "text_after"):
+            _require(isinstance(getattr(self, name), str), name, "a string")
+        _require(self.image is None or isinstance(self.image, str), "image", "a string or null")
+        _require(isinstance(self.images_first, bool), "images_first", "true or false")
+        for name in ("strip_text", "strip_content"):
+            _require(getattr(self, name) in SIDES, name, "one of " + ", ".join(SIDES))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForms:
+    """The chat template as data: a prompt is joins and contents in turn.
+
+    `joins` holds the text between two neighbours, by the key "before>after". Neighbours are the roles in `contents`,
+    and "start" before the first message; after the last one stands "reply" where an answer is to follow, else "end".
+    A conversation that needs a join or a content which is not here is not covered, and neither is a message without
+    a text part; for those there is the template.
+    """
+
+    contents: Mapping[str, ContentForm]
+    joins: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        sound = isinstance(self.joins, Mapping) and all(isinstance(join, str) for join in self.joins.values())
+        _require(sound, "forms.joins", "an object of strings")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PromptForms:
+        """Forms as the manifest holds them. Raises `BundleError` on unknown, missing or wrong keys."""
+        _check_names(cls, values)
+        contents = values["contents"]
+        _require(isinstance(contents, Mapping), "forms.contents", "an object")
+        return cls({role: _build(ContentForm, form) for role, form in contents.items()}, values["joins"])
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBound:
+    """No token stands for more than `characters_per_token` characters, counted after the normalizer if `normalized`."""
+
+    characters_per_token: int
+    normalized: bool
+
+    def __post_init__(self) -> None:
+        _require(_is_id(self.characters_per_token) and self.characters_per_token > 0, "length_bound", "at least 1")
+        _require(isinstance(self.normalized, bool), "length_bound.normalized", "true or false")
 
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
-    """What the tokenizer file does not say; stands in the bundle's manifest. Raises `BundleError` on wrong values."""
+    """How text becomes token ids, beside tokenizer.json. Raises `BundleError` on wrong values."""
 
     image_token: str
     image_token_id: int
@@ -23,36 +93,68 @@ class TextSettings:
     """Every id that ends an answer."""
     add_special_tokens: bool
     """Whether the rendered prompt gets what the tokenizer adds (a BOS), unless the template printed the BOS itself."""
+    ids_before: tuple[int, ...]
+    """The ids that the tokenizer adds before a prompt."""
+    ids_after: tuple[int, ...]
+    """The ids that the tokenizer adds after a prompt."""
+    control_tokens: Mapping[str, int]
+    """The tokens that only the template may write, by their text; in a message they are ordinary text."""
+    length_bound: LengthBound | None
+    """How much text a token can stand for; null where nothing bounds it."""
+    forms: PromptForms | None
+    """The chat template as data; null where it is not regular enough."""
+    no_forms: str | None
+    """Why there are no forms."""
 
     def __post_init__(self) -> None:
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token", "no_forms"):
             _require(getattr(self, name) is None or isinstance(getattr(self, name), str), name, "a string or null")
         _require(isinstance(self.image_token, str) and self.image_token != "", "image_token", "a string")
         _require(_is_id(self.image_token_id), "image_token_id", "an id")
-        _require(isinstance(self.end_ids, tuple) and all(map(_is_id, self.end_ids)), "end_ids", "a list of ids")
+        for name in ("end_ids", "ids_before", "ids_after"):
+            ids = getattr(self, name)
+            _require(isinstance(ids, tuple) and all(map(_is_id, ids)), name, "a list of ids")
         _require(isinstance(self.add_special_tokens, bool), "add_special_tokens", "true or false")
+        control = self.control_tokens
+        _require(isinstance(control, Mapping) and all(map(_is_id, control.values())), "control_tokens", "ids by text")
+        _require((self.forms is None) == (self.no_forms is not None), "no_forms", "null if and only if there are forms")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TextSettings:
         """Settings as the manifest holds them. Raises `BundleError` on unknown, missing or wrong keys."""
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, Mapping) or set(values) != names:
-            found = set(values) if isinstance(values, Mapping) else set()
-            raise BundleError(
-                f"the manifest's text settings lack {sorted(names - found)} and have {sorted(map(str, found - names))} "
-                "that this version does not know; export the bundle again"
-            )
-        ends = values["end_ids"]
-        return cls(**{**values, "end_ids": tuple(ends) if isinstance(ends, (list, tuple)) else ends})
+        _check_names(cls, values)
+        lists: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        bound, forms = values["length_bound"], values["forms"]
+        lists["length_bound"] = None if bound is None else _build(LengthBound, bound)
+        lists["forms"] = None if forms is None else PromptForms.from_dict(forms)
+        return cls(**lists)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON can hold them."""
-        return {**asdict(self), "end_ids": list(self.end_ids)}
+        values = asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def variables(self) -> dict[str, str]:
         """The special tokens by the names that templates use."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def _build(kind: type[T], values: Any) -> T:
+    _check_names(kind, values)
+    return kind(**values)
+
+
+def _check_names(kind: type[Any], values: Any) -> None:
+    names = {field.name for field in fields(kind)}
+    if not isinstance(values, Mapping) or set(values) != names:
+        given = set(values) if isinstance(values, Mapping) else set()
+        raise BundleError(
+            f"the manifest's text settings lack {sorted(names - given)} and have {sorted(map(str, given - names))} "
+            "that this version does not know; export the bundle again"
+        )
 
 
 def _require(holds: bool, name: str, wanted: str) -> None:
@@ -61,4 +163,4 @@ def _require(holds: bool, name: str, wanted: str) -> None:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ID

@@ -12,7 +12,7 @@ from PIL import Image
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
-from vtx.runtime.prompt.text import Part
+from vtx.runtime.prompt.messages import Part
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.preprocess import preprocess
 

@@ -27,7 +27,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, combined
 from vtx.runtime.api.text_output import TextOutput
 from vtx.runtime.errors import ImageError, RequestError
-from vtx.runtime.prompt.text import Message
+from vtx.runtime.prompt.messages import Message
 from vtx.runtime.session.sampling import Sampling
 
 OPTIONS = Options(max_new_tokens=12, ignore_eos=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import json
 import threading
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from vtx.exporter.checkpoint.resolving import control_tokens, resolve, with_forms
 from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.runtime.bundle.files import Folder
 from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, TemplateError
-from vtx.runtime.prompt.text import MAX_TEXT, Message, Text
+from vtx.runtime.prompt.messages import MAX_TEXT, Message
+from vtx.runtime.prompt.text import Text
 
 ROWS = 4  # what a 28 x 28 picture in 14 x 14 patches gives
 SENTENCE = "what is this the a cat picture of Hello world USER ASSISTANT system user assistant"
@@ -128,17 +131,26 @@ def make_settings(tokenizer: Tokenizer, **changes: Any) -> TextSettings:
         "unk_token": "<unk>",
         "end_ids": (tokenizer.token_to_id("</s>"),),
         "add_special_tokens": True,
+        "ids_before": (),
+        "ids_after": (),
+        "control_tokens": {},
+        "length_bound": None,
+        "forms": None,
+        "no_forms": "not derived",
     }
-    return TextSettings(**{**values, **changes})
+    settings = TextSettings(**{**values, **changes})
+    return dataclasses.replace(settings, control_tokens=control_tokens(tokenizer, settings))
 
 
-def make_text(kind: str = "first", template: str = VICUNA) -> Text:
+def make_text(kind: str = "first", template: str = VICUNA, *, forms: bool = True) -> Text:
     tokenizer = make_tokenizer(kind)
-    return Text(tokenizer, template, make_settings(tokenizer))
+    settings = make_settings(tokenizer)
+    return Text(tokenizer, template, with_forms(settings, template) if forms else settings)
 
 
 KINDS = ["bytes", "words", "normalizer", "first", "always", "never"]
 TEXTS = {(kind, name): make_text(kind, TEMPLATES[name]) for kind in KINDS for name in TEMPLATES}
+BY_TEMPLATE = {(kind, name): make_text(kind, TEMPLATES[name], forms=False) for kind in KINDS for name in TEMPLATES}
 
 
 def ask(*parts: str | None, role: str = "user") -> Message:
@@ -186,10 +198,12 @@ def reference_ids(kind: str, template: str, messages: list[Message]) -> list[int
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_equal_the_processor_s(kind: str, name: str) -> None:
+    assert TEXTS[kind, name].settings.forms
     for messages in CHATS.values():
-        ids = TEXTS[kind, name].prompt(messages, ROWS)
-        assert ids.dtype == np.int64
-        assert ids.tolist() == reference_ids(kind, TEMPLATES[name], messages)
+        for text in (TEXTS[kind, name], BY_TEMPLATE[kind, name]):
+            ids = text.prompt(messages, ROWS)
+            assert ids.dtype == np.int64
+            assert ids.tolist() == reference_ids(kind, TEMPLATES[name], messages)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -200,7 +214,7 @@ def test_special_tokens_in_a_question_are_text(kind: str, name: str, typed: str)
     question = f"what is {typed} this?"
     ids = text.prompt([ask(None, question)], ROWS).tolist()
     plain = text.prompt([ask(None, "what is QQ this?")], ROWS).tolist()
-    control = set(text._control.values())
+    control = set(text.settings.control_tokens.values())
     assert [i for i in ids if i in control] == [i for i in plain if i in control]
     assert question in text.decode(ids)
 
@@ -216,10 +230,10 @@ def test_a_word_tokenizer_does_not_know_typed_special_tokens(typed: str) -> None
 def test_the_way_of_masked_prompts_gives_ordinary_prompts_the_same_ids(kind: str, name: str) -> None:
     text = TEXTS[kind, name]
     for messages in CHATS.values():
-        rendered = text._render(messages, True)
+        rendered = text._renderer.render(messages, add_generation_prompt=True)
         for add in (True, False):
             encoding = text._tokenizer.encode(rendered, add_special_tokens=add)
-            assert text._encode_masked(rendered, {"<": "\ue000"}, encoding) == encoding.ids
+            assert text._masking.encode(rendered, {"<": "\ue000"}, encoding) == encoding.ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,7 +262,7 @@ SHREDS = st.sampled_from([*SPECIALS, "<", "s>", ">", " ", "a", "\ue000", "\ue001
 def test_no_question_makes_control_tokens(question: str) -> None:
     for kind in ("bytes", "first"):
         text = TEXTS[kind, "chatml"]
-        control = set(text._control.values())
+        control = set(text.settings.control_tokens.values())
         try:
             ids = text.prompt([ask(None, "?" + question)], ROWS).tolist()
         except RequestError:
@@ -493,10 +507,17 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resolve here, where a test is about what is resolved and has many cases; a child takes two seconds."""
+    monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
+
+
 def read(folder: Path, top: dict[str, Any], **more: Any) -> tuple[str, str, TextSettings]:
     return read_text(folder, top["image_token_index"], {}, top, **more)
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", ["llava", "llama", "unheard-of"])
 @pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "PreTrainedTokenizerFast", "MyOwnTokenizer", None])

@@ -1,0 +1,119 @@
+"""Untrusted data is parsed in a child process that the kernel holds to limits.
+
+    value = confine("package.module:function", request, subject="the tokenizer of llava", limits=Limits())
+
+`function` gets `request` and returns its result; both are what JSON can hold, and files go by their paths. A `VtxError`
+that it raises is raised here again. Whatever else happens to the child (it runs out of memory or time, aborts, or
+crashes) becomes one line of `error` that names the subject and the limit. The child never loads torch and other heavy
+libraries, which parsers do not need; it starts in 0.1 s, beside what `function`'s module imports.
+
+On Linux and macOS the limits are RLIMIT_AS, RLIMIT_CPU and RLIMIT_FSIZE, set by the child before it reads anything;
+where Python has no `resource` module (Windows) only the deadline holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from vtx.runtime import errors
+from vtx.runtime.errors import CheckpointError, VtxError
+from vtx.runtime.units import size
+
+# Isolated, so that neither the working directory nor an environment variable says what is imported.
+_START = (
+    "import json, sys; path, limits, target = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
+    "from vtx.exporter.checkpoint.confined_child import main; main(limits, target)"
+)
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_CURE = "it is damaged or hostile; get it again from somebody you trust"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a child may take: bytes of memory, seconds of processor and wall-clock time, bytes of a file it writes."""
+
+    memory: int = 4 << 30
+    cpu_seconds: int = 60
+    wall_seconds: int = 600
+    file: int = 256 << 20
+
+
+def confine(
+    target: str,
+    request: Any,
+    *,
+    subject: str,
+    limits: Limits = Limits(),
+    error: type[VtxError] = CheckpointError,
+) -> Any:
+    """What the function `target` returns for `request`. Raises what it raises on purpose, and `error`."""
+    with tempfile.TemporaryFile("w+") as question, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
+        json.dump(request, question)
+        question.seek(0)
+        code = _run(target, limits, question, answer, log)
+        if code is None:
+            raise error(f"{subject} takes more than {limits.wall_seconds} s to read, the limit; {_CURE}")
+        if code != 0:
+            raise error(f"{subject} {_end(code, _text(log), limits)}; {_CURE}")
+        result = json.loads(_text(answer))
+    if "limit" in result:
+        raise error(f"{subject} {_limit(result['limit'], limits)}; {_CURE}")
+    if "error" in result:
+        raise getattr(errors, result["error"])(result["message"])
+    if "crash" in result:
+        raise error(f"{subject} cannot be read ({result['crash']}); {_CURE}")
+    return result["value"]
+
+
+def _run(target: str, limits: Limits, question: IO[str], answer: IO[bytes], log: IO[bytes]) -> int | None:
+    """The child's exit status, None where it was killed at the deadline."""
+    path = [entry for entry in sys.path if os.path.isabs(entry)]
+    arguments = map(json.dumps, (path, asdict(limits), target))
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-c", _START, *arguments],
+        stdin=question, stdout=answer, stderr=log, env=os.environ | _ENVIRONMENT,
+    )  # fmt: skip
+    try:
+        return child.wait(limits.wall_seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _end(code: int, log: str, limits: Limits) -> str:
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit status {code}"
+    if name in ("SIGXCPU", "SIGKILL"):
+        return _limit("cpu", limits)
+    if name == "SIGXFSZ":
+        return _limit("file", limits)
+    if "memory allocation" in log or "bad_alloc" in log or "MemoryError" in log:
+        return _limit("memory", limits)
+    return f"crashes the process that reads it ({name})"
+
+
+def _limit(kind: str, limits: Limits) -> str:
+    return {
+        "memory": f"needs more than {size(limits.memory)} of memory to read, the limit",
+        "cpu": f"takes more than {limits.cpu_seconds} s of processor time to read, the limit",
+        "file": f"makes a file of more than {size(limits.file)}, the limit",
+    }[kind]
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")

@@ -1,0 +1,227 @@
+"""From a chat template to prompt forms: derived from marked conversations, then held to the template on many others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+
+from vtx.runtime.bundle.text_settings import END, REPLY, ROLES, SIDES, START, ContentForm, PromptForms
+from vtx.runtime.errors import TemplateError
+from vtx.runtime.prompt.forms import render_forms
+from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.prompt.template import string_constants
+
+MAX_LITERALS = 64  # strings of a template that are tried as contents
+MAX_LITERAL = 200  # characters of one
+MAX_SPLIT = 200  # characters between two texts of a message
+_MARKS = ("vTx0aQ", "vTx1bQ", "vTx2cQ", "vTx3dQ", "vTx4eQ", "vTx5fQ")
+_IMAGE: Part = {"type": "image"}
+_PLAIN = ContentForm("", "", None, False, "none", "none")
+_STRIPS = [(text, content) for text, content in product(SIDES, SIDES) if "none" in (text, content)]
+_TURNS = (
+    ("user",),
+    ("user", "assistant", "user"),
+    ("user", "assistant", "user", "assistant", "user"),
+    ("user", "assistant"),
+    ("user", "assistant", "user", "assistant"),
+)
+_SEQUENCES = tuple(roles for turns in _TURNS for roles in (turns, ("system", *turns)))
+_TEXTS = (
+    *(
+        "",
+        " ",
+        "x",
+        " x ",
+        "\nx\n",
+        "\tx\u3000",
+        "x\n\ny",
+        "\r\nx\r\n",
+        "<>&\"'{}",
+        "{{ x }} {% y %}",
+        "12",
+        "Aa bB",
+        "#",
+    ),
+    *("À é ß ﬁ 猫 👩\u200d🚀", "e\u0301", "\ue000s>", "long " * 600),
+)
+
+Render = Callable[[Sequence[Message], bool], str | None]
+
+
+class IrregularError(Exception):
+    """Why a template has no forms."""
+
+
+def derive_forms(
+    render: Callable[[Sequence[Message], bool], str], source: str, control: Mapping[str, int]
+) -> PromptForms:
+    """The forms of a chat template.
+
+    `render` takes messages and whether an answer is to follow; `control` are the tokens that never stand in a message
+    as they are. Raises `IrregularError` where the template is not regular, or other exceptions of `render` than
+    `TemplateError`.
+    """
+    if "strftime_now" in source:
+        raise IrregularError("the template prints the date")
+    tried = _refusing(render)
+    joins = _joins(tried)
+    contents = {role: _PLAIN for role in ROLES if any(role in key.split(">") for key in joins)}
+    texts = (*_TEXTS, *_literals(source, control))
+    forms = PromptForms(contents, joins)
+    for role in contents:
+        forms = _with_content(forms, role, tried, texts)
+    for messages, reply in _battery(texts, tuple(contents)):
+        _hold(forms, tried, messages, reply)
+    return forms
+
+
+def _refusing(render: Callable[[Sequence[Message], bool], str]) -> Render:
+    def tried(messages: Sequence[Message], reply: bool) -> str | None:
+        try:
+            return render(messages, reply)
+        except TemplateError:
+            return None
+
+    return tried
+
+
+def _turn(role: str, *parts: str | None) -> Message:
+    """A message; None stands for an image."""
+    return {"role": role, "content": [_IMAGE if part is None else {"type": "text", "text": part} for part in parts]}
+
+
+def _joins(render: Render) -> dict[str, str]:
+    """What stands between the texts of neighbours, in conversations of one text a message."""
+    joins: dict[str, str] = {}
+    for roles, reply in product(_SEQUENCES, (True, False)):
+        if reply and roles[-1] != "user":
+            continue
+        marks = _MARKS[: len(roles)]
+        text = render([_turn(role, mark) for role, mark in zip(roles, marks, strict=True)], reply)
+        if text is None:
+            continue
+        gaps = re.split("|".join(marks), text)
+        if len(gaps) != len(roles) + 1 or [*re.findall("|".join(marks), text)] != [*marks]:
+            raise IrregularError(f"the texts of {', '.join(roles)} do not stand in the prompt once and in order")
+        names = (START, *roles, REPLY if reply else END)
+        for key, gap in zip((f"{a}>{b}" for a, b in pairwise(names)), gaps, strict=True):
+            if joins.setdefault(key, gap) != gap:
+                raise IrregularError(f"what stands at {key} is not always the same")
+    if f"{START}>user" not in joins or f"user>{REPLY}" not in joins:
+        raise IrregularError("the template refuses a single question")
+    return joins
+
+
+def _with_content(forms: PromptForms, role: str, render: Render, texts: Sequence[str]) -> PromptForms:
+    """The forms with the one for `role`'s contents that renders as the template does."""
+    cases = [(messages, render(messages, True)) for messages in _contents(role, texts)]
+    for candidate in _candidates(forms, role, render):
+        tried = _replaced(forms, role, candidate)
+        if tried and all(render_forms(tried, case, add_generation_prompt=True) == text for case, text in cases):
+            return tried
+    raise IrregularError(f"the content of a {role} message is not printed part by part, each as it is")
+
+
+def _around(role: str, *parts: str | None) -> list[Message]:
+    """A conversation around one message of `role`."""
+    message = _turn(role, *parts)
+    if role == "system":
+        return [message, _turn("user", "y")]
+    return [message] if role == "user" else [_turn("user", "y"), message, _turn("user", "z")]
+
+
+def _contents(role: str, texts: Sequence[str]) -> Iterator[list[Message]]:
+    for text in texts:
+        if text.strip() or role != "user":  # a last question of nothing is never asked
+            yield _around(role, text)
+    yield from (_around(role, *parts) for parts in (("x", "y"), (" x ", " y "), ("x", "", "y"), ("\n", "x\n")))
+    if role == "user":
+        for parts in (
+            (None, "x"),
+            (None, None, "x"),
+            ("x", None),
+            (" x", None, "y "),
+            (None, " x\n", None, " "),
+            (None, " x "),
+        ):
+            yield _around(role, *parts)
+
+
+def _candidates(forms: PromptForms, role: str, render: Render) -> Iterator[ContentForm]:
+    before, between, after = _split(render, role, _MARKS[0], _MARKS[1])
+    if len(between) > MAX_SPLIT:
+        raise IrregularError(f"{len(between)} characters stand between two texts of a {role} message")
+    image_before = _split(render, role, None, _MARKS[0])[0] if role == "user" else None
+    for (text, content), first, cut in product(_STRIPS, (True, False), range(len(between) + 1)):
+        text_after, text_before = between[:cut], between[cut:]
+        if not (before.endswith(text_before) and after.startswith(text_after)):
+            continue
+        image = None
+        if image_before is not None:
+            left = before.removesuffix(text_before)
+            if not (image_before.startswith(left) and image_before.endswith(text_before)):
+                continue
+            image = image_before[len(left) : len(image_before) - len(text_before)]
+        yield ContentForm(text_before, text_after, image, first and image is not None, text, content)
+
+
+def _split(render: Render, role: str, *parts: str | None) -> list[str]:
+    """What stands before, between and after the marks of a message's parts, from its neighbours on."""
+    text = render(_around(role, *parts), True)
+    gaps = re.split("|".join(mark for mark in parts if mark), text or "")
+    if text is None or len(gaps) != sum(part is not None for part in parts) + 1:
+        raise IrregularError(f"a {role} message of several parts is refused, or not printed part by part")
+    return gaps
+
+
+def _replaced(forms: PromptForms, role: str, form: ContentForm) -> PromptForms | None:
+    """The forms with another one for `role`, what it prints around a text taken off the joins; None if absent."""
+    joins = dict(forms.joins)
+    for key, join in forms.joins.items():
+        before, after = key.split(">")
+        left = form.text_after if before == role else ""
+        right = form.text_before if after == role else ""
+        if len(join) < len(left) + len(right) or not (join.startswith(left) and join.endswith(right)):
+            return None
+        joins[key] = join[len(left) : len(join) - len(right)]
+    return replace(forms, contents={**forms.contents, role: form}, joins=joins)
+
+
+def _battery(texts: Sequence[str], roles: Sequence[str]) -> Iterator[tuple[list[Message], bool]]:
+    """Conversations of one to three turns, with and without images, and every text in every place."""
+    for sequence, reply in product(_SEQUENCES, (True, False)):
+        for images in ((), (0,), (0, 0), (2,), (0, 2), (0, 4, 4)):
+            asked = [role for role in sequence if role != "system"]
+            turns = [_turn(role, *[None] * images.count(i), f"text {i} of {role}") for i, role in enumerate(asked)]
+            yield [*([_turn("system", "Be brief.")] if "system" in sequence else []), *turns], reply
+    for text, reply in product(texts, (True, False)):
+        for role in roles:
+            chat = [_turn("user", None, "first"), _turn("assistant", "answer"), _turn("user", "last")]
+            if role == "system":
+                chat.insert(0, _turn(role, text))
+            else:
+                chat[ROLES.index(role) - 1] = _turn(role, *[None] * (role == "user"), text)
+            yield chat, reply
+            yield [{"role": turn["role"], "content": text} if turn["role"] == role else turn for turn in chat], reply
+
+
+def _hold(forms: PromptForms, render: Render, messages: Sequence[Message], reply: bool) -> None:
+    text = render_forms(forms, messages, add_generation_prompt=reply)
+    if text is not None and text != render(messages, reply):
+        shown = " ".join(str(messages[-1]["content"]).split())[:80]
+        raise IrregularError(f"the forms do not give what the template gives for {len(messages)} messages ({shown})")
+
+
+def _literals(source: str, control: Mapping[str, int]) -> list[str]:
+    """Strings that the template may look for in a text, alone and with text around them."""
+    strings = dict.fromkeys(_masked(text, control) for text in string_constants(source) if 0 < len(text) <= MAX_LITERAL)
+    chosen = list(strings)[:MAX_LITERALS]
+    return [text for string in chosen for text in (string, f"{string} x", f"x {string}", f"x{string}y")]
+
+
+def _masked(text: str, control: Mapping[str, int]) -> str:
+    for token in sorted(control, key=len, reverse=True):
+        text = text.replace(token, "\ue000" + token[1:])
+    return text

@@ -1,0 +1,146 @@
+"""What is done in the confined process: load a tokenizer, try it and the chat template, and resolve both into data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from vtx.exporter.checkpoint.forms import IrregularError, derive_forms
+from vtx.exporter.checkpoint.length_bound import length_bound
+from vtx.exporter.checkpoint.tokenizer_limits import check_spec
+from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.errors import CheckpointError
+from vtx.runtime.prompt.messages import Message
+from vtx.runtime.prompt.shaping import ShapingTemplate
+from vtx.runtime.prompt.text import Text
+from vtx.runtime.prompt.tokenizer import encode, parse_tokenizer, rust_errors
+
+MAX_ADDED_IDS = 16  # that a tokenizer adds around a prompt
+_QUESTION = "What is this? {} 123 {}"
+
+
+def resolve(request: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer.json and the text settings of a checkpoint's copied files.
+
+    `folder` holds the files, `name` is what messages call it; `end_ids` None: where the tokenizer says.
+    Raises `CheckpointError`, `TemplateError`.
+    """
+    loaded = _load(Path(request["folder"]), request["name"])
+    text = loaded.backend_tokenizer.to_str()
+    spec = json.loads(text)
+    check_spec(spec)
+    tokenizer = parse_tokenizer(text, CheckpointError)
+    ends = request["end_ids"]
+    if ends is None:
+        ends = [] if loaded.eos_token_id is None else [int(loaded.eos_token_id)]
+    before, after = _added_ids(tokenizer)
+    settings = TextSettings(
+        image_token=_image_token(tokenizer, request["image_token_id"]),
+        image_token_id=request["image_token_id"],
+        bos_token=_token(loaded, "bos_token"),
+        eos_token=_token(loaded, "eos_token"),
+        pad_token=_token(loaded, "pad_token"),
+        unk_token=_token(loaded, "unk_token"),
+        end_ids=tuple(ends),
+        add_special_tokens=True,
+        ids_before=before,
+        ids_after=after,
+        control_tokens={},
+        length_bound=None,
+        forms=None,
+        no_forms="not derived yet",
+    )
+    control = control_tokens(tokenizer, settings)
+    settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
+    settings = with_forms(settings, request["template"])
+    _try(Text(tokenizer, request["template"], settings))
+    return {"tokenizer": tokenizer.to_str(), "settings": settings.to_dict()}
+
+
+def with_forms(settings: TextSettings, template: str) -> TextSettings:
+    """The settings with the template's forms, or with the reason why there are none. Raises `TemplateError`."""
+    shaping = ShapingTemplate(template, settings)
+
+    def render(messages: Any, reply: bool) -> str:
+        return shaping.render(messages, add_generation_prompt=reply)
+
+    try:
+        forms = derive_forms(render, template, settings.control_tokens)
+    except IrregularError as reason:
+        return replace(settings, forms=None, no_forms=str(reason))
+    return replace(settings, forms=forms, no_forms=None)
+
+
+def control_tokens(tokenizer: Tokenizer, settings: TextSettings) -> dict[str, int]:
+    """The tokens nobody may type, by their text: the special ones, and those that settings name."""
+    added = tokenizer.get_added_tokens_decoder()
+    control: dict[str, int | None] = {token.content: id for id, token in added.items() if token.special}
+    named = [*settings.variables().values(), *map(tokenizer.id_to_token, settings.end_ids)]
+    control |= {token: tokenizer.token_to_id(token) for token in named if token}
+    return {token: id for token, id in control.items() if id is not None}
+
+
+def _load(folder: Path, name: str) -> Any:
+    """AutoTokenizer's tokenizer, made from copies of the data files in an otherwise empty folder."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    if (folder / "tokenizer.json").exists():
+        try:
+            check_spec(json.loads((folder / "tokenizer.json").read_bytes()))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"tokenizer.json of {name} is not sound JSON ({error}); download it again") from error
+    cure = "save it as a tokenizer.json (a tokenizer.model alone needs the sentencepiece package)"
+    with rust_errors(CheckpointError, f"transformers cannot load the tokenizer of {name}; {cure}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(tokenizer, "backend_tokenizer"):
+        raise CheckpointError(
+            f"the tokenizer of {name} is a {type(tokenizer).__name__}, which has no tokenizer.json form; "
+            "save it as a fast tokenizer with transformers first"
+        )
+    return tokenizer
+
+
+def _token(tokenizer: Any, name: str) -> str | None:
+    token = getattr(tokenizer, name, None)
+    return None if token is None else str(token)
+
+
+def _image_token(tokenizer: Tokenizer, image_token_id: int) -> str:
+    token = tokenizer.get_added_tokens_decoder().get(image_token_id)
+    if token is None:
+        raise CheckpointError(
+            f"the tokenizer has no added token {image_token_id}, which the config names as the image token; "
+            "take the tokenizer that belongs to the model"
+        )
+    ids = encode(tokenizer, token.content).ids
+    if ids != [image_token_id]:
+        raise CheckpointError(f"the tokenizer makes {ids} of the image token {token.content!r}, not [{image_token_id}]")
+    return str(token.content)
+
+
+def _added_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the tokenizer puts before and after a text."""
+    encoding = encode(tokenizer, "a", add_special_tokens=True)
+    marks = encoding.special_tokens_mask
+    start = marks.index(0) if 0 in marks else len(marks)
+    end = len(marks) - marks[::-1].index(0) if 0 in marks else len(marks)
+    if start + len(marks) - end > MAX_ADDED_IDS:
+        raise CheckpointError(
+            f"the tokenizer adds {start + len(marks) - end} tokens to every prompt, the limit is {MAX_ADDED_IDS}; "
+            "take the tokenizer that belongs to the model"
+        )
+    return tuple(encoding.ids[:start]), tuple(encoding.ids[end:])
+
+
+def _try(text: Text) -> None:
+    """Ask a question about an image, one that holds special tokens as text, and decode it."""
+    for typed in ("", "".join(text.settings.control_tokens)):
+        question: Message = {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": _QUESTION.format("猫", typed)}],
+        }
+        text.decode(text.prompt([question], 1))

@@ -1,0 +1,110 @@
+"""Special tokens that a user types stay text.
+
+They are masked before the conversation is rendered: the first character of each becomes a private-use character that
+occurs nowhere else. So whatever the chat template does, the control tokens found in its output are its own. Text
+between those is unmasked and encoded by the tokenizer without control tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain, islice, takewhile
+from operator import itemgetter
+
+from tokenizers import Encoding, Tokenizer
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.prompt.messages import Message, Part, texts_of
+from vtx.runtime.prompt.tokenizer import encode, plain_tokenizers
+
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+
+
+class Masking:
+    """Masks messages, and encodes what was rendered of them; safe for many threads.
+
+    `control` holds the ids of the control tokens by their text, `literals` every character that a template may print.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control: Mapping[str, int], unk_token: str | None, literals: str) -> None:
+        self._tokenizer, self._control = tokenizer, control
+        self._ids = frozenset(control.values())
+        self._taken = frozenset(literals).union(*control)
+        unk = getattr(tokenizer.model, "unk_token", None) or unk_token
+        self._unk_id = tokenizer.token_to_id(unk) if unk else None
+        self._pattern = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+
+    def mask(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+        """The messages with special tokens masked, and the masking character of each character masked."""
+        marks: dict[str, str] = {}
+        free = self._free_characters(messages)
+        masked: list[Message] = []
+        for message in messages:
+            role = self._mask_text(message["role"], marks, free)
+            # A special token may stand across two parts, so a message is masked as one text and cut again.
+            text = iter(self._mask_text("".join(texts_of(message)), marks, free))
+            content = message["content"]
+            if isinstance(content, str):
+                masked.append({"role": role, "content": "".join(text)})
+            else:
+                masked.append({"role": role, "content": [_refill(part, text) for part in content]})
+        return masked, marks
+
+    def encode(self, rendered: str, marks: Mapping[str, str], encoding: Encoding) -> list[int]:
+        """The ids of the template's own control tokens in `encoding`, and of the text between them as plain text."""
+        unmask = str.maketrans({mark: character for character, mark in marks.items()})
+        at_start, elsewhere = self._plain
+        tokens = list(zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True))
+        ids = [id for id, _, _ in takewhile(itemgetter(2), tokens)]
+        suffix = [id for id, _, _ in takewhile(itemgetter(2), reversed(tokens[len(ids) :]))]
+        position = 0
+        for id, (start, end), inserted in [*tokens, (None, (len(rendered), len(rendered)), 0)]:
+            own = id is None or (id in self._ids and (id != self._unk_id or rendered[start:end] in self._control))
+            if inserted or not own:
+                continue
+            piece = rendered[position:start].translate(unmask)
+            ids += encode(elsewhere if position else at_start, piece).ids if piece else []
+            ids += [] if id is None else [id]
+            position = end
+        return ids + suffix[::-1]
+
+    @cached_property
+    def _plain(self) -> tuple[Tokenizer, Tokenizer]:
+        return plain_tokenizers(self._tokenizer, self._control)
+
+    def _mask_text(self, text: str, marks: dict[str, str], free: Iterator[str]) -> str:
+        while spots := self._find_control(text):
+            characters = list(text)
+            for spot in spots:
+                character = characters[spot]
+                if character not in marks:
+                    marks[character] = "" if character in marks.values() else next(free, "")
+                if not marks[character]:
+                    raise RequestError(f"the special token at character {spot} cannot be kept as text; leave it out")
+                characters[spot] = marks[character]
+            text = "".join(characters)
+        return text
+
+    def _find_control(self, text: str) -> list[int]:
+        """Where control tokens start in `text`, as written or as the tokenizer's normalizer would make them."""
+        spots = [match.start() for match in self._pattern.finditer(text)]
+        if spots or self._tokenizer.normalizer is None:
+            return spots
+        encoding = encode(self._tokenizer, text)
+        return [
+            start
+            for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if start < end and id in self._ids and id != self._unk_id
+        ]
+
+    def _free_characters(self, messages: Sequence[Message]) -> Iterator[str]:
+        taken = self._taken.union(*(text for message in messages for text in texts_of(message)))
+        return (char for code in chain(*_PRIVATE_USE) if (char := chr(code)) not in taken)
+
+
+def _refill(part: Part, text: Iterator[str]) -> Part:
+    if part["type"] == "image":
+        return {"type": "image"}
+    return {"type": "text", "text": "".join(islice(text, len(part["text"])))}

@@ -1,0 +1,75 @@
+"""The messages of a conversation: their shape, and what can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
+
+from vtx.runtime.errors import RequestError
+
+MAX_TEXT = 2 << 20  # characters of one conversation
+
+
+class Part(TypedDict, total=False):
+    """One part of a message: an image, or text."""
+
+    type: Literal["image", "text"]
+    text: str
+
+
+class Message(TypedDict):
+    """One turn: role "system", "user" or "assistant"; content a string, or parts in the order they are to be read."""
+
+    role: str
+    content: str | Sequence[Part]
+
+
+def parts_of(message: Message) -> Sequence[Part]:
+    """The content as parts, whichever way it was given."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def texts_of(message: Message) -> list[str]:
+    """The texts of a message, one a part."""
+    return [part["text"] for part in parts_of(message) if part["type"] == "text"]
+
+
+def check_messages(messages: Sequence[Message]) -> int:
+    """The number of images. Raises `RequestError` for what cannot be asked."""
+    if not messages:
+        raise RequestError("the conversation is empty; ask a question")
+    for message in messages:
+        _check_message(message)
+    texts = ["".join(texts_of(message)) for message in messages]
+    length = sum(map(len, texts))
+    if length > MAX_TEXT:
+        raise RequestError(f"the conversation has {length:,} characters, the limit is {MAX_TEXT:,}; shorten it")
+    questions = [text for message, text in zip(messages, texts, strict=True) if message["role"] == "user"]
+    if not questions or not questions[-1].strip():
+        raise RequestError("the question is empty; write at least one word")
+    return sum(part["type"] == "image" for message in messages for part in parts_of(message))
+
+
+def _check_message(message: Message) -> None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("a message must be a dict with a role and content; got " + type(message).__name__)
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, (list, tuple)):
+        raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "image" and not (kind == "text" and isinstance(part.get("text"), str)):
+            raise RequestError(
+                'a part must be {"type": "image"} or {"type": "text", "text": ...}; got ' + repr(part)[:99]
+            )
+    for text in (message["role"], *texts_of(message)):
+        _check_unicode(text)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"character {error.start} of the text is half of a surrogate pair; remove it") from error

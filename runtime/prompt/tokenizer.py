@@ -1,0 +1,74 @@
+"""The `tokenizers` library with our errors, and the same tokenizer without its control tokens."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+
+from vtx.runtime.errors import BundleError, RequestError, VtxError
+
+
+def parse_tokenizer(text: str, error: type[VtxError]) -> Tokenizer:
+    """The tokenizer in a tokenizer.json. Raises `error`."""
+    with rust_errors(error, "the tokenizer.json is damaged"):
+        tokenizer: Tokenizer = Tokenizer.from_str(text)
+        return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    """Ids and offsets of `text`. Raises `RequestError`."""
+    with rust_errors(RequestError, "the tokenizer cannot encode the conversation"):
+        encoding: Encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return encoding
+
+
+def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Text of `ids` without special tokens. Raises `BundleError`."""
+    with rust_errors(BundleError, "the tokenizer cannot decode the answer"):
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@contextmanager
+def rust_errors(kind: type[VtxError], message: str) -> Iterator[None]:
+    """`tokenizers` raises bare exceptions, and panics that derive from BaseException; both become `kind`."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{message}: {' '.join(str(error).split())[:200]}") from error
+
+
+def plain_tokenizers(tokenizer: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizer without the `control` tokens, for the start of a prompt and for text after a control token.
+
+    They are renamed, not removed, so that all other ids stay: nobody can type the new names.
+    """
+    names = {token: f"\0{secrets.token_hex(16)}" for token in control}
+    spec = json.loads(tokenizer.to_str())
+    for token in spec["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    spec["post_processor"] = None
+    _rename(spec["model"], names)
+    text = json.dumps(spec)
+    never = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+    return parse_tokenizer(text, BundleError), parse_tokenizer(never, BundleError)
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Give tokens of a tokenizer.json's model new names, and drop the merges that would make them."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): id for token, id in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+        model["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
