@@ -38,7 +38,6 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_CURE = "it is damaged or hostile; get it again from somebody you trust"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +57,24 @@ def confine(
     subject: str,
     limits: Limits = Limits(),
     error: type[VtxError] = CheckpointError,
+    cure: str = "it is damaged or hostile; get it again from somebody you trust",
 ) -> Any:
-    """What the function `target` returns for `request`. Raises what it raises on purpose, and `error`."""
+    """What the function `target` returns for `request`. Raises what it raises on purpose, and `error`, with `cure`."""
     with tempfile.TemporaryFile("w+") as question, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
         json.dump(request, question)
         question.seek(0)
         code = _run(target, limits, question, answer, log)
         if code is None:
-            raise error(f"{subject} takes more than {limits.wall_seconds} s to read, the limit; {_CURE}")
+            raise error(f"{subject} takes more than {limits.wall_seconds} s to read, the limit; {cure}")
         if code != 0:
-            raise error(f"{subject} {_end(code, _text(log), limits)}; {_CURE}")
+            raise error(f"{subject} {_end(code, _text(log), limits)}; {cure}")
         result = json.loads(_text(answer))
     if "limit" in result:
-        raise error(f"{subject} {_limit(result['limit'], limits)}; {_CURE}")
+        raise error(f"{subject} {_limit(result['limit'], limits)}; {cure}")
     if "error" in result:
         raise getattr(errors, result["error"])(result["message"])
     if "crash" in result:
-        raise error(f"{subject} cannot be read ({result['crash']}); {_CURE}")
+        raise error(f"{subject} cannot be read ({result['crash']}); {cure}")
     return result["value"]
 
 

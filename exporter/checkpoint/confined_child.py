@@ -51,7 +51,10 @@ def _result(target: str) -> dict[str, Any]:
         function = getattr(importlib.import_module(module), name)
         return {"value": function(json.load(sys.stdin))}
     except VtxError as error:
-        return {"error": type(error).__name__, "message": str(error)}
+        if isinstance(error.__cause__, MemoryError):
+            return {"limit": "memory"}
+        known = next(kind for kind in type(error).__mro__ if kind.__module__ == VtxError.__module__)
+        return {"error": known.__name__, "message": str(error)}
     except MemoryError:
         return {"limit": "memory"}
     except OSError as error:

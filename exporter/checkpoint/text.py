@@ -20,6 +20,7 @@ from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, utf8
 
 LIMITS = Limits()
+_CURE = "get the checkpoint from somebody you trust, or give another template with vtx-export --chat-template FILE"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _SMALL_FILES = ("special_tokens_map.json", "added_tokens.json")
 # What a tokenizer's ids depend on. Whatever else stands in a tokenizer_config.json (auto_map, paths, templates) never
@@ -70,7 +71,9 @@ def _resolved(request: dict[str, Any], limits: Limits, subject: str) -> Any:
     contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     key = hashlib.sha256(json.dumps([contents, {**request, "folder": "", "name": ""}]).encode()).hexdigest()
     if key not in _known:
-        _known[key] = confine("vtx.exporter.checkpoint.resolving:resolve", request, subject=subject, limits=limits)
+        _known[key] = confine(
+            "vtx.exporter.checkpoint.resolving:resolve", request, subject=subject, limits=limits, cure=_CURE
+        )
     return _known[key]
 
 

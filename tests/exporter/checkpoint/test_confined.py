@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from vtx.exporter.checkpoint.confined import Limits, confine
+from vtx.runtime.errors import CheckpointError, ImageError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's")
+SMALL = Limits(memory=512 << 20, cpu_seconds=1, wall_seconds=300, file=1 << 20)
+
+
+def run(kind: str, limits: Limits = SMALL) -> object:
+    return confine("tests.support.confined:fail", kind, subject="the file of a stranger", limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("memory", "needs more than 537 MB of memory to read, the limit"),
+        ("cpu", "takes more than 1 s of processor time to read, the limit"),
+        ("file", "makes a file of more than 1.05 MB, the limit"),
+        ("abort", r"crashes the process that reads it \(SIGABRT\)"),
+        ("error", r"cannot be read \(ZeroDivisionError: by nothing\)"),
+    ],
+)
+def test_each_limit_ends_as_one_line_that_names_it(kind: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^the file of a stranger {message}.*; it is damaged") as error:
+        run(kind)
+    assert "\n" not in str(error.value)
+
+
+def test_a_child_that_waits_is_ended_at_the_deadline() -> None:
+    with pytest.raises(CheckpointError, match="takes more than 1 s to read, the limit"):
+        run("sleep", Limits(wall_seconds=1))
+
+
+def test_the_error_is_the_one_the_caller_names() -> None:
+    with pytest.raises(ImageError, match="the picture crashes"):
+        confine("tests.support.confined:fail", "abort", subject="the picture", error=ImageError)
+
+
+def test_a_result_comes_back_and_prints_do_not_harm_it() -> None:
+    assert run("fine") == "fine"
+    assert run("print") == "quiet"
+
+
+def test_the_child_loads_no_heavy_library() -> None:
+    modules = confine("tests.support.confined:loaded", None, subject="nothing", limits=SMALL)
+    assert isinstance(modules, list)
+    assert not {"torch", "onnx", "onnxruntime", "PIL", "transformers"} & set(modules)
+
+
+def test_the_working_directory_gives_the_child_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSTARTUP", str(tmp_path / "json.py"))
+    monkeypatch.setattr(sys, "path", ["", ".", *sys.path])
+    assert run("fine") == "fine"
+    assert not (tmp_path / "ran").exists()
+    assert os.getcwd() == str(tmp_path)
