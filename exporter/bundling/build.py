@@ -28,10 +28,13 @@ from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.weights.journal import JOURNAL, PROBE, Journal
 from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
+from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import seal_manifest, sha256
+from vtx.runtime.bundle.final_norm import WEIGHT as FINAL_NORM_WEIGHT
 from vtx.runtime.bundle.manifest import (
+    FINAL_NORM,
     FORMAT,
     GOLDEN,
     KV_SCALES,
@@ -68,6 +71,9 @@ def fill(folder: Path, plan: Plan, journal: Journal, report: Report) -> None:
     factors = _factors(folder, plan, journal, report)
     scaled = scalings(plan.config.text, factors.by_source) if factors else {}
     records = write_weights(plan.weights, folder, journal, wrote, scaled)
+    if plan.reductions.needs.final_norm:
+        weight = CheckpointWeights(plan.checkpoint).read("text.norm.weight").numpy()
+        write_safetensors(folder / FINAL_NORM, {FINAL_NORM_WEIGHT: weight}, None)
     if not journal.golden:
         _write_golden(folder, plan, report)
         journal.add_golden()

@@ -14,7 +14,7 @@ from vtx.runtime.api.answer import Answer, Stats
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.text_output import TextOutput
 from vtx.runtime.api.turns import Ended, Request
-from vtx.runtime.policies import to_spec
+from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.make import decisions
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import Message
@@ -26,6 +26,7 @@ from vtx.runtime.session.reduction_report import reduced
 from vtx.runtime.session.result import PrefillResult, Selection
 from vtx.runtime.session.sampling import Sampler, log_probability
 from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.tokens import ImageTokens
 
 if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
@@ -102,19 +103,34 @@ class AnswerInProgress:
 
     def _prompt(self, images: EncodedImages) -> Prompt:
         question, manifest = self._question, self._model.manifest
-        encoders = self._clock.all_vision(images.encoders(question.policy.entries))
-        ids = question.ids
+        encoders = self._clock.all_vision(images.encoders(question.policy.entries, self._prompt_text()))
+        ids, skipped = question.ids, 0
         if question.policy.entries and encoders:  # how many tokens an image has, only its pixels say
-            ids = self._model.text.prompt(question.messages, self._count_tokens(encoders))
+            tokens = self._encode(encoders)
+            ids = self._model.text.prompt(question.messages, [len(image.rows) for image in tokens])
+            skipped = sum(image.positions - len(image.rows) for image in tokens)
         self._prompt_tokens = len(ids)
-        return Prompt(ids, ids == manifest.text.image_token_id, encoders)
+        return Prompt(ids, ids == manifest.text.image_token_id, encoders, skipped)
 
-    def _count_tokens(self, encoders: ImageEncoders) -> list[int]:
-        counts = []
+    def _encode(self, encoders: ImageEncoders) -> list[ImageTokens]:
+        images = []
         for _, encode in encoders:
             self.request.check()
-            counts.append(len(encode().patches))
-        return counts
+            images.append(encode())
+        return images
+
+    def _prompt_text(self) -> PromptText | None:
+        """The text by which image tokens are selected, in a chat the first turn's; None where nothing looks at it."""
+        question = self._question
+        is_vision = question.ids == self._model.manifest.text.image_token_id
+        if not is_vision.any() or not any(entry.uses_question for entry in question.policy.entries):
+            return None
+        end = int(np.flatnonzero(is_vision)[-1]) + 1
+        before, after = question.ids[:end][~is_vision[:end]], question.ids[end:]
+        if question.after is not None and question.after.policy == question.policy:
+            after = np.array(question.after.ids, np.int64)
+        ids = np.concatenate([before, after])
+        return PromptText(ids, self._model.backend.embed(ids), np.arange(len(ids)) >= len(before))
 
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
         """Give the text of token after token; returns why it ended."""
@@ -160,6 +176,7 @@ class AnswerInProgress:
             kv_slots=slots,
             kv_bytes=sum(slots) * backend.kv_slot_bytes,
             reused_image=result.reused_image if result else False,
+            reused_layers=result.reused_layers if result else 0,
             device=backend.device,
             compute=backend.compute,
             precision=manifest.precision,

@@ -28,6 +28,7 @@ from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, combine
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.final_norm import read_final_norm
 from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ModelClosedError, RequestError
@@ -248,7 +249,15 @@ class Model:
         depth = manifest.default_k if isinstance(k, str) and k == DEFAULT else k
         wanted = next(iter(manifest.reductions), None) if reduce == DEFAULT else reduce
         threshold = (options or Options()).gate_threshold
-        return make_policy(depth, manifest, self.backend.gate, threshold, reduce=wanted, dialect=self.backend.dialect)
+        return make_policy(
+            depth,
+            manifest,
+            self.backend.gate,
+            threshold,
+            reduce=wanted,
+            dialect=self.backend.dialect,
+            final_norm=lambda: read_final_norm(self.bundle),
+        )
 
     def prepare(self, source: ImageSource) -> PreparedImage:
         """Read and preprocess an image."""

@@ -36,6 +36,10 @@ class StageCache(Protocol):
         """
         ...
 
+    def keys(self) -> NDArray[np.float32]:
+        """The keys of the stage's last layer as attention sees them, [kv_heads, length, head_dim] float32, rotated."""
+        ...
+
     def keep(self, length: int) -> None:
         """Forget every slot from `length` on."""
         ...

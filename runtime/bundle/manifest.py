@@ -17,6 +17,7 @@ FORMAT = 3
 MAX_BYTES = 4 << 20
 KV_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"
+FINAL_NORM = "final_norm.safetensors"  # where a reduction measures hidden states behind the last norm
 KV_SCALES = "kv_scales.safetensors"  # beside int8 K and V
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 

@@ -4,7 +4,7 @@ A method that leaves out rows is a `Reduction`, registered under its name by `@r
 `methods/` is read when a spec is parsed. `make_policy` puts together what a question is asked with.
 """
 
-from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
+from vtx.runtime.policies.base import Boundary, Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.spec import parse, reduction, to_spec
 
-__all__ = ["Boundary", "Entry", "Needs", "Reduction", "parse", "reduction", "to_spec"]
+__all__ = ["Boundary", "Entry", "Needs", "PromptText", "Reduction", "parse", "reduction", "to_spec"]

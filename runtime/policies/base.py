@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask, Patches, Scores
+from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask, Patches, Rows, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Needs:
     `cuts`: layers before which rows may leave, so a stage begins there. `queries`: layers whose attention it asks
     for. `shrinks`: after the prompt, caches from this layer on keep only what its last cut kept. `merging`,
     `attention`, `last_attention`: the vision graph merges windows, tells what the class token looks at in the tower's
-    last block in use, in its very last block.
+    last block in use, in its very last block. `final_norm`: the weight of the decoder's last norm
+    stands in a file of its own.
     """
 
     cuts: tuple[int, ...] = ()
@@ -28,6 +30,7 @@ class Needs:
     merging: bool = False
     attention: bool = False
     last_attention: bool = False
+    final_norm: bool = False
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -43,11 +46,38 @@ class Needs:
             self.merging or other.merging,
             self.attention or other.attention,
             self.last_attention or other.last_attention,
+            self.final_norm or other.final_norm,
         )
 
 
 def _no_scores(_: bool) -> Scores:
     raise AssertionError("this boundary has no attention to ask for: the policy's needs name no query")
+
+
+def _no_hidden() -> Rows:
+    raise AssertionError("this boundary holds no hidden states of the image tokens")
+
+
+def _no_keys() -> tuple[Rows, Rows]:
+    raise AssertionError("this boundary has no keys to ask for")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptText:
+    """The text of a prompt, as known before its images enter the decoder.
+
+    `ids` [n] and their input embeddings `hidden` [n, hidden], in order; `after` [n] says which stand after the last
+    image, where the question is. In a chat it is the first turn's, whose choice the later turns keep.
+    """
+
+    ids: Ids
+    hidden: Rows
+    after: Mask
+
+    @property
+    def key(self) -> str:
+        """Equal for equal texts."""
+        return hashlib.sha256(self.ids.tobytes() + self.after.tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +86,9 @@ class Boundary:
 
     `layer` is the first layer to come (1-based, so it is a K). `rows` [n, hidden] are the question's hidden states
     there. `images` are the vision rows that entered the decoder, `present` [all of them] says which are still there.
+    `hidden()` gives the hidden states [count, hidden] of these; `keys()` the rotated keys of the layer just run, all
+    heads side by side, of these [count, kv_heads * head_dim] and of the question's rows; `final_norm` is the weight
+    [hidden] of the decoder's last norm, where the policy's needs name it.
     """
 
     layer: int
@@ -63,6 +96,9 @@ class Boundary:
     images: Sequence[Patches] = ()
     present: Mask = field(default_factory=lambda: np.zeros(0, bool))
     scores: Callable[[bool], Scores] = _no_scores
+    hidden: Callable[[], Rows] = _no_hidden
+    keys: Callable[[], tuple[Rows, Rows]] = _no_keys
+    final_norm: NDArray[np.float32] | None = None
 
     @property
     def count(self) -> int:
@@ -90,8 +126,21 @@ class Entry:
         """Extra inputs of the vision graph by name, as `tau` from which windows of patches merge; empty: none."""
         return {}
 
-    def select(self, image: ImageTokens) -> Ids | None:
-        """Indices of the image tokens that enter the decoder, in their order there; None: all as they are."""
+    @property
+    def uses_question(self) -> bool:
+        """Whether `select` looks at the question; an image is then not reused for another question."""
+        return False
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether those that enter keep the positions they had among all, gaps between them."""
+        return False
+
+    def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
+        """Indices of the image tokens that enter the decoder, in their order there; None: all as they are.
+
+        `question` is given where the entry uses it.
+        """
         return None
 
 

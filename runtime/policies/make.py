@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from vtx.runtime.bundle.manifest import Manifest
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.bundle.manifest import FINAL_NORM, Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Needs, Reduction
 from vtx.runtime.policies.methods.full import Full
@@ -22,11 +26,13 @@ def make_policy(
     *,
     reduce: str | None = None,
     dialect: str = "ort",
+    final_norm: Callable[[], NDArray[np.float32]] | None = None,
 ) -> Policy:
     """The policy that `k` and `reduce` mean.
 
     `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `reduce` is a spec of reductions,
-    "none" or None; `dialect` that of the graphs that will run.
+    "none" or None; `dialect` that of the graphs that will run. `final_norm` reads the weight of
+    the decoder's last norm; it is called where a reduction needs it.
 
     Raises:
         RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
@@ -35,7 +41,11 @@ def make_policy(
     """
     reductions = parse(reduce) if reduce is not None else ()
     check_provided(reductions, manifest, dialect)
-    return Policy((_exit(k, manifest, odds, threshold), *reductions))
+    policy = Policy((_exit(k, manifest, odds, threshold), *reductions))
+    if not policy.needs().final_norm:
+        return policy
+    assert final_norm is not None
+    return replace(policy, final_norm=final_norm())
 
 
 def decisions(policy: Policy) -> list[Decision] | None:
@@ -78,6 +88,8 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
         return f"the attention of layer {', '.join(map(str, queries))}"
     if needs.merging and not graphs.vision_merges:
         return "a vision graph that merges windows"
+    if needs.final_norm and FINAL_NORM not in manifest.files:
+        return "the weight of the decoder's last norm"
     if needs.last_attention and not graphs.vision_last_attention:
         return "the class token's attention in the tower's last block"
     return "the class token's attention" if needs.attention and not graphs.vision_attention else ""

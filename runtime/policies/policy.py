@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
 from vtx.runtime.vision.tokens import Mask
@@ -26,9 +27,13 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Methods in the order in which they are asked: first the one that removes whole images."""
+    """Methods in the order in which they are asked: first the one that removes whole images.
+
+    `final_norm` is the weight [hidden] of the decoder's last norm, where a method needs it.
+    """
 
     parts: tuple[Reduction, ...] = ()
+    final_norm: NDArray[np.float32] | None = field(default=None, compare=False)
 
     def needs(self) -> Needs:
         needs = Needs()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
-from vtx.runtime.policies.base import Entry
+from vtx.runtime.policies.base import Entry, PromptText
 from vtx.runtime.session.prefix import ImageEncoders
 from vtx.runtime.vision.tokens import Extras, ImageTokens
 
@@ -34,6 +34,15 @@ def vision_extras(entries: Sequence[Entry]) -> Extras:
     return {name: np.array([value], np.float32) for name, value in values.items()}
 
 
+def enter(tokens: ImageTokens, entries: Sequence[Entry], question: PromptText | None) -> ImageTokens:
+    """What of an image's tokens enters the decoder."""
+    for entry in entries:
+        selected = entry.select(tokens, question)
+        if selected is not None:
+            tokens = tokens.take(selected, keep_positions=entry.keeps_positions)
+    return tokens
+
+
 @dataclass(slots=True)
 class EncodedImages:
     """The tokens of `images` by the vision graph's extra inputs. Its owner locks it."""
@@ -42,17 +51,20 @@ class EncodedImages:
     images: tuple[PreparedImage, ...]
     _encoded: dict[ExtrasKey, dict[str, ImageTokens]] = field(default_factory=dict)
 
-    def encoders(self, entries: Sequence[Entry]) -> ImageEncoders:
-        """For each image a key that stands for its tokens, and the call that gives them."""
-        settings = "".join(f" {entry!r}" for entry in entries)
-        return tuple((image.key + settings, partial(self._enter, image, entries)) for image in self.images)
+    def encoders(self, entries: Sequence[Entry], question: PromptText | None = None) -> ImageEncoders:
+        """For each image a key that stands for its tokens, and the call that gives them.
 
-    def _enter(self, image: PreparedImage, entries: Sequence[Entry]) -> ImageTokens:
-        tokens = self._encode(image, vision_extras(entries))
-        for entry in entries:
-            selected = entry.select(tokens)
-            tokens = tokens if selected is None else tokens.take(selected)
-        return tokens
+        `question` is what entries that use it select by.
+        """
+        settings = "".join(f" {entry!r}" for entry in entries)
+        if question is not None and any(entry.uses_question for entry in entries):
+            settings += f" {question.key}"
+        return tuple(
+            (image.key + settings, cache(partial(self._enter, image, entries, question))) for image in self.images
+        )
+
+    def _enter(self, image: PreparedImage, entries: Sequence[Entry], question: PromptText | None) -> ImageTokens:
+        return enter(self._encode(image, vision_extras(entries)), entries, question)
 
     def _encode(self, image: PreparedImage, extras: Extras) -> ImageTokens:
         key = tuple((name, value.tobytes()) for name, value in sorted(extras.items()))

@@ -5,7 +5,7 @@ Records here are frozen and replaced as a whole at every step, so that an interr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +23,13 @@ class Prompt:
     """Token ids [n]; those equal to the image token stand for the image tokens of `encoders`, in order.
 
     An encoder is (key, encode): equal keys mean equal image tokens; `encode` gives them and is called only where they
-    are not cached.
+    are not cached. `skipped`: positions between image tokens, and after them, that have no token.
     """
 
     ids: Ids
     is_vision: Mask
     encoders: ImageEncoders = ()
+    skipped: int = 0
 
     @property
     def prefix_length(self) -> int:
@@ -57,11 +58,14 @@ class Prefix:
 
     `boundaries` hold its hidden states after 0, 1, 2, ... stages: the first and the last [size, hidden], those between
     likewise where tokens may leave there, else those of the text only. `saved_kv` is what full stages' caches lack.
+    `positions` [size] are its tokens', `next_position` is the suffix's first.
     """
 
     key: Key
     is_vision: Mask
     images: tuple[Patches, ...]
+    positions: Ids
+    next_position: int
     boundaries: tuple[Rows, ...]
     saved_kv: tuple[SavedKV, ...] = ()
 
@@ -95,8 +99,23 @@ class Prefix:
 
     def whole(self, boundary: int) -> PrunedPrefix:
         """The prefix as it stands at a boundary, before any token has left."""
-        positions = np.arange(self.size, dtype=np.int64)
-        return PrunedPrefix((), np.ones(self.size, bool), positions, self.size, self.boundaries[boundary], boundary)
+        present, hidden = np.ones(self.size, bool), self.boundaries[boundary]
+        return PrunedPrefix((), present, self.positions, self.next_position, hidden, boundary)
+
+
+def place(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Ids, int]:
+    """Positions [n] of a prefix's tokens, and the next one: an image's tokens keep the gaps between them."""
+    offsets = [np.arange(len(i.rows)) if i.offsets is None else i.offsets for i in images]
+    ends = [*(image.positions for image in images)]
+    positions = np.zeros(len(is_vision), np.int64)
+    at, token = 0, 0
+    for offset, end in zip(offsets, ends, strict=True):
+        text = int(np.argmax(is_vision[token:])) if len(offset) else 0
+        positions[token : token + text] = np.arange(at, at + text)
+        token, at = token + text, at + text
+        positions[token : token + len(offset)] = at + offset
+        token, at = token + len(offset), at + end
+    return positions, at
 
 
 @dataclass(frozen=True, slots=True, eq=False)

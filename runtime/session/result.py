@@ -43,12 +43,14 @@ class PrefillResult:
     """What a prefill did. Per-layer lists start with layer 1; `slots` count right after the prompt.
 
     `k` is the first layer without image tokens, None where some stayed. `images` are the image tokens that entered,
-    `cuts` where some left. A chat's next turn continues after `selection`.
+    `reused_layers`: in layers 1 to this one no image token was run, since the caches of an earlier question hold them.
+    `cuts` say where some left. A chat's next turn continues after `selection`.
     """
 
     logits: NDArray[np.float32]
     k: int | None
     reused_image: bool
+    reused_layers: int
     vision_tokens: int
     slots: tuple[int, ...]
     vision_kept: tuple[int, ...]

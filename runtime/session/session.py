@@ -21,7 +21,7 @@ from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.policies.base import Boundary
 from vtx.runtime.policies.policy import Policy, Removal
-from vtx.runtime.session.prefix import Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV
+from vtx.runtime.session.prefix import Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, place
 from vtx.runtime.session.result import Cut, PrefillResult, Selection, common_prefix
 from vtx.runtime.vision.tokens import Ids, Mask, Rows, Scores
 
@@ -49,6 +49,7 @@ class Session:
         self._selection: Selection | None = None  # the question that selected the cached image tokens
         self._first_pruned = len(self._stages)  # the stage from which on the suffix runs in `_pruned`
         self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
+        self._reused_stages = 0  # from the first on, in which the last prefill ran no image token
         self._layouts: list[PrefixSlots] = []
         self._cuts: list[Cut] = []
         self._check: Callable[[], None] = _never
@@ -60,7 +61,7 @@ class Session:
     @property
     def length(self) -> int:
         """Tokens of the conversation so far: the position of the next one."""
-        return self._prefix.size + len(self._suffix)
+        return self._prefix.next_position + len(self._suffix)
 
     @property
     def selection(self) -> Selection | None:
@@ -88,7 +89,7 @@ class Session:
             BundleError: a gate or an attention gives what is not a number.
 
         """
-        self._check_room(len(prompt.ids), int(prompt.is_vision.sum()))
+        self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = prompt.prefix_length
         if length == len(prompt.ids):
             raise RequestError(
@@ -135,6 +136,8 @@ class Session:
             return self._select(Selection(prompt.prefix_key, policy, tuple(suffix)))
         if after != self._selection:
             self._select(after)
+        else:
+            self._reused_stages = len(self._stages)
         agreed = common_prefix(self._suffix, suffix)
         self._suffix = self._suffix[:agreed]
         hidden = self._append(prompt.ids[length + agreed :])
@@ -148,10 +151,13 @@ class Session:
         needs = policy.needs()
         self._prepare(policy)
         self._first_pruned, self._cuts, self._layouts = len(self._stages), [], []
+        depth = self._prefix.depth
         survivors: Mask | None = None
         hidden = self._backend.embed(ids)
         for number, stage in enumerate(self._stages):
-            removal = policy.ask(self._boundary(number, hidden)) if number and self._sees_image(number - 1) else None
+            removal = (
+                policy.ask(self._boundary(number, hidden, policy)) if number and self._sees_image(number - 1) else None
+            )
             if removal is not None:
                 pruned = self._remove(number, removal)
                 survivors = pruned.present if removal.shrinks else survivors
@@ -163,6 +169,7 @@ class Session:
         if policy.renumbers:  # as the released code decodes: each layer at its own cache's length
             self._layouts = [replace(layout, position=layout.slots) for layout in self._layouts]
         self._selection, self._suffix = selection, [*selection.ids]
+        self._reused_stages = min(depth, self._first_pruned)
         return hidden
 
     def _append(self, ids: Ids) -> Rows:
@@ -186,7 +193,7 @@ class Session:
         """Whether the suffix sees an image token in stage `number`."""
         return bool((self._layouts[number].present & self._prefix.is_vision).any())
 
-    def _boundary(self, number: int, hidden: Rows) -> Boundary:
+    def _boundary(self, number: int, hidden: Rows, policy: Policy) -> Boundary:
         """What a policy may know before stage `number`."""
         prefix, before = self._prefix, self._layouts[number - 1].present
         slots, layer = np.flatnonzero(prefix.is_vision[before]), self._stages[number - 1].last
@@ -199,7 +206,17 @@ class Session:
                 )
             return total[slots], most[slots]
 
-        return Boundary(layer + 1, hidden, prefix.images, before[prefix.is_vision], scores)
+        def image_hidden() -> Rows:
+            pruned = self._pruned_prefix if self._first_pruned < len(self._stages) else prefix.whole(number)
+            assert pruned is not None
+            return pruned.hidden[prefix.is_vision[pruned.present]]
+
+        def keys() -> tuple[Rows, Rows]:
+            flat = np.concatenate([*self._cache(number - 1).keys()], axis=-1)
+            return flat[slots], flat[len(flat) - len(hidden) :]
+
+        present = before[prefix.is_vision]
+        return Boundary(layer + 1, hidden, prefix.images, present, scores, image_hidden, keys, policy.final_norm)
 
     # ---- the prefix --------------------------------------------------------------------------------------------------
 
@@ -214,12 +231,14 @@ class Session:
                 self._check()
                 images.append(encode())
             hidden[is_vision] = np.concatenate([image.rows for image in images])
-            prefix = Prefix(key, is_vision, tuple(image.patches for image in images), (hidden,))
+            positions, following = place(is_vision, images)
+            prefix = Prefix(key, is_vision, tuple(i.patches for i in images), positions, following, (hidden,))
         self._suffix, self._selection, self._pruned_prefix = [], None, None
         self._prefix = replace(prefix, key=key)
 
     def _empty_prefix(self) -> Prefix:
-        return Prefix((b"", ()), np.zeros(0, bool), (), (np.zeros((0, self._manifest.model.hidden), np.float32),))
+        hidden = np.zeros((0, self._manifest.model.hidden), np.float32)
+        return Prefix((b"", ()), np.zeros(0, bool), (), np.zeros(0, np.int64), 0, (hidden,))
 
     def _prepare(self, policy: Policy) -> None:
         """Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens."""
@@ -234,7 +253,7 @@ class Session:
         """Ensure that what continues of the prefix has run through stage `number`."""
         if number < self._first_pruned:
             self._run_whole_prefix(number)
-            return PrefixSlots(np.ones(self._prefix.size, bool), self._prefix.size, self._prefix.size)
+            return PrefixSlots(np.ones(self._prefix.size, bool), self._prefix.size, self._prefix.next_position)
         pruned = self._pruned_prefix
         assert pruned is not None
         if pruned.depth <= number:
@@ -256,7 +275,7 @@ class Session:
         cache = self._full[number]
         cache.keep(0)
         last = prefix.boundaries[-1]
-        hidden = cache.append(last, np.arange(prefix.size, dtype=np.int64)).copy() if prefix.size else last
+        hidden = cache.append(last, prefix.positions).copy() if prefix.size else last
         self._prefix = prefix.deeper(hidden, hold=number in self._holding)
 
     def _remove(self, number: int, removal: Removal) -> PrunedPrefix:
@@ -326,6 +345,7 @@ class Session:
             logits=logits,
             k=None if gone is None else self._stages[gone].first,
             reused_image=reused,
+            reused_layers=self._stages[self._reused_stages - 1].last if reused and self._reused_stages else 0,
             vision_tokens=int(is_vision.sum()),
             slots=self._per_layer([self._cache(number).length for number in range(len(self._stages))]),
             vision_kept=self._per_layer(kept),

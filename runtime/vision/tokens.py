@@ -46,11 +46,16 @@ class ImageTokens:
     """Rows [rows, hidden] float32 that the tower and projector made of one image, and their patches.
 
     `idle` counts rows that the vision graph computed beside these: of merged windows, where its sizes are fixed.
+    `offsets` [rows] are their positions behind the image's first one and `span` the positions that the image takes;
+    None: they follow each other without gaps. `derived` holds what policies work out of these rows, for next time.
     """
 
     rows: Rows
     patches: Patches
     idle: int = 0
+    offsets: Ids | None = None
+    span: int | None = None
+    derived: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, NDArray[Any]]) -> ImageTokens:
@@ -76,8 +81,18 @@ class ImageTokens:
         places = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
         return cls(rows, Patches(places, np.zeros(count, bool)))
 
-    def take(self, which: Ids) -> ImageTokens:
-        return ImageTokens(self.rows[which], self.patches.take(which))
+    @property
+    def positions(self) -> int:
+        """How many positions the image takes."""
+        return len(self.rows) if self.span is None else self.span
+
+    def take(self, which: Ids, *, keep_positions: bool = False) -> ImageTokens:
+        """Some of the rows; once positions have been kept, they are."""
+        rows, patches = self.rows[which], self.patches.take(which)
+        if not keep_positions and self.offsets is None:
+            return ImageTokens(rows, patches)
+        offsets = np.arange(len(self.rows), dtype=np.int64) if self.offsets is None else self.offsets
+        return ImageTokens(rows, patches, offsets=offsets[which], span=self.positions)
 
 
 def share(part: float, count: int) -> int:

@@ -27,7 +27,7 @@ from vtx.runtime.terminal import console
 Make = Callable[..., Path]
 FIELDS = {
     "text", "token_ids", "k", "full_layers", "exit_layer", "prompt_tokens", "vision_tokens", "vision_tokens_kept",
-    "kv_slots", "kv_bytes", "reused_image", "device", "compute", "precision", "timings_ms", "reduce",
+    "kv_slots", "kv_bytes", "reused_image", "reused_layers", "device", "compute", "precision", "timings_ms", "reduce",
 }  # fmt: skip
 TIMINGS = {"load", "vision", "prefill", "first_token", "decode_per_token"}
 COMMANDS = ("export", "run", "inspect", "doctor")

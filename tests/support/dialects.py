@@ -115,6 +115,10 @@ class _Cache:
         found = _run(self._backend.score, {names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: total})
         return found[names.ATTENTION_SUM][: self.length], found[names.ATTENTION_MAX][: self.length]
 
+    def keys(self) -> Rows:
+        keys: Rows = self._kv[names.past_key(self._layers[-1])][0, :, : self.length].astype(np.float32)
+        return keys
+
     def keep(self, length: int) -> None:
         assert length <= self.length
         self.length = length

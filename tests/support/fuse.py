@@ -67,6 +67,10 @@ class FusedCache:
         found: Scores = self._backend.fuse.run(lambda: self._cache.attention(last_only=last_only))
         return found
 
+    def keys(self) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = self._backend.fuse.run(self._cache.keys)
+        return found
+
     def read(self, slots: Ids) -> Any:
         return self._backend.fuse.run(lambda: self._cache.read(slots))
 

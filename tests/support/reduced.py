@@ -13,10 +13,11 @@ from tests.support.reference import Inputs
 from tests.support.statement import Method, Outcome, Statement
 from tests.support.tiny import Message
 from vtx.runtime.api.model import Model
-from vtx.runtime.policies.base import Reduction
+from vtx.runtime.bundle.final_norm import read_final_norm
+from vtx.runtime.policies.base import PromptText, Reduction
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.session.encoded_images import vision_extras
+from vtx.runtime.session.encoded_images import enter, vision_extras
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 from vtx.runtime.vision.tokens import ImageTokens
 
@@ -37,6 +38,13 @@ def word(method: Method) -> str:
         parts.append(f"lsm:tau={tau},order={method.order}")
     if method.cls_keep is not None:
         parts.insert(0 if method.layers else len(parts), f"cls:keep={method.cls_keep}")
+    if method.cdpruner is not None:
+        keep, text = method.cdpruner
+        parts.insert(0 if method.layers else len(parts), f"cdpruner:keep={keep},text={text}")
+    if method.dart is not None:
+        keep, k, pivots, text_pivots = method.dart
+        spec = f"dart:keep={keep},k={k},pivots={pivots},text_pivots={text_pivots}"
+        parts.insert(0 if method.layers and not k else len(parts), spec)
     if method.fastv is not None:
         parts.append(f"fastv:k={method.fastv[0]},ratio={method.fastv[1]}")
     return "+".join(parts) or "none"
@@ -73,8 +81,9 @@ class Talk:
         """The greedy answer of `n` ids; `exits` decides where the whole image leaves, instead of the method's K."""
         model = self._model
         policy = make_policy(
-            method.k, model.manifest, model.backend.gate, reduce=word(method), dialect=model.backend.dialect
-        )
+            method.k, model.manifest, model.backend.gate, reduce=word(method), dialect=model.backend.dialect,
+            final_norm=lambda: read_final_norm(model.bundle),
+        )  # fmt: skip
         if exits is not None:
             policy = replace(policy, parts=(exits, *policy.parts[1:]))
         done = self._session.prefill(self._prompt(messages, images, policy), policy)
@@ -88,26 +97,30 @@ class Talk:
     def _prompt(self, messages: Sequence[Message], images: Sequence[Image.Image], policy: Policy) -> Prompt:
         model = self._model
         pictures = [model.prepare(image) for image in images]
-        encoded = [self._encode(picture.pixels, policy) for picture in pictures]
         token, counts = model.manifest.text.image_token_id, [picture.tokens for picture in pictures]
         plain = model.text.prompt(messages, counts)
+        question = self._question(plain, token)
+        encoded = [self._encode(picture.pixels, policy, question) for picture in pictures]
         ids: list[int] = []
         left, sizes, at = iter(encoded), iter(counts), 0
         while at < len(plain):
             image = plain[at] == token
             ids += [token] * len(next(left).rows) if image else [int(plain[at])]
             at += next(sizes) if image else 1
-        key = str(policy.entries)
+        key = f"{policy.entries} {question.key}"
         given = tuple((f"{p.key} {key}", lambda e=e: e) for p, e in zip(pictures, encoded, strict=True))
         array = np.array(ids, np.int64)
-        return Prompt(array, array == token, given)
+        return Prompt(array, array == token, given, sum(image.positions - len(image.rows) for image in encoded))
 
-    def _encode(self, pixels: NDArray[np.float32], policy: Policy) -> ImageTokens:
-        found = self._model.backend.vision(pixels[None], vision_extras(policy.entries))
-        for entry in policy.entries:
-            which = entry.select(found)
-            found = found if which is None else found.take(which)
-        return found
+    def _question(self, ids: NDArray[np.int64], token: int) -> PromptText:
+        is_vision = ids == token
+        last = int(np.flatnonzero(is_vision)[-1]) if is_vision.any() else -1
+        text = ids[~is_vision]
+        return PromptText(text, self._model.backend.embed(text), np.flatnonzero(~is_vision) > last)
+
+    def _encode(self, pixels: NDArray[np.float32], policy: Policy, question: PromptText) -> ImageTokens:
+        tokens = self._model.backend.vision(pixels[None], vision_extras(policy.entries))
+        return enter(tokens, policy.entries, question)
 
 
 def dividing(statement: Statement, inputs: Inputs, method: Method, share: float) -> Method:

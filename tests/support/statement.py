@@ -1,4 +1,4 @@
-"""MustDrop, FastV, window merging and CLS pruning stated plainly over transformers' modules.
+"""MustDrop, FastV, CDPruner, DART, window merging and CLS pruning stated plainly over transformers' modules.
 
 No graph, no stage, no reuse: every layer is computed with its full attention matrix, and what each layer's
 cache holds is written down row by row. This is what the product's runs are compared with.
@@ -7,7 +7,7 @@ cache holds is written down row by row. This is what the product's runs are comp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,8 @@ class Method:
     `tau`: windows merge from this mean cosine on. `cls_keep`: the share of an image's rows that enters the decoder.
     `key`: the share that no prune may drop, by the class token's attention in the last block in use or, with
     keys=last-block, in the tower's very last one. `layers` with `gamma` and `alpha`: dual attention after these layers.
-    `fastv`: (after this layer, share to drop). `k`: withdrawal before this layer, of whatever is left.
+    `fastv`: (after this layer, share to drop). `cdpruner`: (number to keep, text), `dart`: (number to keep, k, image
+    pivots, text pivots). `k`: withdrawal before this layer, of whatever is left.
     """
 
     tau: float | None = None
@@ -36,6 +37,8 @@ class Method:
     positions: Literal["keep", "renumber"] = "keep"
     fastv: tuple[int, float] | None = None
     keys: Literal["used-block", "last-block"] = "used-block"
+    cdpruner: tuple[int, Literal["embedding", "none"]] | None = None
+    dart: tuple[int, int, int, int] | None = None
     k: int | None = None
 
 
@@ -44,7 +47,8 @@ class Image:
     """One image's rows as they enter the decoder, [n, hidden], and of each its first patch in raster order.
 
     The class token, where it is a row, has place -1. `attention` is what the class token gives to each row,
-    `similarity` the mean cosine of a merged window, None of other rows.
+    `similarity` the mean cosine of a merged window, None of other rows. `offsets` are positions behind the image's
+    first one, of which it takes `span`; empty where they have no gaps.
     """
 
     rows: Tensor
@@ -52,6 +56,8 @@ class Image:
     merged: list[bool]
     attention: list[float] | None
     similarity: list[float | None]
+    offsets: list[int] = field(default_factory=list)
+    span: int = 0
 
     def take(self, which: list[int]) -> Image:
         def of(values: list[Any]) -> list[Any]:
@@ -121,8 +127,10 @@ class Statement:
         """The greedy answer of `n` ids under `method`."""
         out = Outcome()
         pixels = inputs.get("pixel_values")
-        out.images = [self._image(image, method) for image in (pixels if pixels is not None else [])]
-        caches, hidden = self._prompt(inputs["input_ids"][0].tolist(), out, method)
+        ids = inputs["input_ids"][0].tolist()
+        images = [self._image(image, method) for image in (pixels if pixels is not None else [])]
+        out.images = [self._selected(image, ids, method) for image in images]
+        caches, hidden = self._prompt(ids, out, method)
         out.slots = [len(cache.rows) for cache in caches]
         out.vision = [sum(row.image is not None for row in cache.rows) for cache in caches]
         position = self._next_position
@@ -172,6 +180,20 @@ class Statement:
             image = image.take(_highest(image.attention, _share(method.cls_keep, len(image.rows))))
         return image
 
+    def _selected(self, image: Image, ids: list[int], method: Method) -> Image:
+        """What of an image enters the decoder by CDPruner, or by DART before layer 1."""
+        last = max(i for i, token in enumerate(ids) if token == self._reference.image_token)
+        text = [(i > last, token) for i, token in enumerate(ids) if token != self._reference.image_token]
+        embedded = self._decoder.embed_tokens(torch.tensor([token for _, token in text]))
+        if method.cdpruner is not None:
+            count, kind = method.cdpruner
+            question = embedded[[i for i, (after, _) in enumerate(text) if after]].mean(0)
+            return image.take(_cdpruner(image.rows, question if kind == "embedding" else None, count))
+        if method.dart is not None and not method.dart[1]:
+            kept = _dart_before(image.rows, embedded, *(method.dart[i] for i in (0, 2, 3)))
+            return replace(image.take(kept), offsets=kept, span=len(image.rows))
+        return image
+
     def _feature_layers(self, layers: int) -> list[int]:
         """Numbers of the hidden states that are used; 0 are the embeddings."""
         named = self._config.vision_feature_layer
@@ -190,7 +212,6 @@ class Statement:
     def _prompt(self, ids: list[int], out: Outcome, method: Method) -> tuple[list[Cache], Tensor]:
         """Run the prompt; returns the caches as decoding finds them and the last hidden row."""
         x, rows = self._enter(ids, out.images)
-        self._next_position = len(rows)
         keys = self._keys(out.images, method.key)
         caches: list[Cache] = []
         last_prune: list[int] | None = None
@@ -206,12 +227,14 @@ class Statement:
                 kept = _dual(out, number, attention, rows, method, keys)
             elif method.fastv is not None and number == method.fastv[0]:
                 kept = _fastv(attention, rows, method.fastv[1])
+            elif method.dart is not None and number == method.dart[1]:
+                kept = _dart(cache.key, self._decoder.norm(x), rows, *(method.dart[i] for i in (0, 2, 3)))
             else:
                 continue
             out.kept[number] = kept
             last_prune = kept if method.layers else None
             x, rows = _select(x, rows, [i for i, row in enumerate(rows) if row.image is None or row.image in kept])
-            if method.positions == "renumber":
+            if method.positions == "renumber" and number in method.layers:
                 rows = [Row(i, row.image, row.asks) for i, row in enumerate(rows)]
         if last_prune is not None:
             for cache in caches[method.layers[0] - 1 :]:  # output-aware: layers before the first prune stay whole
@@ -222,22 +245,24 @@ class Statement:
         """Rows [n, hidden]; an image's placeholders, as many as it has without any method, stand for its rows."""
         x: list[Tensor] = []
         rows: list[Row] = []
-        waiting, number, at = iter(images), 0, 0
+        waiting, number, at, position = iter(images), 0, 0, 0
         while at < len(ids):
             if ids[at] != self._reference.image_token:
                 x.append(self._decoder.embed_tokens(torch.tensor([ids[at]])))
-                rows.append(Row(len(rows), None))
-                at += 1
+                rows.append(Row(position, None))
+                at, position = at + 1, position + 1
                 continue
             image = next(waiting)
             x.append(image.rows)
-            for _ in image.places:
-                rows.append(Row(len(rows), number))
+            for offset in image.offsets or range(len(image.places)):
+                rows.append(Row(position + offset, number))
                 number += 1
+            position += image.span or len(image.places)
             at += self._config.image_seq_length
         assert next(waiting, None) is None
         after = max((i for i, row in enumerate(rows) if row.image is not None), default=-1) + 1
         rows[after:] = [Row(row.position, None, True) for row in rows[after:]]
+        self._next_position = position
         return torch.cat(x), rows
 
     def _keys(self, images: list[Image], share: float) -> set[int]:
@@ -327,6 +352,51 @@ def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method:
         if image in keys or not drop:
             kept.append(image)
     return kept
+
+
+def _cdpruner(x: Tensor, question: Tensor | None, count: int) -> list[int]:
+    """CDPruner: one by one the row that makes the determinant of the kernel over the rows chosen so far largest."""
+    x = x.double()
+    relevance = torch.ones(len(x), dtype=torch.float64)
+    if question is not None:
+        raw = torch.cosine_similarity(x, question.double()[None], dim=-1)
+        relevance = (raw - raw.min() + 1e-6) / (raw.max() - raw.min())
+    cosines = torch.cosine_similarity(x[:, None], x[None], dim=-1)
+    kernel = torch.diag(relevance) @ cosines.fill_diagonal_(1) @ torch.diag(relevance)
+    chosen: list[int] = []
+    while len(chosen) < count:
+        rest = [i for i in range(len(x)) if i not in chosen]
+        gains = [float(torch.logdet(kernel[[*chosen, i]][:, [*chosen, i]])) for i in rest]
+        chosen.append(rest[gains.index(max(gains))])
+    return sorted(chosen)
+
+
+def _dart(keys: Tensor, normed: Tensor, rows: list[Row], most: int, image_pivots: int, text_pivots: int) -> list[int]:
+    """DART after a layer: its keys [kv_heads, n, head_dim] and its output behind the final norm say what stays."""
+    size = keys.abs().sum((0, 2))
+    image = [i for i, row in enumerate(rows) if row.image is not None]
+    text = [i for i, row in enumerate(rows) if row.asks]
+    first = sorted(image, key=lambda i: -size[i])[:image_pivots]
+    kept = set(first)
+    for pivot in [*first, *sorted(text, key=lambda i: -size[i])[:text_pivots]]:
+        rest = [i for i in image if i not in kept]
+        cosine = {i: float(torch.cosine_similarity(normed[i], normed[pivot], dim=0)) for i in rest}
+        kept |= set(sorted(rest, key=cosine.__getitem__)[: most // (image_pivots + text_pivots)])
+    found = [rows[i].image for i in sorted(kept)]
+    return [number for number in found if number is not None]
+
+
+def _dart_before(x: Tensor, text: Tensor, count: int, image_pivots: int, text_pivots: int) -> list[int]:
+    """DART on input embeddings, as TensorRT-Edge-LLM does it: exactly `count` rows of x [n, hidden] stay."""
+    first = sorted(range(len(x)), key=lambda i: -x[i].abs().sum())[: min(image_pivots, count)]
+    probes = sorted(range(len(text)), key=lambda i: -text[i].abs().sum())[:text_pivots]
+    kept, pivots = set(first), [*(x[i] for i in first), *(text[i] for i in probes)]
+    for number, pivot in enumerate(pivots):
+        rest = [i for i in range(len(x)) if i not in kept]
+        cosine = {i: float(torch.cosine_similarity(x[i], pivot, dim=0)) for i in rest}
+        quota = math.ceil((count - len(kept)) / (len(pivots) - number))
+        kept |= set(sorted(rest, key=cosine.__getitem__)[:quota])
+    return sorted(kept)
 
 
 def _fastv(attention: Tensor, rows: list[Row], drop: float) -> list[int]:

@@ -76,9 +76,15 @@ class OpenvinoStageCache:
         self.length = length
 
     def attention(self, *, last_only: bool = False) -> Scores:
+        return self._backend.scores(self._query[-1:] if last_only else self._query, self._last_keys()[None])
+
+    def keys(self) -> NDArray[np.float32]:
+        return self._last_keys().astype(np.float32)
+
+    def _last_keys(self) -> NDArray[Any]:
+        """The last layer's keys, [kv_heads, length, head_dim]."""
         keys = self._kv[-1, 0, : -(-self.length // BLOCK)].swapaxes(0, 1)
-        key = keys.reshape(1, len(keys), -1, keys.shape[-1])[:, :, : self.length]
-        return self._backend.scores(self._query[-1:] if last_only else self._query, _wide(key))
+        return _wide(keys.reshape(len(keys), -1, keys.shape[-1])[:, : self.length])
 
     def read(self, slots: Ids) -> NDArray[Any]:
         return self._kv[:, :, slots // BLOCK, :, slots % BLOCK]

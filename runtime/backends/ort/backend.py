@@ -191,6 +191,14 @@ class OrtStageCache:
         total, most = binding.copy_outputs_to_cpu()
         return total[: self.length], most[: self.length]
 
+    def keys(self) -> NDArray[np.float32]:
+        return self._scaled(self._kv[-1, 0, 0, :, : self.length])
+
+    def _scaled(self, keys: NDArray[Any]) -> NDArray[np.float32]:
+        """Keys [kv_heads, slots, head_dim] of the last layer as numbers."""
+        wide = keys.astype(np.float32)
+        return wide if self._key_scale is None else wide * self._key_scale.numpy()[0]
+
     def read(self, slots: Ids) -> NDArray[Any]:
         return np.take(self._kv, slots, axis=-2)
 

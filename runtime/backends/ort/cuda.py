@@ -70,6 +70,9 @@ class OrtCudaCache(OrtStageCache):
         for _ in range(shape[0]):
             yield make(np.zeros(shape[2:], kv_type), place, 0), make(np.zeros(shape[2:], kv_type), place, 0)
 
+    def keys(self) -> NDArray[np.float32]:
+        return self._scaled(self._buffers[-2][2].numpy()[0, :, : self.length])
+
     def read(self, slots: Ids) -> NDArray[Any]:
         return np.stack([np.take(buffer.numpy(), slots, axis=-2) for _, _, buffer in self._buffers])
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Graph
 from vtx.runtime.backends.tensorrt.engine import Context
@@ -77,6 +78,15 @@ class TensorrtStageCache:
         key = self._kv.address + (self._spec.layers - 1) * 2 * self._layer_bytes
         with self._backend.lock:
             return self._queries.attention(key, self._slots, self.length, last_only=last_only)
+
+    def keys(self) -> NDArray[np.float32]:
+        backend, manifest = self._backend, self._backend._manifest
+        model, dtype = manifest.model, np.dtype(names.kv_type(backend.dialect, manifest.kv_dtype))
+        keys = np.empty((model.kv_heads, self._slots, model.head_dim), dtype)
+        with backend.lock:
+            backend.cuda.copy_out(keys, self._kv.address + (self._spec.layers - 1) * 2 * self._layer_bytes)
+            backend.cuda.wait()
+        return keys[:, : self.length].astype(np.float32)
 
     def read(self, slots: Ids) -> Kept:
         with self._backend.lock:

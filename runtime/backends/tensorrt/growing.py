@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.backends.tensorrt.cache import DECODE, PREFILL, Kept, runs
 from vtx.runtime.backends.tensorrt.cuda import Buffer
@@ -60,6 +61,16 @@ class GrowingStageCache:
             self._lay_out(self.length)
             key = self._now.address + (self._spec.layers - 1) * 2 * self._part
             return self._queries.attention(key, self.length, self.length, last_only=last_only)
+
+    def keys(self) -> NDArray[np.float32]:
+        backend = self._backend
+        dtype = np.dtype(names.kv_type(backend.dialect, backend._manifest.kv_dtype))
+        keys = np.empty((self._kv_heads, self.length, self._head_dim), dtype)
+        with backend.lock:
+            self._lay_out(self.length)
+            backend.cuda.copy_out(keys, self._now.address + (self._spec.layers - 1) * 2 * self._part)
+            backend.cuda.wait()
+        return keys.astype(np.float32)
 
     def read(self, slots: Ids) -> Kept:
         count = len(slots)

@@ -8,7 +8,7 @@ import numpy as np
 
 from vtx.runtime.bundle.names import CLS_ATTENTION
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Entry, Needs, Reduction
+from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.spec import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, highest, share
 
@@ -30,6 +30,6 @@ class Cls(Reduction, Entry):
     def entry(self) -> Entry | None:
         return self
 
-    def select(self, image: ImageTokens) -> Ids | None:
+    def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         attention = image.patches.signals[CLS_ATTENTION]
         return np.flatnonzero(highest(attention, share(self.keep, len(attention))))

@@ -10,7 +10,7 @@ import numpy as np
 
 from vtx.runtime.bundle.names import SIMILARITY, TAU
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Entry, Needs, Reduction
+from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.spec import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
@@ -39,7 +39,7 @@ class Lsm(Reduction, Entry):
     def vision_inputs(self) -> Mapping[str, float]:
         return {TAU: self.tau}
 
-    def select(self, image: ImageTokens) -> Ids | None:
+    def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         if self.order == "raster":
             return None
         patches = image.patches

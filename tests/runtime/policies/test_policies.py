@@ -24,10 +24,12 @@ from vtx import cli
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies import Boundary, Needs, parse, to_spec
+from vtx.runtime.policies import Boundary, Needs, PromptText, parse, to_spec
 from vtx.runtime.policies import spec as specs
 from vtx.runtime.policies.make import check_depth
+from vtx.runtime.policies.methods.cdpruner import CDPruner, greedy, scaled
 from vtx.runtime.policies.methods.cls import Cls
+from vtx.runtime.policies.methods.dart import Dart
 from vtx.runtime.policies.methods.fastv import FastV
 from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.methods.gate import Gate
@@ -73,6 +75,11 @@ def boundary(total: list[float], most: list[float] | None = None, layer: int = 3
         ("mustdrop:64,gamma=0.5", (MustDrop(0.5, 0.01),)),
         (" cls : keep = 0.5 + fastv", (Cls(0.5), FastV())),
         ("fastv:k=8+mustdrop:tau=off", (MustDrop(tau=None), FastV(8))),
+        ("cdpruner:128", (CDPruner(128),)),
+        ("cdpruner:keep=0.5,text=none", (CDPruner(0.5, "none"),)),
+        ("dart:64", (Dart(64),)),
+        ("dart:keep=0.5,k=0,text_pivots=0", (Dart(0.5, 0, 4, 0),)),
+        ("cdpruner:keep=9+dart", (CDPruner(9), Dart())),
         ("lsm+cls", (Lsm(), Cls())),
         ("cls+lsm", (Cls(), Lsm())),
     ],
@@ -90,9 +97,12 @@ def test_the_canonical_spec_spells_every_option_out() -> None:
 
 
 SHARES = st.floats(0, 1)
+KEEPS = st.floats(0, 1, exclude_min=True) | st.integers(2, 999).map(float)
 METHODS = st.one_of(
     st.builds(FastV, st.integers(1, 99), SHARES),
     st.builds(Cls, st.floats(0, 1, exclude_min=True)),
+    st.builds(CDPruner, KEEPS, st.sampled_from(["embedding", "none"])),
+    st.builds(Dart, KEEPS, st.integers(0, 9), st.integers(1, 9), st.integers(0, 9)),
     st.builds(Lsm, st.floats(-1, 1), st.sampled_from(["raster", "merged-first"])),
     st.builds(
         MustDrop, st.floats(0, 1e30), st.floats(0, 9), st.none() | st.floats(-1, 1), SHARES,
@@ -111,7 +121,7 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no reduction is called ''; there are cls, fastv, lsm, mustdrop"),
+        ("", "no reduction is called ''; there are cdpruner, cls, dart, fastv, lsm, mustdrop"),
         ("tome", "no reduction is called 'tome'"),
         ("withdrawal", "no reduction is called"),
         ("fastv+", "no reduction is called ''"),
@@ -137,6 +147,17 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
         ("mustdrop:tau=on", r"tau \(off turns it off\) is 'on'; give a number"),
         ("cls:keep=0", "above 0 and up to 1"),
         ("cls:keep=1.1", "above 0 and up to 1"),
+        (
+            "cdpruner:keep=0",
+            "keep is 0.0; give the share to keep, above 0 and up to 1, or a whole",
+        ),
+        ("cdpruner:keep=1.5", "or a whole number of at least 2"),
+        ("cdpruner:text=clip", "cdpruner: text=clip needs the text tower of the CLIP model"),
+        ("cdpruner:text=all", "one of embedding, none, clip"),
+        ("dart:k=-1", "k is -1; give the layer after which tokens leave, or 0 for before layer 1"),
+        ("dart:pivots=0", "pivots is 0 and text_pivots 4; give at least 1 and 0"),
+        ("dart+cdpruner", "write cdpruner first"),
+        ("fastv+dart:k=0", "dart works before the decoder and fastv within it; write dart first"),
         ("mustdrop:key=2", "key is 2.0; give the share never to drop"),
         ("mustdrop:gamma=-1", "gamma is -1.0; give a threshold from 0 on"),
         ("mustdrop:layers=7/3", "layers are 7/3; give rising numbers"),
@@ -168,7 +189,7 @@ def test_nothing_but_a_request_error_comes_of_random_specs(text: str) -> None:
 
 
 def test_every_method_of_the_package_is_registered_by_its_own_file() -> None:
-    assert list(specs.kinds()) == ["cls", "fastv", "lsm", "mustdrop"]
+    assert list(specs.kinds()) == ["cdpruner", "cls", "dart", "fastv", "lsm", "mustdrop"]
     for name, kind in specs.kinds().items():
         assert kind.__module__ == f"vtx.runtime.policies.methods.{name}"
         assert kind.__doc__
@@ -181,6 +202,8 @@ def test_what_a_method_needs_of_a_bundle() -> None:
     assert FastV(3).needs() == Needs(cuts=(4,), queries=(3,))
     assert Lsm().needs() == Needs(merging=True)
     assert Cls().needs() == Needs(attention=True)
+    assert CDPruner().needs() == Dart(k=0).needs() == Needs()
+    assert Dart(k=5).needs() == Needs(cuts=(6,), final_norm=True)
     full = MustDrop().needs()
     assert full == Needs((4, 8, 12, 16), (3, 7, 11, 15), shrinks=3, merging=True, attention=True)
     assert full.boundaries == (3, 4, 8, 12, 16)
@@ -291,6 +314,78 @@ def test_merged_first_moves_the_most_alike_windows_to_the_front_behind_the_class
 def test_rows_without_merging_are_a_square_of_patches_and_maybe_a_class_token() -> None:
     assert ImageTokens.plain(np.zeros((16, 2), np.float32)).patches.places.tolist() == list(range(16))
     assert ImageTokens.plain(np.zeros((17, 2), np.float32)).patches.places.tolist() == list(range(-1, 16))
+
+
+def test_cdpruner_takes_the_most_relevant_row_first_and_then_what_is_unlike_it() -> None:
+    # Rows 0 and 1 are the same; 2 is at right angles to them and less relevant.
+    cosines = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]], np.float32)
+    relevance = scaled(np.array([3, 2.9, 1], np.float32))
+    kernel = relevance[:, None] * cosines * relevance[None]
+    assert greedy(kernel, 1).tolist() == [0]
+    assert greedy(kernel, 2).tolist() == [0, 2]
+    assert greedy(kernel, 3).tolist() == [0, 1, 2]
+
+
+def test_cdpruner_takes_the_earlier_of_equal_gains_and_never_a_row_twice() -> None:
+    assert greedy(np.eye(5, dtype=np.float32), 3).tolist() == [0, 1, 2]
+    assert greedy(np.ones((5, 5), np.float32), 3).tolist() == [0, 1, 2]
+    assert scaled(np.full(4, 0.5, np.float32)).tolist() == [1, 1, 1, 1]
+
+
+def test_relevance_leaves_the_least_relevant_row_an_offset_only() -> None:
+    least, middle, most = scaled(np.array([1, 2, 3], np.float32)).tolist()
+    assert (least, middle, most) == pytest.approx((5e-7, 0.5, 1.0), abs=1e-6)
+
+
+def pivoting(rows: list[list[float]], text: list[list[float]], sizes: list[float], text_sizes: list[float]) -> Boundary:
+    """A boundary with these hidden states, and keys of one component."""
+    hidden, keys = np.array(rows, np.float32), tuple(np.array([s], np.float32).T for s in (sizes, text_sizes))
+    image = Patches(np.arange(len(rows)), np.zeros(len(rows), bool))
+    return Boundary(
+        3, np.array(text, np.float32), (image,), np.ones(len(rows), bool), hidden=lambda: hidden,
+        keys=lambda: (keys[0], keys[1]), final_norm=np.ones(hidden.shape[1], np.float32),
+    )  # fmt: skip
+
+
+def test_dart_keeps_pivots_and_what_is_least_like_each_in_turn() -> None:
+    rows: list[list[float]] = [[1, 0], [0, 1], [-1, 0], [1, 0.1], [0, -1], [0.9, 0.2]]
+    here = pivoting(rows, [[0, 1], [1, 1]], [-9, 1, 2, 3, 4, 5], [1, 7])
+    # The pivot is row 0, whose key is longest whatever its sign; row 2 is least like it. Of the text the second is the
+    # longer: row 4 is least like it.
+    kept = Dart(2, 2, 1, 1).keep_mask(here)
+    assert kept is not None
+    assert kept.tolist() == [True, False, True, False, True, False]
+
+
+def test_dart_leaves_an_image_alone_that_is_no_longer_than_what_it_keeps() -> None:
+    here = pivoting([[1, 0]] * 5, [[0, 1]], [1] * 5, [1])
+    assert Dart(4, 2, 1, 1).keep_mask(here) is None
+    assert Dart(0.5, 0, 4, 0).select(ImageTokens.plain(np.ones((9, 2), np.float32))) is None
+
+
+def test_dart_before_layer_1_looks_at_text_before_the_image_too() -> None:
+    rows = np.random.default_rng(0).standard_normal((16, 8), dtype=np.float32)
+    text = np.random.default_rng(1).standard_normal((3, 8), dtype=np.float32)
+    text[0] *= 9
+    chosen = []
+    for sign in (1, -1):
+        hidden = text * np.array([[sign], [1], [1]], np.float32)
+        question = PromptText(np.arange(3), hidden, np.array([False, True, True]))
+        selected = Dart(6, 0, 1, 1).select(ImageTokens.plain(rows), question)
+        assert selected is not None
+        chosen.append(selected.tolist())
+    assert len(chosen[0]) == len(chosen[1]) == 6
+    assert chosen[0] != chosen[1]
+
+
+def test_tokens_that_keep_their_positions_go_on_keeping_them() -> None:
+    image = ImageTokens.plain(np.zeros((16, 2), np.float32))
+    assert image.take(np.array([3, 5])).positions == 2
+    gaps = image.take(np.array([3, 5, 9]), keep_positions=True)
+    assert (gaps.offsets is not None, gaps.positions) == (True, 16)
+    later = gaps.take(np.array([0, 2]))
+    assert later.offsets is not None
+    assert (later.offsets.tolist(), later.positions) == ([3, 9], 16)
 
 
 # --- together -------------------------------------------------------------------------------------

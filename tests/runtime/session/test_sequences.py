@@ -19,12 +19,15 @@ SETTINGS: tuple[Setting, ...] = (
     (None, DUAL),
     (None, "lsm:tau=0.1+fastv:k=3"),
     (5, f"{DUAL},positions=renumber"),
+    (None, "cdpruner:keep=20"),
+    (5, "dart:keep=24"),
+    (None, "dart:keep=20,k=0"),
 )
 
 
 @pytest.fixture(scope="module")
 def one_image(models: Models) -> Sequences:
-    model = models(Tiny(image=126, context=512), (3, 5), reductions=(DUAL, "fastv:k=3"))
+    model = models(Tiny(image=126, context=512), (3, 5), reductions=(DUAL, "fastv:k=3", "dart"))
     return Sequences(model, [random_image(4)], SETTINGS, tolerance=2e-5)
 
 

@@ -1,0 +1,121 @@
+"""DART: of the image tokens, a few pivots stay, and those that duplicate the pivots least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.base import Boundary, Entry, Needs, PromptText, Reduction
+from vtx.runtime.policies.count import check_keep, number_to_keep
+from vtx.runtime.policies.spec import reduction
+from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask
+
+Floats = NDArray[np.float32]
+TINY = np.float32(1e-8)  # least product of two lengths, as torch's cosine_similarity has it
+FEWEST = 16  # tokens; an image with fewer is left whole by the embedding-level form, as in TensorRT-Edge-LLM
+
+
+@reduction("dart")
+@dataclass(frozen=True, slots=True)
+class Dart(Reduction, Entry):
+    """After layer `k`, `pivots` image tokens with the largest keys stay, and the image tokens least alike to each of
+    these and of `text_pivots` tokens of the question (as the code of DART does it).
+
+    Keys are measured by their L1 norm after rotation, likeness by the cosine of hidden states behind the final norm.
+    Each pivot in turn, image pivots first, larger keys first, takes floor(`keep` / all pivots) of what is left, so 128
+    of 576 keeps 132 with four and four pivots. k=0 is the form at the level of embeddings, before layer 1: everything
+    is measured on input embeddings, text pivots may come from the whole prompt, and exactly `keep` of each image stay
+    (TensorRT-Edge-LLM). Either way tokens keep their positions. `keep` is a share up to 1, rounded up, or a number.
+    """
+
+    keep: float = 0.25
+    k: int = 2
+    pivots: int = 4
+    text_pivots: int = 4
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "192": {"keep": 192.0},
+        "128": {"keep": 128.0},
+        "64": {"keep": 64.0},
+    }
+
+    def __post_init__(self) -> None:
+        check_keep("dart", self.keep)
+        if self.k < 0:
+            raise RequestError(f"dart: k is {self.k}; give the layer after which tokens leave, or 0 for before layer 1")
+        if self.pivots < 1 or self.text_pivots < 0:
+            raise RequestError(
+                f"dart: pivots is {self.pivots} and text_pivots {self.text_pivots}; give at least 1 and 0"
+            )
+
+    def needs(self) -> Needs:
+        return Needs(cuts=(self.k + 1,), final_norm=True) if self.k else Needs()
+
+    # ---- after layer k -----------------------------------------------------------------------------------------------
+
+    def keep_mask(self, boundary: Boundary) -> Mask | None:
+        each = number_to_keep(self.keep, boundary.count) // (self.pivots + self.text_pivots)
+        if boundary.count <= self.pivots + each * (self.pivots + self.text_pivots):
+            return None
+        image_keys, text_keys = boundary.keys()
+        assert boundary.final_norm is not None
+        hidden, text = boundary.hidden() * boundary.final_norm, boundary.rows * boundary.final_norm
+        image_pivots = _largest(_size(image_keys), self.pivots)
+        text_pivots = _largest(_size(text_keys), self.text_pivots)
+        kept = np.zeros(boundary.count, bool)
+        kept[image_pivots] = True
+        for pivot in (*hidden[image_pivots], *text[text_pivots]):
+            kept[_least_alike(hidden, pivot, ~kept, each)] = True
+        return kept
+
+    # ---- before layer 1 ----------------------------------------------------------------------------------------------
+
+    @property
+    def uses_question(self) -> bool:
+        return self.text_pivots > 0
+
+    @property
+    def keeps_positions(self) -> bool:
+        return True
+
+    def entry(self) -> Entry | None:
+        return None if self.k else self
+
+    def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
+        rows, count = image.rows, number_to_keep(self.keep, len(image.rows))
+        if len(rows) < FEWEST or count >= len(rows):
+            return None
+        image_pivots = _largest(_size(rows), min(self.pivots, count))
+        pivots = [*rows[image_pivots]]
+        if self.text_pivots:
+            assert question is not None
+            pivots += [*question.hidden[_largest(_size(question.hidden), self.text_pivots)]]
+        kept = np.zeros(len(rows), bool)
+        kept[image_pivots] = True
+        for number, pivot in enumerate(pivots):
+            wanted = -(-(count - int(kept.sum())) // (len(pivots) - number))
+            kept[_least_alike(rows, pivot, ~kept, wanted)] = True
+        return np.flatnonzero(kept)
+
+
+def _size(rows: Floats) -> Floats:
+    """The L1 norm of each row."""
+    size: Floats = np.abs(rows).sum(-1)
+    return size
+
+
+def _largest(values: Floats, count: int) -> Ids:
+    """Indices of the `count` largest, the largest first; of equal ones the earlier."""
+    return np.argsort(-values, kind="stable")[:count]
+
+
+def _least_alike(rows: Floats, pivot: Floats, pool: Mask, count: int) -> Ids:
+    """Indices of the `count` rows of the pool whose cosine to `pivot` is lowest; of equal ones the earlier."""
+    there = np.flatnonzero(pool)
+    lengths = np.linalg.norm(rows[there], axis=-1) * np.linalg.norm(pivot)
+    cosine = rows[there] @ pivot / np.maximum(lengths, TINY)
+    return there[np.argsort(cosine, kind="stable")[:count]]

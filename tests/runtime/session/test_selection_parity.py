@@ -1,0 +1,240 @@
+"""CDPruner and DART, which choose tokens by hidden states and the question, answer as their plain statements do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.runtime.session.test_reduce_parity import MODELS, QUESTIONS, STEPS, Case, ask, equal, inputs, some_merged
+from tests.support.dialects import DialectBackend
+from tests.support.exported import THREADS, Checkpoints
+from tests.support.reduced import Talk
+from tests.support.reference import Reference
+from tests.support.statement import Method, Statement
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.answer import Options
+from vtx.runtime.api.model import Model, load
+from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.methods.gate import Gate
+
+SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:192,layers=3/7", "fastv:k=2")
+KS = (4, 9)
+AFTER_2, AFTER_7, BEFORE = (24, 2, 4, 4), (16, 7, 2, 3), (20, 0, 4, 4)
+WAYS: dict[str, dict[str, Any]] = {
+    "cdpruner": {"cdpruner": (20, "embedding")},
+    "cdpruner-without-text": {"cdpruner": (20, "none")},
+    "dart": {"dart": AFTER_2},
+    "dart-after-layer-7": {"dart": AFTER_7},
+    "dart-before-layer-1": {"dart": BEFORE},
+    "dart-before-layer-1-without-text": {"dart": (20, 0, 4, 0)},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=list(MODELS))
+def case(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_checkpoint: Checkpoints,
+    reference: Callable[..., Reference],
+) -> Case:
+    return make(request.param, tmp_path_factory, tiny_checkpoint, reference)
+
+
+def make(
+    tiny: Tiny,
+    folders: pytest.TempPathFactory,
+    tiny_checkpoint: Checkpoints,
+    reference: Callable[..., Reference],
+) -> Case:
+    options = ExportOptions(str(tiny_checkpoint(tiny)), KS, "fp32", reductions=SPECS)
+    bundle = run_export(plan_export(options), folders.mktemp("selection") / "b", force=False, report=lambda *_: None)
+    judge = reference(tiny)
+    return Case(load(bundle.folder, device="cpu", threads=THREADS), judge, Statement(judge))
+
+
+def entered(case: Case, way: dict[str, Any], seeds: tuple[int, ...] = (4,)) -> list[list[int]]:
+    found, wanted = ask(case, Method(**way), seeds)
+    equal(found, wanted)
+    return [image.places for image in wanted.images]
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_each_method_equals_its_statement(case: Case, way: dict[str, Any]) -> None:
+    found, wanted = ask(case, Method(**way))
+    equal(found, wanted)
+    assert min(wanted.vision) < 81
+
+
+@pytest.mark.parametrize("keep", [2, 9, 40, 60])
+def test_cdpruner_at_every_budget(case: Case, keep: int) -> None:
+    places = entered(case, {"cdpruner": (keep, "embedding")})
+    assert len(places[0]) == keep
+    assert places[0] == sorted(places[0])
+
+
+def test_a_smaller_budget_of_cdpruner_lies_within_a_larger_one(case: Case) -> None:
+    few, many = (set(entered(case, {"cdpruner": (keep, "none")})[0]) for keep in (12, 30))
+    assert few < many
+
+
+@pytest.mark.parametrize("most", [8, 40, 64])
+def test_dart_keeps_its_image_pivots_beside_the_number_named(case: Case, most: int) -> None:
+    found, wanted = ask(case, Method(dart=(most, 2, 4, 4)))
+    equal(found, wanted)
+    assert len(wanted.kept[2]) == most + 4
+
+
+@pytest.mark.parametrize("keep", [1, 3, 40, 80])
+def test_dart_before_layer_1_keeps_exactly_the_number_named_and_its_positions(case: Case, keep: int) -> None:
+    if keep == 1:  # a number of 1 would be a share
+        with case.model.open(random_image(4)) as image:
+            stats = image.ask("red?", None, Options(max_new_tokens=1), reduce="dart:keep=0.01,k=0").stats
+        assert stats.vision_tokens == 1
+        return
+    places = entered(case, {"dart": (keep, 0, 4, 4)})
+    assert len(places[0]) == keep
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_two_images(case: Case, way: dict[str, Any]) -> None:
+    first, second = entered(case, way, (4, 7))
+    assert len(first) == len(second)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_withdrawal_behind_it(case: Case, way: dict[str, Any]) -> None:
+    found, wanted = ask(case, Method(**way, k=9), (4, 7))
+    equal(found, wanted)
+    assert found.done.k == 9
+
+
+@pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
+def test_a_gate_behind_it(case: Case, way: str) -> None:
+    gate = Gate(lambda layer, _: np.array([0.1, 0.9] if layer == 9 else [0.9, 0.1]), KS)
+    messages = prompt_messages(QUESTIONS[0])
+    wanted = case.statement.answer(inputs(case, messages), Method(**WAYS[way], k=9), STEPS)
+    equal(Talk(case.model).ask(messages, [random_image(4)], Method(**WAYS[way]), STEPS, exits=gate), wanted)
+
+
+@pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
+def test_merging_before_it(case: Case, way: str) -> None:
+    found, wanted = ask(case, Method(tau=some_merged(case), **WAYS[way]))
+    equal(found, wanted)
+    unmerged = ask(case, Method(**WAYS[way]))[1]
+    assert wanted.images[0].places != unmerged.images[0].places
+
+
+@pytest.mark.parametrize("way", ["cdpruner", "dart-before-layer-1", "dart-after-layer-7"])
+def test_fastv_before_or_behind_it(case: Case, way: str) -> None:
+    equal(*ask(case, Method(**WAYS[way], fastv=(2, 0.5))))
+
+
+@pytest.mark.parametrize("positions", ["keep", "renumber"])
+@pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
+def test_mustdrop_behind_it(case: Case, way: str, positions: str) -> None:
+    method = Method(**WAYS[way], key=0.08, layers=(3, 7), positions=positions)  # type: ignore[arg-type]
+    equal(*ask(case, method, share=0.3))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str, Any]) -> None:
+    talk, kept = Talk(case.model), []
+    for words in (*QUESTIONS, QUESTIONS[0]):
+        messages = prompt_messages(words)
+        for method in (Method(**way), Method(), Method(**way, k=9)):
+            wanted = case.statement.answer(inputs(case, messages), method, STEPS)
+            if wanted.margin > 2e-4:
+                equal(talk.ask(messages, [random_image(4)], method, STEPS), wanted)
+        kept.append(wanted.images[0].places)
+    assert kept[0] == kept[-1]
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_every_dialect(case: Case, way: dict[str, Any], dialect: str) -> None:
+    other = case._replace(model=Model(case.model.bundle, DialectBackend(case.model.bundle, dialect), 0))
+    equal(*ask(other, Method(**way)))
+    equal(*ask(other, Method(**way, k=9), (4, 7)))
+
+
+def test_openvino(case: Case) -> None:
+    pytest.importorskip("openvino")
+    other = case._replace(model=load(case.model.bundle.folder, device="openvino", threads=THREADS))
+    for way in WAYS.values():
+        equal(*ask(other, Method(**way)))
+
+
+# ---- what is reused --------------------------------------------------------------------------------------------------
+
+REUSED = {
+    "none": 16,
+    "fastv:k=2": 2,
+    "dart": 2,
+    "dart:k=7": 7,
+    "dart:k=0": 0,
+    "dart:k=0,text_pivots=0": 16,
+    "cdpruner": 0,
+    "cdpruner:text=none": 16,
+}
+
+
+@pytest.mark.parametrize(("spec", "layers"), REUSED.items(), ids=list(REUSED))
+def test_layers_whose_image_tokens_serve_the_next_question(case: Case, spec: str, layers: int) -> None:
+    options, depth = Options(max_new_tokens=2), case.model.manifest.model.layers
+    with case.model.open(random_image(4)) as image:
+        first = image.ask(QUESTIONS[0], None, options, reduce=spec).stats
+        second = image.ask(QUESTIONS[1], None, options, reduce=spec).stats
+        again = image.ask(QUESTIONS[1], None, options, reduce=spec).stats
+    assert first.reused_layers == 0
+    assert second.reused_layers == (depth if layers == 16 else layers)
+    assert second.reused_image == (layers > 0)
+    assert again.reused_layers == (second.reused_layers or depth)
+
+
+def test_withdrawal_reuses_every_layer_that_sees_the_image(case: Case) -> None:
+    with case.model.open(random_image(4)) as image:
+        stats = [image.ask(words, 9, Options(max_new_tokens=2), reduce="none").stats for words in QUESTIONS]
+    assert [s.reused_layers for s in stats] == [0, 8, 8]
+
+
+def test_a_chat_keeps_the_choice_of_its_first_turn(case: Case) -> None:
+    options = Options(max_new_tokens=3, ignore_eos=True)
+    with case.model.open(random_image(4)) as image:
+        alone = [image.ask(words, None, options, reduce="cdpruner:keep=20").stats.reduced for words in QUESTIONS[:2]]
+        chat = image.chat(None, reduce="cdpruner:keep=20")
+        turns = [chat.ask(words, options).stats for words in QUESTIONS[:2]]
+    assert alone[0] is not None
+    assert alone[1] is not None
+    assert alone[0].kept != alone[1].kept, "both questions choose alike and prove nothing"
+    assert [turn.reduced.kept if turn.reduced else None for turn in turns] == [alone[0].kept] * 2
+    assert turns[1].reused_layers == case.model.manifest.model.layers
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_without_the_final_norm_says_how_to_get_it(case: Case) -> None:
+    files = {name: record for name, record in case.model.manifest.files.items() if name != "final_norm.safetensors"}
+    manifest = replace(case.model.manifest, files=files)
+    bundle = replace(case.model.bundle, manifest=manifest)
+    with (
+        Model(bundle, case.model.backend, 0).open(random_image(4)) as image,
+        pytest.raises(RequestError, match="lacks the weight of the decoder's last norm; export it with"),
+    ):
+        image.ask("red?", None, reduce="dart")
+
+
+def test_gaps_count_as_context(case: Case) -> None:
+    """81 tokens of an image take 81 positions, however few of them enter."""
+    with case.model.open(random_image(4)) as image:
+        full = image.ask("red?", None, Options(max_new_tokens=1), reduce="none").stats
+        gaps = image.ask("red?", None, Options(max_new_tokens=1), reduce="dart:keep=20,k=0").stats
+    assert gaps.prompt_tokens == full.prompt_tokens - 61
+    assert set(gaps.kv_slots) == {gaps.prompt_tokens}
