@@ -1,10 +1,12 @@
 """The Python API: a loaded bundle opens images and answers.
 
-model = vtx.load("bundle/")
-with model.open("image.jpg") as image:
-for piece in image.stream("What is on the table?", k=16):
-print(piece, end="")
-answer = image.ask("What colour is it?")  # the image's part of the caches is reused
+For example:
+
+    model = vtx.load("bundle/")
+    with model.open("image.jpg") as image:
+        for piece in image.stream("What is on the table?", k=16):
+            print(piece, end="")
+        answer = image.ask("What colour is it?")  # the image's part of the caches is reused
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Protocol
 
 from vtx.runtime.errors import ConversationBusyError
@@ -55,13 +55,13 @@ class Request:
 
     def start(self) -> None:
         """From here on the timeout counts."""
-        self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        self._deadline = None if self.timeout is None else monotonic() + self.timeout
 
     def check(self) -> None:
         """Raise `Ended` where the question was cancelled or its time is over."""
         if self.cancelled:
             raise Ended("cancelled")
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        if self._deadline is not None and monotonic() >= self._deadline:
             raise Ended("timeout")
 
     def cancel(self) -> None:
@@ -77,7 +77,7 @@ class Request:
         self._waiting_at = condition
         try:
             self.check()
-            remaining = None if self._deadline is None else self._deadline - time.monotonic()
+            remaining = None if self._deadline is None else self._deadline - monotonic()
             condition.wait(remaining)
             self.check()
         finally:

@@ -1,10 +1,13 @@
-"""Random sequences of questions, chats and interrupts to one conversation, each answer held against a fresh one."""
+"""Random sequences of questions, chats and abandoned answers, each complete answer held against a fresh one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
@@ -18,85 +21,130 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.stream import AnswerStream
 
-OPTIONS = Options(max_new_tokens=5, ignore_eos=True)
+OPTIONS = Options(max_new_tokens=5, ignore_eos=True, timeout=1.0)  # seconds of the sequences' own clock
 QUESTIONS = ("red?", "Where is the red star?", "Where is the blue circle in it?", "How many?")
 CHATS = 3  # of one conversation, at most
+CALLS = 16  # of a short answer, at most, to stages and the head
 Setting = tuple[int | str | None, str]  # K and reductions
 
 
 @dataclass(frozen=True)
+class End:
+    """An answer is not read to its end: what happens at which call of a stage or the head, or after which piece."""
+
+    how: Literal["interrupt", "cancel", "timeout", "leave"]
+    at: int
+
+
+@dataclass(frozen=True)
 class Step:
-    """One call: `chat` None is an independent question; `tokens` None reads the answer to its end."""
+    """One call: `chat` None is an independent question; `end` None reads the answer to its end."""
 
     question: int
     setting: int
     chat: int | None = None
-    tokens: int | None = None  # after which the answer is interrupted
+    end: End | None = None
+    images: int = 0  # which conversation
 
 
-def steps(settings: int) -> st.SearchStrategy[list[Step]]:
-    """Sequences of steps over so many settings; a third of the answers is interrupted."""
+def steps(settings: int, conversations: int = 1) -> st.SearchStrategy[list[Step]]:
+    """Sequences of steps over so many settings and conversations; a third of the answers is not read to its end."""
+    at_call = st.builds(End, st.sampled_from(["interrupt", "cancel", "timeout"]), st.integers(1, CALLS))
+    end = at_call | st.builds(End, st.just("leave"), st.integers(0, OPTIONS.max_new_tokens - 1))
     step = st.builds(
         Step,
         question=st.integers(0, len(QUESTIONS) - 1),
         setting=st.integers(0, settings - 1),
         chat=st.none() | st.integers(0, CHATS - 1),
-        tokens=st.none() | st.none() | st.integers(0, OPTIONS.max_new_tokens - 1),
+        end=st.none() | st.none() | end,
+        images=st.integers(0, conversations - 1),
     )
     return st.lists(step, min_size=2, max_size=8)
 
 
 class Recorder:
-    """A backend that notes the logits it gives, and interrupts once it has given `limit` of them."""
+    """A backend that notes the logits it gives, counts calls of stages and the head, and acts at one of them."""
 
     def __init__(self, backend: Any) -> None:
         self._backend, self.logits = backend, list[NDArray[np.float32]]()
-        self.limit: int | None = None
+        self.at(0, lambda: None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
+    def at(self, call: int, act: Callable[[], None]) -> None:
+        """From now on, `act` before that call; calls count from 1."""
+        self._left, self._act = call, act
+
     def head(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        if len(self.logits) == self.limit:
-            raise KeyboardInterrupt
+        self._count()
         self.logits.append(self._backend.head(rows).copy())
         return self.logits[-1]
+
+    def stage(self, index: int, capacity: int) -> Any:
+        cache = self._backend.stage(index, capacity)
+        append = cache.append
+
+        def counted(*args: Any, **keywords: Any) -> Any:
+            self._count()
+            return append(*args, **keywords)
+
+        cache.append = counted
+        return cache
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+
+
+Fresh = tuple[Answer, NDArray[np.float32]]
 
 
 @dataclass
 class Sequences:
-    """One model and its images, with the fresh answers computed so far."""
+    """One model, the images of each conversation, and the fresh answers computed so far."""
 
     model: Model
-    images: Sequence[Image.Image]
+    images: Sequence[Sequence[Image.Image]]
     settings: Sequence[Setting]
     tolerance: float
-    _fresh: dict[tuple[int, tuple[int, ...]], tuple[Answer, NDArray[np.float32]]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    _fresh: dict[tuple[int, int, tuple[int, ...]], Fresh] = field(default_factory=dict)
+    _now: float = 0.0
 
     def __post_init__(self) -> None:
         self._recorder = Recorder(self.model.backend)
         self.model = Model(self.model.bundle, self._recorder, self.model.load_ms)  # type: ignore[arg-type]
 
     def check(self, sequence: Sequence[Step]) -> None:
-        """Put the sequence to one conversation; raise AssertionError where an answer is not a fresh one's."""
-        conversation = self.model.open(list(self.images))
-        chats: dict[int, tuple[Chat, int, list[int]]] = {}
+        """Put the sequence to its conversations; raise AssertionError where an answer is not a fresh one's."""
+        with patch("vtx.runtime.api.turns.monotonic", lambda: self._now):
+            self._check(sequence)
+        self.counts["sequences"] += 1
+
+    def _check(self, sequence: Sequence[Step]) -> None:
+        conversations = [self.model.open(list(images)) for images in self.images]
+        chats: dict[tuple[int, int], tuple[Chat, int, list[int]]] = {}
+        left: list[AnswerStream] = []
         for step in sequence:
             setting, before, chat = step.setting, list[int](), None
             if step.chat is not None:
-                new = Chat(conversation, self.settings[setting][0], self.settings[setting][1])
-                chat, setting, before = chats.setdefault(step.chat, (new, setting, []))
+                k, reduce = self.settings[setting]
+                new = conversations[step.images].chat(k, reduce=reduce), setting, list[int]()
+                chat, setting, before = chats.setdefault((step.images, step.chat), new)
+            stream = self._stream(conversations[step.images], chat, setting, step.question)
             self._recorder.logits.clear()
-            self._recorder.limit = step.tokens
-            stream = self._stream(conversation, chat, setting, step.question)
-            try:
-                answer = stream.read()
-            except KeyboardInterrupt:
+            answer = self._read(stream, step.end)
+            left.append(stream)  # held, so that nothing ends it but the next question
+            wanted, logits = self._fresh_answer(step.images, setting, (*before, step.question))
+            if answer is None:
                 continue
-            finally:
-                self._recorder.limit = None
+            if answer.stopped in ("cancelled", "timeout"):
+                assert answer.token_ids == wanted.token_ids[: len(answer.token_ids)]
+                continue
             before.append(step.question)
-            self._compare(answer, np.concatenate(self._recorder.logits), setting, before)
+            self._compare(answer, stream_logits(self._recorder), wanted, logits)
 
     def _stream(self, conversation: Conversation, chat: Chat | None, setting: int, question: int) -> AnswerStream:
         if chat is not None:
@@ -104,8 +152,26 @@ class Sequences:
         k, reduce = self.settings[setting]
         return conversation.stream(QUESTIONS[question], k, OPTIONS, reduce=reduce)
 
-    def _compare(self, answer: Answer, logits: NDArray[np.float32], setting: int, questions: Sequence[int]) -> None:
-        wanted, wanted_logits = self._fresh_answer(setting, tuple(questions))
+    def _read(self, stream: AnswerStream, end: End | None) -> Answer | None:
+        """The answer, or None where an interrupt left none, or somebody reads it later."""
+        self.counts[end.how if end else "complete"] += 1
+        if end is not None and end.how == "leave":
+            read = sum(1 for _ in zip(range(end.at), stream, strict=False))
+            return stream.answer if read < end.at else None
+        if end is not None:
+            acts = {"interrupt": _interrupt, "cancel": _canceller(stream), "timeout": self._pass}
+            self._recorder.at(end.at, acts[end.how])
+        try:
+            return stream.read()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            self._recorder.at(0, lambda: None)
+
+    def _pass(self) -> None:
+        self._now += 2.0
+
+    def _compare(self, answer: Answer, logits: NDArray[np.float32], wanted: Answer, wanted_logits: Any) -> None:
         assert answer.token_ids == wanted.token_ids
         assert answer.stats.vision_tokens_kept == wanted.stats.vision_tokens_kept
         assert answer.stats.kv_slots == wanted.stats.kv_slots
@@ -113,13 +179,36 @@ class Sequences:
         assert answer.stats.k == wanted.stats.k
         np.testing.assert_allclose(logits, wanted_logits, atol=self.tolerance, rtol=0)
 
-    def _fresh_answer(self, setting: int, questions: tuple[int, ...]) -> tuple[Answer, NDArray[np.float32]]:
+    def _fresh_answer(self, images: int, setting: int, questions: tuple[int, ...]) -> Fresh:
         """The answer to the last question of a chat that nothing else came between; one question is an `ask`."""
-        known = setting, questions
+        known = images, setting, questions
         if known not in self._fresh:
-            chat = self.model.open(list(self.images)).chat(self.settings[setting][0], reduce=self.settings[setting][1])
+            logits, self._recorder.logits = self._recorder.logits, []
+            k, reduce = self.settings[setting]
+            chat = self.model.open(list(self.images[images])).chat(k, reduce=reduce)
             for question in questions:
                 self._recorder.logits.clear()
                 answer = chat.ask(QUESTIONS[question], OPTIONS)
-            self._fresh[known] = answer, np.concatenate(self._recorder.logits)
+            self._fresh[known] = answer, stream_logits(self._recorder)
+            self._recorder.logits = logits
         return self._fresh[known]
+
+
+def stream_logits(recorder: Recorder) -> NDArray[np.float32]:
+    """The logits of one answer, [tokens, vocab]."""
+    return np.concatenate(recorder.logits)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _canceller(stream: AnswerStream) -> Callable[[], None]:
+    """Cancel from another thread, which is done before the call goes on."""
+
+    def cancel() -> None:
+        thread = threading.Thread(target=stream.cancel)
+        thread.start()
+        thread.join()
+
+    return cancel

@@ -164,7 +164,7 @@ def test_a_cancelled_turn_does_not_count(model: Model) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The time in seconds that deadlines see."""
     now = [0.0]
-    monkeypatch.setattr("vtx.runtime.api.turns.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("vtx.runtime.api.turns.monotonic", lambda: now[0])
     return now
 
 

@@ -1,0 +1,152 @@
+"""The samples for applications run, and do what their first lines say."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bundles import export
+from vtx.exporter.bundling.options import DEMO
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "examples" / "python"
+SCENES = sorted((ROOT / "examples").glob("scene-*.jpg"))
+WAIT = 240
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(Path(DEMO), tmp_path_factory.mktemp("examples") / "demo", (16,), "fp16").folder
+
+
+def environment(*paths: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "src", *paths]))}
+
+
+def run(name: str, *arguments: Any) -> str:
+    command = [sys.executable, "-W", "error", str(SAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=WAIT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_camera_answers_about_its_newest_frame(bundle: Path, tmp_path: Path) -> None:
+    for scene in SCENES:
+        shutil.copy(scene, tmp_path)
+    lines = run("camera.py", bundle, tmp_path, "How many shapes are there?", "--frames", len(SCENES)).splitlines()
+    names = [line.partition(": ")[0] for line in lines]
+    assert names == sorted(set(names))
+    assert names[-1] == SCENES[-1].name
+    assert lines[-1].partition(": ")[2]
+
+
+def test_threads_share_a_model(bundle: Path) -> None:
+    lines = run("threads.py", bundle, "How many shapes are there?", *SCENES).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [scene.name for scene in SCENES]
+    assert all("with all image tokens" in line for line in lines)
+
+
+def test_a_batch_is_a_table(bundle: Path) -> None:
+    rows = list(csv.reader(run("batch.py", bundle, ROOT / "examples", "How many shapes are there?").splitlines()))
+    assert rows[0] == ["image", "answer", "first token ms"]
+    assert [row[0] for row in rows[1:]] == [scene.name for scene in SCENES]
+    assert all(row[1] and float(row[2]) > 0 for row in rows[1:])
+
+
+def test_the_server_answers_and_survives_a_client_that_leaves(bundle: Path) -> None:
+    command = [sys.executable, str(SAMPLES / "async_server.py"), str(bundle), str(SCENES[0]), "--port", "0"]
+    server = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline().rpartition(" ")[2])
+        with socket.create_connection(("localhost", port), WAIT) as rude:
+            rude.sendall(b"How many shapes are there?\n")
+        answers = []
+        with socket.create_connection(("localhost", port), WAIT) as client, client.makefile("rw") as lines:
+            for question in ("How many shapes are there?", " "):
+                lines.write(question + "\n")
+                lines.flush()
+                answers.append(lines.readline())
+        assert answers[0].strip()
+        assert answers[1].startswith("error: the question is empty")
+    finally:
+        server.send_signal(signal.SIGINT)
+        out, errors = server.communicate(timeout=WAIT)
+    assert (out, errors, server.returncode) == ("stopped\n", "", 0)
+
+
+def test_an_installed_package_brings_a_policy(tmp_path: Path, tiny_checkpoint: Any) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(SAMPLES / "vtx-policy-every", source)
+    install = [
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        site,
+        source,
+    ]
+    subprocess.run([sys.executable, *map(str, install)], check=True, timeout=WAIT, capture_output=True)
+    script = f"""
+import numpy as np
+import vtx
+
+bundle = vtx.export({str(tiny_checkpoint())!r}, {str(tmp_path / "bundle")!r}, precision="fp32", reduce="every:n=2")
+with vtx.load(bundle.folder, device="cpu", threads=1) as model, model.open(np.zeros((64, 64, 3), np.uint8)) as image:
+    for n in (2, 4):
+        print(image.ask("red?", reduce=f"every:n={{n}}", max_new_tokens=1).stats.vision_tokens_kept)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(site), capture_output=True, text=True, timeout=WAIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str((16, 16) + (8,) * 6), str((16, 16) + (4,) * 6)]
+
+
+def broken(folder: Path, code: str) -> Path:
+    """A site directory with a package that announces a policy `broken`."""
+    facts = folder / "broken-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[vtx.policies]\nbroken = broken_policy:Broken\n")
+    (folder / "broken_policy.py").write_text(code)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("1 / 0", "the policy 'broken' of broken cannot be loaded (ZeroDivisionError: division by zero)"),
+        ("class Broken: pass", "broken announces a policy 'broken' and registers none by that name"),
+    ],
+)
+def test_a_policy_that_cannot_be_loaded_is_named_with_its_package(tmp_path: Path, code: str, message: str) -> None:
+    script = """
+import vtx
+from vtx.runtime.policies import parse
+try:
+    parse("fastv")
+except vtx.RequestError as e:
+    print(e)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(broken(tmp_path, code)), capture_output=True, text=True,
+        timeout=WAIT, check=True,
+    )  # fmt: skip
+    assert message in done.stdout
