@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,29 @@ if TYPE_CHECKING:
 @click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
 @require_signature_option
+@click.option(
+    "--write-traces", type=click.Path(path_type=Path), metavar="DIR",
+    help="Run every kind of case and write what it does: ids, masks, slots, positions, logits.",
+)  # fmt: skip
+@click.option(
+    "--check-traces", type=click.Path(path_type=Path), metavar="DIR",
+    help="Judge the traces that another runtime or device wrote by those of this one.",
+)  # fmt: skip
 def doctor(
-    bundle: str | None, device: str, compute: str | None, as_json: bool, require_signature: Path | None
+    bundle: str | None, device: str, compute: str | None, as_json: bool, require_signature: Path | None,
+    write_traces: Path | None, check_traces: Path | None,
 ) -> None:  # fmt: skip
     """Check this machine and list what fits, or check a bundle: its files, then its golden vectors computed again."""
+    if bundle is None and (write_traces or check_traces):
+        raise click.UsageError("traces are those of a bundle; name one")
+    if write_traces and check_traces:
+        raise click.UsageError("--write-traces and --check-traces exclude each other")
     if bundle is None:
         _machine(as_json=as_json)
+    elif write_traces:
+        _write_traces(bundle, write_traces, device, compute, require_signature)
+    elif check_traces:
+        _check_traces(bundle, check_traces, device, compute, require_signature, as_json=as_json)
     else:
         _bundle(bundle, device, compute, require_signature, as_json=as_json)
 
@@ -90,12 +108,43 @@ def _bundle(
         click.echo(f"the bundle computes what its checkpoint says, on {report.device} in {report.compute}")
 
 
-def _show_bundle(report: BundleReport) -> None:
-    click.echo(f"checksums: all {report.files} files are as exported")
-    rows = [
+def _write_traces(folder: str, out: Path, device: str, compute: str | None, signature: Path | None) -> None:
+    from vtx.runtime.api.load import load
+    from vtx.runtime.report.traces.record import write_traces
+
+    model = load(folder, device=device, compute=compute, require_signature=signature)
+    with bar() as progress:
+        traces = write_traces(model, out, partial(progress, "cases"))
+    asked = sum(len(case.questions) for case in traces.cases)
+    click.echo(f"wrote {len(traces.cases)} cases of {asked} questions to {out}, on {traces.device} in {traces.compute}")
+
+
+def _check_traces(
+    folder: str, given: Path, device: str, compute: str | None, signature: Path | None, *, as_json: bool
+) -> None:
+    from vtx.runtime.report.doctor import check_traces
+
+    with bar() as progress:
+        report = check_traces(folder, given, device, compute, signature, partial(progress, "cases"))
+    if as_json:
+        _print_json(report.to_dict())
+    else:
+        table(f"{given} against {report.device}", ["case", "difference", "limit", "", ""], _rows(report))
+    if report.failed:
+        raise BundleError(f"{len(report.failed)} of {len(report.checks)} checks failed, first: {report.failed[0]}")
+    if not as_json:
+        click.echo(f"all {len(report.checks)} checks passed, on {report.device} in {report.compute}")
+
+
+def _rows(report: BundleReport) -> list[list[str]]:
+    return [
         [c.name, f"{c.difference:.2e}", f"{c.limit:.0e}", "ok" if c.passed else "FAILED", c.note] for c in report.checks
     ]
-    table("against the plain PyTorch reference", ["quantity", "difference", "limit", "", ""], rows)
+
+
+def _show_bundle(report: BundleReport) -> None:
+    click.echo(f"checksums: all {report.files} files are as exported")
+    table("against the plain PyTorch reference", ["quantity", "difference", "limit", "", ""], _rows(report))
 
 
 def _print_json(value: dict[str, Any]) -> None:

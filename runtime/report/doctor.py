@@ -8,14 +8,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
+from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device, recognise, swap
 from vtx.runtime.host.machine import available_memory, version
-from vtx.runtime.report.golden import Check, check_golden
+from vtx.runtime.report.golden import COMPUTE_TOLERANCE, Check, check_golden, logits_limit
+from vtx.runtime.report.traces.compare import compare_traces
+from vtx.runtime.report.traces.files import read_index
+from vtx.runtime.report.traces.record import Progress, write_traces
 from vtx.runtime.units import size
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "safetensors", "huggingface-hub")
@@ -225,6 +230,23 @@ def altered_files(bundle: Bundle, report: Callable[[str, int, int], None]) -> li
         report("checksums", done, total)
 
     return [problem for _, problem in bundle.verify(hashed) if problem]
+
+
+def check_traces(
+    folder: str, given: Path, device: str, compute: str | None, require_signature: Path | None, progress: Progress
+) -> BundleReport:
+    """Write a bundle's traces anew on a device and judge those in `given` by them."""
+    model = load(folder, device=device, compute=compute, require_signature=require_signature)
+    theirs = read_index(given).compute
+    if theirs not in COMPUTE_TOLERANCE:
+        raise RequestError(f"{given}: compute is {theirs!r:.40}, not one of {', '.join(COMPUTE_TOLERANCE)}")
+    limit = max(logits_limit(model.manifest, compute) for compute in (model.backend.compute, theirs))
+    with TemporaryDirectory(prefix="vtx-traces-") as own:
+        write_traces(model, Path(own), progress)
+        checks = tuple(compare_traces(Path(own), given, limit))
+    return BundleReport(
+        str(model.bundle.folder), len(model.manifest.files), model.backend.device, model.backend.compute, checks
+    )  # fmt: skip
 
 
 def check_bundle(folder: str, device: str, compute: str | None, require_signature: Path | None = None) -> BundleReport:

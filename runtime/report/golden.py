@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.prompt.messages import Part
@@ -62,6 +63,12 @@ def seen(ids: NDArray[np.int64], image_token_id: int) -> NDArray[np.int64]:
     return kept
 
 
+def logits_limit(manifest: Manifest, compute: str) -> float:
+    """The largest difference of logits allowed to arithmetic in `compute`, as a share of their largest magnitude."""
+    parts = manifest.precision, manifest.vision_precision, manifest.head_precision
+    return max(COMPUTE_TOLERANCE[compute], KV_TOLERANCE[manifest.kv_dtype], *(TOLERANCE[part] for part in parts))
+
+
 def check_golden(model: Model) -> Iterator[Check]:
     """Recompute every golden vector through the bundle.
 
@@ -86,8 +93,7 @@ def check_golden(model: Model) -> Iterator[Check]:
     encoded = model.backend.vision(own_pixels[None])
     difference = _distance(encoded.rows[:SHOWN_ROWS], features)
     yield Check("vision features", difference, max(computed, TOLERANCE[manifest.vision_precision]))
-    parts = manifest.precision, manifest.vision_precision, manifest.head_precision
-    limit = max(computed, KV_TOLERANCE[manifest.kv_dtype], *(TOLERANCE[part] for part in parts))
+    limit = logits_limit(manifest, model.backend.compute)
     prompt_ids = seen(own_ids, manifest.text.image_token_id)
     rows = encoded.take(np.arange(min(SEEN_ROWS, len(encoded.rows))))
     for k in ks:

@@ -1,0 +1,1 @@
+"""Conformance traces: what a bundle does in every kind of case, written down to judge any runtime by."""

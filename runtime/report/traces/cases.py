@@ -1,0 +1,73 @@
+"""The cases of a bundle: every way to choose tokens that it offers, each with the same questions in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from PIL import Image, ImageOps
+
+from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.policies.spec import parse, to_spec
+from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.report.golden import golden_image
+
+TEXT_TOKENS = 96  # left free beside the images of a prompt, for its text and the tokens of the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A policy: `k` and `reduce` as `vtx-run` takes them."""
+
+    k: str
+    reduce: str
+
+    @property
+    def name(self) -> str:
+        return f"K = {self.k}, {self.reduce}"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question of a case: its messages, the images in them by number, and whether it continues the one before."""
+
+    name: str
+    messages: tuple[Message, ...]
+    images: tuple[int, ...] = (0,)
+    continues: bool = False
+
+
+def images() -> tuple[Image.Image, ...]:
+    """Two fixed pictures: that of the golden vectors, and its negative on the side."""
+    first = golden_image()
+    return first, ImageOps.invert(first).rotate(90, expand=True)
+
+
+def cases(manifest: Manifest) -> Iterator[Case]:
+    """No withdrawal, each K and the gates, each with no reduction, each one exported for, and each part of those."""
+    ks = ["none", *map(str, manifest.variants), *(["auto"] if manifest.gates else [])]
+    composed = [parse(spec) for spec in manifest.reductions]
+    parts = [(part,) for reductions in composed for part in reductions]
+    for k, spec in product(ks, dict.fromkeys(map(to_spec, [(), *composed, *parts]))):
+        yield Case(k, spec)
+
+
+def questions(manifest: Manifest) -> Iterator[Question]:
+    """In the order in which one conversation is asked, so that caches are reused, rebuilt and replaced."""
+    yield Question("first", (_user("What is in the picture?", 1),))
+    yield Question("second", (_user("Which colors can you see?", 1),))
+    opening = _user("Is there a pattern?", 1)
+    yield Question("chat, first turn", (opening,))
+    answer: Message = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
+    yield Question("chat, second turn", (opening, answer, _user("Where is it?", 0)), continues=True)
+    yield Question("third", (_user("What is in the picture?", 1),))
+    yield Question("another image", (_user("What is in the picture?", 1),), (1,))
+    if 2 * manifest.layout.max_tokens + TEXT_TOKENS <= manifest.max_context:
+        yield Question("two images", (_user("Are they alike?", 2),), (0, 1))
+    yield Question("text", (_user("What can you do?", 0),), ())
+
+
+def _user(text: str, count: int) -> Message:
+    pictures: list[Part] = [{"type": "image"} for _ in range(count)]
+    return {"role": "user", "content": [*pictures, {"type": "text", "text": text}]}

@@ -1,0 +1,103 @@
+"""Judging: the traces of any runtime beside those of this one, question by question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.report.golden import PIXEL_TOLERANCE, Check
+from vtx.runtime.report.traces.files import IMAGES, Tensors, TracedCase, TracedQuestion, read_index, read_tensors
+
+WRONG = float("inf")
+
+
+def compare_traces(expected: Path, given: Path, limit: float) -> Iterator[Check]:
+    """One check for the images, then one a question: the first fact that differs, or how far its logits are apart.
+
+    Token ids, masks, image tokens kept, slots and positions must be equal. Logits may differ by `limit`, a share of
+    the expected ones' largest magnitude. A greedy token may be another one where the expected logits of the two are
+    within twice that; from there on the answers are different texts, and nothing more is compared.
+
+    Raises:
+        RequestError: a directory holds no traces, or these are of different bundles.
+
+    """
+    ours, theirs = read_index(expected), read_index(given)
+    if ours.manifest != theirs.manifest:
+        raise RequestError(
+            f"the traces in {given} are of another bundle (its vtx.json is {theirs.manifest[:12]}..., expected "
+            f"{ours.manifest[:12]}...); write them from this one"
+        )
+    yield _images(read_tensors(expected, IMAGES), read_tensors(given, IMAGES))
+    cases = {(case.k, case.reduce): case for case in theirs.cases}
+    for case in ours.cases:
+        name = f"K = {case.k}, {case.reduce}"
+        other = cases.get((case.k, case.reduce))
+        if other is None:
+            yield Check(name, WRONG, limit, "this case is missing")
+            continue
+        wanted, found = read_tensors(expected, case.file), read_tensors(given, other.file)
+        for number, question in enumerate(case.questions):
+            problem = _decided(question, other, number) or _facts(_of(wanted, number), _of(found, number))
+            check = f"{name}: {question.name}"
+            if problem:
+                yield Check(check, WRONG, limit, problem)
+            else:
+                yield _logits(check, _of(wanted, number), _of(found, number), limit)
+
+
+def _of(tensors: Tensors, number: int) -> Tensors:
+    start = f"{number}."
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _images(wanted: Tensors, found: Tensors) -> Check:
+    if set(wanted) != set(found) or any(wanted[name].shape != found[name].shape for name in wanted):
+        return Check("images", WRONG, PIXEL_TOLERANCE, "other images, or of another size")
+    worst = max(float(np.abs(wanted[name] - found[name]).max() / np.abs(wanted[name]).max()) for name in wanted)
+    return Check("images", worst if np.isfinite(worst) else WRONG, PIXEL_TOLERANCE)
+
+
+def _decided(question: TracedQuestion, other: TracedCase, number: int) -> str:
+    """What of the question or of its decisions differs; empty where nothing does."""
+    if number >= len(other.questions):
+        return "this question is missing"
+    given = other.questions[number]
+    for field in ("name", "messages", "images", "continues", "k", "cuts"):
+        if getattr(question, field) != getattr(given, field):
+            return f"{field}: {getattr(given, field)!s:.60}, expected {getattr(question, field)!s:.60}"
+    return ""
+
+
+def _facts(wanted: Tensors, found: Tensors) -> str:
+    """The first tensor of whole numbers that differs; the greedy answer is judged with its logits."""
+    if set(wanted) != set(found):
+        return f"{sorted(set(wanted) ^ set(found))[0]} is missing or unknown"
+    for name in wanted:
+        want, got = wanted[name], found[name]
+        if want.shape != got.shape or want.dtype != got.dtype:
+            return f"{name} is {got.dtype} {list(got.shape)}, expected {want.dtype} {list(want.shape)}"
+        if name not in ("logits", "tokens") and not np.array_equal(want, got):
+            at = tuple(int(i) for i in np.argwhere(want != got)[0])
+            return f"{name}{list(at)} is {got[at]}, expected {want[at]}"
+    return ""
+
+
+def _logits(name: str, wanted: Tensors, found: Tensors, limit: float) -> Check:
+    worst, note = 0.0, "same tokens"
+    for step, (want, got) in enumerate(zip(wanted["logits"], found["logits"], strict=True)):
+        scale = max(1e-9, float(np.abs(want).max()))
+        difference = float(np.abs(want - got).max()) / scale
+        worst = max(worst, difference if np.isfinite(difference) else WRONG)
+        ours, theirs = int(wanted["tokens"][step]), int(found["tokens"][step])
+        if not 0 <= theirs < len(want):
+            return Check(name, WRONG, limit, f"token {step} is {theirs}, outside the vocabulary")
+        if ours != theirs:
+            if float(want[ours] - want[theirs]) / scale > 2 * limit:
+                return Check(name, WRONG, limit, f"token {step} is {theirs}, expected {ours}")
+            note = f"as likely a token from step {step} on"
+            break
+    return Check(name, worst, limit, note)

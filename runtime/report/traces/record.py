@@ -1,0 +1,201 @@
+"""Recording: every case of a bundle run on a backend that keeps account of slots and positions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.api.model import Model
+from vtx.runtime.backends.backend import Backend, StageCache
+from vtx.runtime.bundle.bundle import MANIFEST
+from vtx.runtime.bundle.manifest import MAX_BYTES, Manifest
+from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.report.traces.cases import Case, Question, cases, images, questions
+from vtx.runtime.report.traces.files import (
+    FORMAT,
+    TracedCase,
+    TracedCut,
+    TracedImage,
+    TracedQuestion,
+    Traces,
+    write_images,
+    write_index,
+)
+from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
+from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
+from vtx.runtime.vision.tokens import Ids, Rows, Scores
+
+STEPS = 4  # tokens decoded after the first one
+Progress = Callable[[int, int], None]
+
+
+class PositionedCache:
+    """A stage's cache that knows the position of the token in each slot; `use` is told whenever it runs."""
+
+    def __init__(self, cache: StageCache, use: Callable[[PositionedCache], None]) -> None:
+        self._cache, self._use = cache, use
+        self._positions: Ids = np.zeros(cache.capacity, np.int64)
+
+    @property
+    def length(self) -> int:
+        return self._cache.length
+
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
+    @property
+    def positions(self) -> Ids:
+        """[length]: of the filled slots."""
+        return self._positions[: self.length].copy()
+
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+        self._use(self)
+        self._positions[self.length : self.length + len(rows)] = positions
+        return self._cache.append(rows, positions, query=query)
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        return self._cache.attention(last_only=last_only)
+
+    def keep(self, length: int) -> None:
+        self._cache.keep(length)
+
+    def read(self, slots: Ids) -> Any:
+        return self._cache.read(slots), self._positions[slots]
+
+    def write(self, slots: Ids, kv: Any, *, length: int) -> None:
+        inner, self._positions[slots] = kv
+        self._cache.write(slots, inner, length=length)
+
+
+class PositionedBackend:
+    """A backend whose caches know positions; `used` has the cache that each stage ran in last."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.used: dict[int, PositionedCache] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def stage(self, index: int, capacity: int) -> StageCache:
+        cache = PositionedCache(self._backend.stage(index, capacity), partial(self.used.__setitem__, index))
+        return cast(StageCache, cache)
+
+
+def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: None) -> Traces:
+    """Run every case of the bundle and write its traces into `folder`, which must be empty or not there.
+
+    Raises:
+        RequestError: the directory holds something.
+
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RequestError(f"{folder} is not an empty directory; name another for the traces")
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = images()
+    prepared = [model.prepare(picture) for picture in pictures]
+    write_images(folder, pictures, [image.pixels for image in prepared])
+    every, traced = list(cases(model.manifest)), list[TracedCase]()
+    for number, case in enumerate(every):
+        progress(number, len(every))
+        file = f"case-{number:02d}.safetensors"
+        tensors, asked = _run_case(model, case, prepared)
+        write_safetensors(folder / file, tensors, None)
+        traced.append(TracedCase(case.k, case.reduce, file, asked))
+    progress(len(every), len(every))
+    traces = Traces(
+        format=FORMAT,
+        runtime=f"vtx {model.manifest.vtx}",
+        manifest=manifest_digest(model),
+        device=model.backend.device,
+        compute=model.backend.compute,
+        steps=STEPS,
+        layers=model.manifest.model.layers,
+        images=tuple(TracedImage(f"image-{n}.png", image.key) for n, image in enumerate(prepared)),
+        cases=tuple(traced),
+    )
+    write_index(folder, traces)
+    return traces
+
+
+def manifest_digest(model: Model) -> str:
+    """SHA-256 of the bundle's `vtx.json`."""
+    with model.bundle.path(MANIFEST).open("rb") as file:
+        return hashlib.sha256(file.read(MAX_BYTES)).hexdigest()
+
+
+def _run_case(
+    model: Model, case: Case, prepared: list[PreparedImage]
+) -> tuple[dict[str, NDArray[Any]], tuple[TracedQuestion, ...]]:
+    backend = PositionedBackend(model.backend)
+    recorder = _Recorder(model, case, backend)
+    tensors, asked = dict[str, NDArray[Any]](), list[TracedQuestion]()
+    for number, question in enumerate(questions(model.manifest)):
+        result, found = recorder.ask(question, [prepared[image] for image in question.images])
+        tensors |= {f"{number}.{name}": np.ascontiguousarray(array) for name, array in found.items()}
+        cuts = tuple(TracedCut(cut.layer, cut.by) for cut in result.cuts)
+        messages = tuple(dict(message) for message in question.messages)
+        asked.append(
+            TracedQuestion(question.name, messages, question.images, question.continues, result.k, cuts)
+        )  # fmt: skip
+    return tensors, tuple(asked)
+
+
+class _Recorder:
+    """One conversation under one policy."""
+
+    def __init__(self, model: Model, case: Case, backend: PositionedBackend) -> None:
+        self._model, self._case, self._backend = model, case, backend
+        self._session = Session(cast(Backend, backend), model.manifest)
+        self._selection: Selection | None = None
+
+    def ask(self, question: Question, prepared: list[PreparedImage]) -> tuple[PrefillResult, dict[str, NDArray[Any]]]:
+        """Prefill, decode greedily, and what was seen on the way."""
+        policy = self._policy()
+        prompt = self._prompt(question, prepared, policy)
+        after = self._selection if question.continues else None
+        result = self._session.prefill(prompt, policy, after=after)
+        self._selection = result.selection
+        seen: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}
+        seen |= {f"kept.{number}": cut.kept.astype(np.uint8) for number, cut in enumerate(result.cuts)}
+        seen |= {f"positions.{layer}": positions for layer, positions in self._by_layer().items()}
+        logits = [result.logits.copy()]
+        for _ in range(STEPS):
+            logits.append(self._session.decode(int(logits[-1].argmax())).copy())
+        seen |= {f"decoded.{layer}": positions[-STEPS:] for layer, positions in self._by_layer().items()}
+        seen |= {"tokens": np.array([int(row.argmax()) for row in logits], np.int64), "logits": np.stack(logits)}
+        return result, seen
+
+    def _policy(self) -> Policy:
+        k: int | str = int(self._case.k) if self._case.k.isdigit() else self._case.k
+        backend = self._model.backend
+        return make_policy(
+            k, self._model.manifest, backend.gate, reduce=self._case.reduce, dialect=backend.dialect
+        )  # fmt: skip
+
+    def _prompt(self, question: Question, prepared: list[PreparedImage], policy: Policy) -> Prompt:
+        encoders = EncodedImages(self._model.backend, tuple(prepared)).encoders(policy.entries)
+        counts = [len(encode().patches) for _, encode in encoders]
+        ids = self._model.text.prompt(question.messages, counts or 1)
+        return Prompt(ids, ids == self._model.manifest.text.image_token_id, encoders)
+
+    def _by_layer(self) -> dict[int, Ids]:
+        """The positions of the filled slots of every layer."""
+        stages = stage_of_layers(self._model.manifest)
+        return {layer: self._backend.used[stage].positions for layer, stage in stages.items()}
+
+
+def stage_of_layers(manifest: Manifest) -> dict[int, int]:
+    """The stage, from 0, of each layer, from 1."""
+    spans = enumerate(manifest.stages)
+    return {layer: number for number, stage in spans for layer in range(stage.first, stage.last + 1)}

@@ -1,0 +1,222 @@
+"""Conformance traces: OpenVINO meets those of onnxruntime, and a trace altered in any respect is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.support.bundles import IGNORE
+from tests.support.exported import THREADS
+from vtx import cli
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.errors import RequestError
+from vtx.runtime.report.golden import Check, logits_limit
+from vtx.runtime.report.traces.compare import compare_traces
+from vtx.runtime.report.traces.files import read_index, read_tensors
+from vtx.runtime.report.traces.record import write_traces
+
+REDUCTIONS = ("lsm+fastv:k=2,ratio=0.5", "mustdrop:gamma=0.05,alpha=1,tau=off,key=0.1,layers=2/4/6")
+Change = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+    options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
+    out = tmp_path_factory.mktemp("traces") / "bundle"
+    return load(run_export(plan_export(options), out, force=False, report=IGNORE).folder, device="cpu", threads=THREADS)
+
+
+@pytest.fixture(scope="module")
+def traces(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written") / "ort"
+    write_traces(model, folder)
+    return folder
+
+
+def judged(model: Model, expected: Path, given: Path) -> list[Check]:
+    return list(compare_traces(expected, given, logits_limit(model.manifest, "f32")))
+
+
+def failures(model: Model, expected: Path, given: Path) -> list[str]:
+    return [f"{check.name}: {check.note}" for check in judged(model, expected, given) if not check.passed]
+
+
+def test_there_is_a_case_for_every_policy_that_the_bundle_offers(traces: Path) -> None:
+    index = read_index(traces)
+    assert {case.k for case in index.cases} == {"none", "3", "5"}
+    specs = {case.reduce.replace(":", ",").split(",")[0] for case in index.cases if "+" not in case.reduce}
+    assert specs == {"none", "lsm", "fastv", "mustdrop"}
+    assert sum("+" in case.reduce for case in index.cases) == 3
+    names = ["first", "second", "chat, first turn", "chat, second turn", "third", "another image", "two images", "text"]
+    assert all([question.name for question in case.questions] == names for case in index.cases)
+
+
+def test_slots_and_positions_follow_the_withdrawal(traces: Path) -> None:
+    index = read_index(traces)
+    case = next(case for case in index.cases if (case.k, case.reduce) == ("3", "none"))
+    tensors = read_tensors(traces, case.file)
+    positions = np.arange(len(tensors["0.ids"]))
+    text = positions[tensors["0.is_vision"] == 0]
+    for layer in range(1, index.layers + 1):
+        assert tensors[f"0.positions.{layer}"].tolist() == (positions if layer < 3 else text).tolist()
+        assert tensors[f"0.decoded.{layer}"].tolist() == [len(positions) + step for step in range(index.steps)]
+    assert tensors["0.kept.0"].sum() == 0
+    assert case.questions[0].cuts[0].layer == 3
+
+
+def test_a_cache_that_shrinks_after_the_prompt_shows_its_survivors_only(traces: Path) -> None:
+    index = read_index(traces)
+    case = next(c for c in index.cases if c.reduce.startswith("mustdrop") and c.k == "none")
+    tensors = read_tensors(traces, case.file)
+    last = f"0.kept.{len(case.questions[0].cuts) - 1}"
+    survivors = (tensors["0.is_vision"] == 0).nonzero()[0].size + int(tensors[last].sum())
+    assert 0 < tensors[last].sum() < tensors["0.is_vision"].sum()
+    assert [len(tensors[f"0.positions.{layer}"]) for layer in range(2, index.layers + 1)] == [survivors] * 7
+    assert len(tensors["0.positions.1"]) == len(tensors["0.ids"])
+
+
+def test_traces_of_a_runtime_agree_with_themselves_written_again(model: Model, traces: Path, tmp_path: Path) -> None:
+    write_traces(model, tmp_path / "again")
+    checks = judged(model, traces, tmp_path / "again")
+    assert len(checks) == 1 + 8 * len(read_index(traces).cases)
+    assert max(check.difference for check in checks) == 0
+
+
+def test_openvino_meets_the_traces_of_onnxruntime(model: Model, traces: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
+    write_traces(load(model.bundle.folder, device="openvino", threads=THREADS), tmp_path / "openvino")
+    assert read_index(tmp_path / "openvino").device == "openvino"
+    checks = judged(model, traces, tmp_path / "openvino")
+    assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
+    assert max(check.difference for check in checks) > 0, "these are onnxruntime's own"
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("name", ["ids", "is_vision", "kept.0", "positions.1", "positions.8", "decoded.8"])
+def test_one_altered_whole_number_is_refused_by_name(
+    model: Model, traces: Path, tmp_path: Path, name: str, number: int
+) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[f"{number}.{name}"].flat[-1] ^= 1
+
+    found = failures(model, traces, altered(traces, tmp_path, change))
+    assert len(found) == 1
+    assert name in found[0]
+
+
+def test_logits_beyond_the_limit_are_refused_and_those_within_are_not(
+    model: Model, traces: Path, tmp_path: Path
+) -> None:
+    limit = logits_limit(model.manifest, "f32")
+
+    def shift(share: float) -> Change:
+        def change(tensors: dict[str, Any]) -> None:
+            row = tensors["1.logits"][2]
+            row[row.argmin()] -= share * limit * np.abs(row).max()
+
+        return change
+
+    assert failures(model, traces, altered(traces, tmp_path / "within", shift(0.5))) == []
+    found = failures(model, traces, altered(traces, tmp_path / "beyond", shift(2)))
+    assert len(found) == 1
+    assert ": second" in found[0]
+
+
+def test_another_greedy_token_is_refused_unless_it_is_as_likely(model: Model, traces: Path, tmp_path: Path) -> None:
+    def least(tensors: dict[str, Any]) -> None:
+        tensors["0.tokens"][1] = tensors["0.logits"][1].argmin()
+
+    assert "token 1 is" in failures(model, traces, altered(traces, tmp_path / "least", least))[0]
+
+    def tied(tensors: dict[str, Any]) -> None:
+        logits, tokens = tensors["0.logits"], tensors["0.tokens"]
+        logits[1][(tokens[1] + 1) % logits.shape[1]] = logits[1][tokens[1]]
+
+    expected = altered(traces, tmp_path / "tied", tied)
+
+    def other(tensors: dict[str, Any]) -> None:
+        tied(tensors)
+        tensors["0.tokens"][1] = (tensors["0.tokens"][1] + 1) % tensors["0.logits"].shape[1]
+        tensors["0.logits"][2:] = 0  # of another text, so not compared
+
+    assert failures(model, expected, altered(traces, tmp_path / "other", other)) == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_numbers_are_refused(model: Model, traces: Path, tmp_path: Path, value: float) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["0.logits"][0, 0] = value
+
+    assert len(failures(model, traces, altered(traces, tmp_path, change))) == 1
+
+
+def test_a_missing_case_and_a_missing_question_are_refused(model: Model, traces: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(traces, tmp_path / "fewer"))
+    index = json.loads((folder / "traces.json").read_text())
+    del index["cases"][1]
+    del index["cases"][0]["questions"][-1]
+    (folder / "traces.json").write_text(json.dumps(index))
+    found = failures(model, traces, folder)
+    assert [line.rpartition(": ")[2] for line in found] == ["this question is missing", "this case is missing"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("format", 2), ("format", "1"), ("steps", None), ("cases", {}), ("surprise", 1)]
+)
+def test_an_index_that_is_not_one_is_refused(traces: Path, tmp_path: Path, key: str, value: Any) -> None:
+    index = {**json.loads((traces / "traces.json").read_text()), key: value}
+    (tmp_path / "traces.json").write_text(json.dumps(index))
+    with pytest.raises(RequestError, match="write the traces again"):
+        read_index(tmp_path)
+
+
+def test_traces_of_another_bundle_and_files_elsewhere_are_refused(model: Model, traces: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(traces, tmp_path / "other"))
+    index = json.loads((folder / "traces.json").read_text())
+    (folder / "traces.json").write_text(json.dumps({**index, "manifest": "0" * 64}))
+    with pytest.raises(RequestError, match="of another bundle"):
+        judged(model, traces, folder)
+    index["cases"][0]["file"] = "../case-00.safetensors"
+    (folder / "traces.json").write_text(json.dumps(index))
+    with pytest.raises(RequestError, match="not in its directory"):
+        judged(model, traces, folder)
+
+
+def test_doctor_writes_traces_and_judges_them(model: Model, tmp_path: Path) -> None:
+    bundle, out = str(model.bundle.folder), tmp_path / "traces"
+    done = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--write-traces", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "15 cases of 120 questions" in done.stdout
+    good = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--check-traces", str(out), "--json"])
+    assert good.exit_code == 0, good.output
+    assert len(json.loads(good.stdout)["checks"]) == 121
+    tensors = read_tensors(out, "case-00.safetensors")
+    tensors["0.ids"][0] += 1
+    write_safetensors(out / "case-00.safetensors", tensors, None)
+    bad = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--check-traces", str(out)])
+    assert bad.exit_code == 1
+    assert "1 of 121 checks failed, first: K = none, none: first" in bad.output
+    again = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--write-traces", str(out)])
+    assert again.exit_code == 1
+    assert "not an empty directory" in again.output
+
+
+def altered(traces: Path, folder: Path, change: Change) -> Path:
+    """A copy with a change to the tensors of a case that has cuts."""
+    target = Path(shutil.copytree(traces, folder / "altered"))
+    case = next(case for case in read_index(traces).cases if (case.k, case.reduce) == ("5", "none"))
+    tensors = read_tensors(target, case.file)
+    change(tensors)
+    write_safetensors(target / case.file, tensors, None)
+    return target
