@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import FINAL_NORM
-from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import BundleError
 
 WEIGHT = "weight"
+MAX_HEADER = 1 << 16
 
 
 def read_final_norm(bundle: Bundle) -> NDArray[np.float32]:
@@ -20,8 +20,8 @@ def read_final_norm(bundle: Bundle) -> NDArray[np.float32]:
         BundleError: it is missing or has another shape or type.
 
     """
-    tensors, hidden = read_header(bundle.path(FINAL_NORM), error=BundleError).tensors, bundle.manifest.model.hidden
-    if WEIGHT not in tensors or (tensors[WEIGHT].shape, tensors[WEIGHT].dtype) != ((hidden,), "F32"):
+    hidden = bundle.manifest.model.hidden
+    weight = bundle.arrays(FINAL_NORM, MAX_HEADER + 4 * hidden).get(WEIGHT)
+    if weight is None or weight.shape != (hidden,) or weight.dtype != np.float32:
         raise BundleError(f"{FINAL_NORM}: {WEIGHT} is not a float32 array of {hidden}; export again")
-    weight: NDArray[np.float32] = read_tensor(tensors[WEIGHT])
     return weight

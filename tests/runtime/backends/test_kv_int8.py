@@ -55,7 +55,7 @@ VARIANTS = {
 }
 DEVICES = ("cpu", *(["openvino"] if find_spec("openvino") else []))
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
-REDUCTIONS = ("mustdrop:gamma=0.02,alpha=0.05,tau=0.5,key=0.1,layers=3/7/11", "fastv:k=2")
+REDUCTIONS = ("mustdrop:gamma=0.02,alpha=0.05,tau=0.5,key=0.1,layers=3/7/11", "fastv:k=2", "dart:keep=24")
 OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
 
 
@@ -282,6 +282,7 @@ def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None
     weights = np.exp(products - products.max(-1, keepdims=True))
     mean = (weights / weights.sum(-1, keepdims=True)).mean(0)
     summed, most = cache.attention()
+    np.testing.assert_allclose(cache.keys(), key, atol=1e-6, rtol=0)
     np.testing.assert_allclose(summed, mean.sum(0), atol=1e-5, rtol=0)
     np.testing.assert_allclose(most, mean.max(0), atol=1e-5, rtol=0)
 

@@ -43,6 +43,9 @@ WORDS = [
     "cls:keep=0.5",
     "lsm:tau=-1",
     "mustdrop:192,layers=1/2",
+    "dart:keep=8",
+    "dart:keep=5,k=0",
+    "cdpruner:keep=5",
 ]
 VERSION = "1.7.1"
 RTX_17 = Release(RTX, (1, 7))
@@ -73,7 +76,7 @@ def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Temp
 @pytest.fixture(scope="module")
 def reducing(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
-    words = (f"{DUAL},key=0.1", "fastv:k=2", "cls", "lsm", "mustdrop:192,layers=1/2")
+    words = (f"{DUAL},key=0.1", "fastv:k=2", "cls", "lsm", "mustdrop:192,layers=1/2", "dart")
     export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=words)
     build_all(folder)
     return folder

@@ -21,8 +21,9 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.bundle.final_norm import read_final_norm
 from vtx.runtime.bundle.names import DIALECTS
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.methods.gate import Gate
 
 SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:192,layers=3/7", "fastv:k=2")
@@ -230,6 +231,14 @@ def test_a_bundle_without_the_final_norm_says_how_to_get_it(case: Case) -> None:
         pytest.raises(RequestError, match="lacks the weight of the decoder's last norm; export it with"),
     ):
         image.ask("red?", None, reduce="dart")
+
+
+def test_a_final_norm_of_another_size_is_refused(case: Case) -> None:
+    model = case.model
+    spec = replace(model.manifest.model, hidden=model.manifest.model.hidden - 1)
+    bundle = replace(model.bundle, manifest=replace(model.manifest, model=spec))
+    with pytest.raises(BundleError, match="weight is not a float32 array of 63; export again"):
+        read_final_norm(bundle)
 
 
 def test_gaps_count_as_context(case: Case) -> None:
