@@ -12,8 +12,9 @@ COMMA := ,
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
+FUZZ ?= 20000
 
-.PHONY: help setup demo test test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers wheel clean
+.PHONY: help setup demo test test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -57,6 +58,9 @@ test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; ski
 
 test-extras: $(READY) ## installs each extra as its page says, from a package index, and runs its commands; about 1.5 GB
 	VTX_TEST_EXTRAS=1 $(BIN)/pytest -rs tests/house/test_extras.py
+
+fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests' 100; new ones each time
+	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest tests/fuzz
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"

@@ -15,7 +15,7 @@ from vtx.exporter.commands.calibrate import calibrate, train_gate
 from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.plan import plan
-from vtx.runtime.terminal.console import command, note, require_signature_option, table
+from vtx.runtime.terminal.console import command, note, require_signature_option, say, table
 from vtx.runtime.terminal.depth import DepthType
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
         if before:
             note(before)
             before = ""
-        click.echo(piece, nl=False)
+        say(piece, line=False)
         sys.stdout.flush()
     click.echo()
     for said in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
@@ -175,8 +175,8 @@ def inspect(bundle: str, as_json: bool, require_signature: Path | None) -> None:
     from vtx.runtime.units import size
 
     model = facts["model"]
-    click.echo(f"{facts['bundle']}: {model['name']}, {facts['precision']} weights, {facts['kv_dtype']} KV cache")
-    click.echo(
+    say(f"{facts['bundle']}: {model['name']}, {facts['precision']} weights, {facts['kv_dtype']} KV cache")
+    say(
         f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
         f"{model['kv_heads']} key/value heads of {model['head_dim']}, {facts['layout']['max_tokens']} tokens an image"
     )
@@ -185,7 +185,7 @@ def inspect(bundle: str, as_json: bool, require_signature: Path | None) -> None:
         click.echo(INT8_KV)
     click.echo(f"context {facts['max_context']}; {whole}, {weights} of it weights")
     if facts["activation_aware"]:
-        click.echo(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
+        say(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
     stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
     table("stages", ["layers", "graph", "graph size"], stages)
     variants = [
@@ -194,7 +194,7 @@ def inspect(bundle: str, as_json: bool, require_signature: Path | None) -> None:
         for v in facts["variants"]
     ]  # fmt: skip
     if facts["reductions"]:
-        click.echo("reductions, the default first: " + ", ".join(facts["reductions"]))
+        say("reductions, the default first: " + ", ".join(facts["reductions"]))
     table("KV cache", ["K", "full layers", f"one image, {TEXT_TOKENS} text tokens", "full context"], variants)
 
 

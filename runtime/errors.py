@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: escape sequences, other control and direction characters, spelt out.
+
+    Line breaks and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in "\n\t" or (char.isspace() and char > "\x9f") else ascii(char)[1:-1]
+        for char in text
+    )
+
+
 class VtxError(Exception):
-    """Base of every error vtx raises on purpose; the commands print it as one line and exit with 1."""
+    """Base of every error vtx raises on purpose; the commands print it as one line and exit with 1.
+
+    Messages quote names from files that nobody vouches for, so their text is always printable.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ImageError(VtxError):

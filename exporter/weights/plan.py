@@ -1,7 +1,7 @@
 """The plan of a bundle's weights: which file holds each tensor, in which form, and where.
 
-A source file whose tensors all have the wanted type is taken whole; any other is rewritten tensor by tensor. All of
-it is known before a byte of a weight is read, so graphs can be built first.
+A source file whose tensors all have the wanted type is taken whole, unless most of it is not needed; any other is
+rewritten tensor by tensor. All of it is known before a byte of a weight is read, so graphs can be built first.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from vtx.exporter.weights.precision import Precisions
 from vtx.exporter.weights.quantize import Scheme
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import TensorInfo, layout
+
+MOST_UNUSED = 2  # a file of more than so many times the bytes that are needed is rewritten without the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,10 @@ def plan_weights(
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
         forms = [precisions.stored(tensor, info.shape, info.dtype) for tensor, info in tensors]
         as_it_is = all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
-        if as_it_is and not any(tensor in scaled for tensor, _ in tensors):
+        used, size = sum(info.nbytes for _, info in tensors), source.stat().st_size
+        if as_it_is and size <= used * MOST_UNUSED and not any(tensor in scaled for tensor, _ in tensors):
             entries = tuple(Entry(tensor, info, info.dtype, info) for tensor, info in tensors)
-            files.append(WeightFile(name, source, entries, None, source.stat().st_size))
+            files.append(WeightFile(name, source, entries, None, size))
         else:
             header, entries = laid_out(name, tensors, forms)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))

@@ -24,7 +24,7 @@ from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling
 from vtx.runtime.bundle.manifest import FileRecord
-from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_tensor, widen_bf16
+from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, open_tensor, widen_bf16
 from vtx.runtime.errors import CheckpointError, ExportError
 
 BLOCK = 1 << 23  # bytes of a file that is taken whole, at a time
@@ -85,12 +85,12 @@ def take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report:
     digest = hashlib.sha256()
     target.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(file.source.open("rb"))
-        copy = None if _shared(file.source.resolve(), target) else stack.enter_context(target.open("wb"))
+        source = stack.enter_context(open_data(file.entries[0].source))
+        copy = None if _shared(source, file.source, target) else stack.enter_context(target.open("wb"))
         hashing: Future[None] | None = None
         for entry, size in _segments(file):
             for count in _pieces(size):
-                raw = source.read(count)
+                raw = _read(source, count, file.source)
                 if len(raw) != count:
                     raise CheckpointError(f"{file.source.name} has shrunk while it was read; download it again")
                 if hashing:
@@ -106,20 +106,33 @@ def take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report:
     return digest.hexdigest()
 
 
-def _shared(source: Path, target: Path) -> bool:
-    """Let `target` be the same bytes on the disk: a clone where the file system has them, else a hard link."""
+def _read(source: BinaryIO, count: int, path: Path) -> bytes:
     try:
-        with source.open("rb") as a, target.open("xb") as b:
-            fcntl.ioctl(b.fileno(), FICLONE, a.fileno())
+        return source.read(count)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path} ({e.strerror}); check the disk, or download it again") from e
+
+
+def _shared(source: BinaryIO, path: Path, target: Path) -> bool:
+    """Let `target` be the same bytes on the disk: a clone where the file system has them, else a hard link.
+
+    `source` is open and was found at `path`; a link to another file, put there meanwhile, is not taken.
+    """
+    try:
+        with target.open("xb") as clone:
+            fcntl.ioctl(clone.fileno(), FICLONE, source.fileno())
     except OSError:
         target.unlink(missing_ok=True)
     else:
         return True
     try:
-        os.link(source, target)
+        os.link(path.resolve(), target)
     except OSError:
         return False
-    return True
+    if os.path.samestat(os.lstat(target), os.fstat(source.fileno())):
+        return True
+    target.unlink()
+    return False
 
 
 def _segments(file: WeightFile) -> Iterator[tuple[Entry | None, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from vtx.runtime.errors import VtxError
+from vtx.runtime.errors import VtxError, printable
 
 INTERRUPTED = 130
 
@@ -38,12 +38,17 @@ class Command(click.Command):
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> None:
-    click.echo(f"{ctx.info_name}: {message}", err=True)
+    click.echo(f"{ctx.info_name}: {printable(message)}", err=True)
     ctx.exit(code)
 
 
 def note(message: str) -> None:
-    click.echo(message, err=True)
+    click.echo(printable(message), err=True)
+
+
+def say(text: str, *, line: bool = True) -> None:
+    """Print text that names or models chose: a terminal gets it without escape sequences, a pipe or a file as it is."""
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=line)
 
 
 command = functools.partial(click.command, cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,9 +84,9 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*heads, title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(*heads, title=Text(printable(title)), title_justify="left", box=box.SIMPLE_HEAD)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)
 
 

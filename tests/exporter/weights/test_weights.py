@@ -330,6 +330,35 @@ def test_a_shard_that_shrinks_after_the_plan_is_an_error(tiny_checkpoint: Make, 
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
+def test_a_huge_tensor_that_nothing_needs_is_neither_read_nor_taken(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """256 GB in a sparse file: reading them would take minutes, and a bundle of 256 GB."""
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
+    path, huge = folder / "model.safetensors", 256 * 10**9
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    end = len(content) - 8 - length
+    header["unused.weight"] = {"dtype": "F32", "shape": [huge // 4], "data_offsets": [end, end + huge]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + huge)
+    plan_ = plan_export(ExportOptions(str(folder), (), "fp32"))
+    assert plan_.weights.files[0].work < 10_000_000
+    bundle = run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
+    assert sum(record.bytes for record in bundle.manifest.files.values()) < 20_000_000
+
+
+def test_a_file_swapped_in_for_the_source_is_not_linked(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
+    plan_ = plan_export(ExportOptions(str(folder), (), "fp32"))
+    (folder / "model.safetensors").rename(folder / "old")
+    shutil.copyfile(folder / "old", folder / "model.safetensors")
+    with pytest.raises(VtxError, match="was replaced or written to"):
+        run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
 @pytest.mark.parametrize("dtype", ["I8", "U8", "F64", "F8_E4M3"])
 def test_weights_of_a_type_vtx_does_not_export_are_refused(tiny_checkpoint: Make, tmp_path: Path, dtype: str) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
