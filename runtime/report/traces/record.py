@@ -130,7 +130,7 @@ def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: Non
 
 def manifest_digest(model: Model) -> str:
     """SHA-256 of the bundle's `vtx.json`."""
-    with model.bundle.path(MANIFEST).open("rb") as file:
+    with model.bundle.files.open(MANIFEST, links=False) as file:
         return hashlib.sha256(file.read(MAX_BYTES)).hexdigest()
 
 

@@ -1,0 +1,57 @@
+"""Files of checkpoints and bundles are opened by `runtime/bundle/files.py` and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = [
+    "runtime/bundle", "runtime/prompt", "runtime/session", "runtime/api", "runtime/report", "runtime/policies",
+    "runtime/backends", "exporter/checkpoint", "exporter/graphs", "exporter/calibration", "exporter/estimate",
+]  # fmt: skip
+READS = {"open", "read_text", "read_bytes", "memmap", "fromfile", "from_file", "copyfile", "copytree"}
+OWN = {"open": {"Bundle", "model", "Conversation", "files", "self", "folder", "cls", "Image"}}
+# What is opened there is not a file of a checkpoint or a bundle that is read, or an open file is handed on.
+ALLOWED = {
+    "runtime/bundle/files.py": "this is the place",
+    "runtime/bundle/seal.py": "writes",
+    "runtime/bundle/safetensors.py": "maps an open file, and writes",
+    "runtime/backends/openvino/narrow.py": "/proc/self/maps",
+    "exporter/calibration/report.py": "a report that the user names",
+    "runtime/report/doctor.py": "/proc/cpuinfo",
+    "runtime/report/traces/files.py": "traces that the user names",
+    "exporter/checkpoint/confined_child.py": "the child's own request and result",
+    "exporter/checkpoint/resolving.py": "copies in an empty folder of our own",
+    "exporter/checkpoint/text.py": "copies in an empty folder of our own",
+    "exporter/estimate/rates.py": "measures how fast the disk reads, and interprets nothing",
+}
+
+
+def reads(path: Path) -> list[str]:
+    """Calls in a module that open a file by its path."""
+    calls = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+        owner = "files" if ".files" in owner else owner
+        if name in READS and owner.rpartition(".")[2].lstrip("_") not in OWN.get(name, set()):
+            calls.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(function)}")
+    return calls
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_room_opens_files_of_checkpoints_or_bundles_by_itself(room: str) -> None:
+    paths = [path for path in sorted((ROOT / room).rglob("*.py")) if path.relative_to(ROOT).as_posix() not in ALLOWED]
+    assert paths
+    assert [call for path in paths for call in reads(path)] == []
+
+
+def test_the_search_sees_what_it_looks_for(tmp_path: Path) -> None:
+    path = ROOT / "runtime/bundle/files.py"
+    assert any("os.open" in call for call in reads(path))
