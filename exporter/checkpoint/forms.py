@@ -18,7 +18,7 @@ MAX_LITERAL = 200  # characters of one
 MAX_SPLIT = 200  # characters between two texts of a message
 _MARKS = ("vTx0aQ", "vTx1bQ", "vTx2cQ", "vTx3dQ", "vTx4eQ", "vTx5fQ")
 _IMAGE: Part = {"type": "image"}
-_PLAIN = ContentForm("", "", None, False, "none", "none")
+_PLAIN = ContentForm("", "", None, images_first=False, strip_text="none", strip_content="none", blank=True)
 _STRIPS = [(text, content) for text, content in product(SIDES, SIDES) if "none" in (text, content)]
 _TURNS = (
     ("user",),
@@ -119,7 +119,7 @@ def _with_content(forms: PromptForms, role: str, render: Render, texts: Sequence
     cases = [(messages, render(messages, True)) for messages in _contents(role, texts)]
     for candidate in _candidates(forms, role, render):
         tried = _replaced(forms, role, candidate)
-        if tried and all(render_forms(tried, case, add_generation_prompt=True) == text for case, text in cases):
+        if tried and all(_agrees(tried, case, True, text) for case, text in cases):
             return tried
     raise IrregularError(f"the content of a {role} message is not printed part by part, each as it is")
 
@@ -154,7 +154,8 @@ def _candidates(forms: PromptForms, role: str, render: Render) -> Iterator[Conte
     if len(between) > MAX_SPLIT:
         raise IrregularError(f"{len(between)} characters stand between two texts of a {role} message")
     image_before = _split(render, role, None, _MARKS[0])[0] if role == "user" else None
-    for (text, content), first, cut in product(_STRIPS, (True, False), range(len(between) + 1)):
+    cuts = range(len(between) + 1)
+    for blank, (text, content), first, cut in product((True, False), _STRIPS, (True, False), cuts):
         text_after, text_before = between[:cut], between[cut:]
         if not (before.endswith(text_before) and after.startswith(text_after)):
             continue
@@ -164,7 +165,7 @@ def _candidates(forms: PromptForms, role: str, render: Render) -> Iterator[Conte
             if not (image_before.startswith(left) and image_before.endswith(text_before)):
                 continue
             image = image_before[len(left) : len(image_before) - len(text_before)]
-        yield ContentForm(text_before, text_after, image, first and image is not None, text, content)
+        yield ContentForm(text_before, text_after, image, first and image is not None, text, content, blank)
 
 
 def _split(render: Render, role: str, *parts: str | None) -> list[str]:
@@ -208,10 +209,14 @@ def _battery(texts: Sequence[str], roles: Sequence[str]) -> Iterator[tuple[list[
 
 
 def _hold(forms: PromptForms, render: Render, messages: Sequence[Message], reply: bool) -> None:
-    text = render_forms(forms, messages, add_generation_prompt=reply)
-    if text is not None and text != render(messages, reply):
+    if not _agrees(forms, messages, reply, render(messages, reply)):
         shown = " ".join(str(messages[-1]["content"]).split())[:80]
         raise IrregularError(f"the forms do not give what the template gives for {len(messages)} messages ({shown})")
+
+
+def _agrees(forms: PromptForms, messages: Sequence[Message], reply: bool, text: str | None) -> bool:
+    made = render_forms(forms, messages, add_generation_prompt=reply)
+    return made is None or made == text
 
 
 def _literals(source: str, control: Mapping[str, int]) -> list[str]:

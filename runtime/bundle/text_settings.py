@@ -22,7 +22,8 @@ class ContentForm:
     A text part becomes `text_before`, the text, `text_after`; an image part becomes `image` (null: this role has no
     images). With `images_first` all images stand before all texts, else parts keep their order. `strip_text` and
     `strip_content` name the sides on which white space is cut off each text, and off the content as a whole:
-    "none", "left", "right" or "both"; white space is what Python's `str.strip` takes for it.
+    "none", "left", "right" or "both"; white space is what Python's `str.strip` takes for it. Without `blank` a message
+    whose texts are all white space is not covered.
     """
 
     text_before: str
@@ -31,12 +32,14 @@ class ContentForm:
     images_first: bool
     strip_text: str
     strip_content: str
+    blank: bool
 
     def __post_init__(self) -> None:
         for name in ("text_before", "text_after"):
             _require(isinstance(getattr(self, name), str), name, "a string")
         _require(self.image is None or isinstance(self.image, str), "image", "a string or null")
-        _require(isinstance(self.images_first, bool), "images_first", "true or false")
+        for name in ("images_first", "blank"):
+            _require(isinstance(getattr(self, name), bool), name, "true or false")
         for name in ("strip_text", "strip_content"):
             _require(getattr(self, name) in SIDES, name, "one of " + ", ".join(SIDES))
 

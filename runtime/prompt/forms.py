@@ -28,7 +28,8 @@ def render_content(form: ContentForm, parts: Sequence[Part]) -> str | None:
     """The parts of one message as text, None where the form does not cover them."""
     images = [part for part in parts if part["type"] == "image"]
     texts = [part for part in parts if part["type"] == "text"]
-    if not texts or (images and form.image is None):
+    blank = not any(part["text"].strip() for part in texts)
+    if not texts or (images and form.image is None) or (blank and not form.blank):
         return None
     ordered = [*images, *texts] if form.images_first else parts
     return _strip("".join(_part(form, part) for part in ordered), form.strip_content)
