@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from vtx.runtime.bundle.manifest import TEMPLATE, TOKENIZER
 from vtx.runtime.bundle.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, TemplateError, VtxError
 from vtx.runtime.prompt.detokenizer import Detokenizer
@@ -16,8 +17,6 @@ from vtx.runtime.prompt.messages import Message, check_messages, texts_of
 from vtx.runtime.prompt.rendering import Renderer
 from vtx.runtime.prompt.tokenizer import decode, encode, parse_tokenizer, rust_errors
 
-TOKENIZER_FILE = "tokenizer.json"
-TEMPLATE_FILE = "chat_template.jinja"
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 512 << 10
 _TEMPLATE_CURE = "give one that prints it for content of type 'image' with vtx-export --chat-template FILE"
@@ -71,7 +70,7 @@ class Text:
         """
         tokenizer, template = (
             utf8(read(name, limit), name, BundleError)
-            for name, limit in ((TOKENIZER_FILE, MAX_TOKENIZER_BYTES), (TEMPLATE_FILE, MAX_TEMPLATE_BYTES))
+            for name, limit in ((TOKENIZER, MAX_TOKENIZER_BYTES), (TEMPLATE, MAX_TEMPLATE_BYTES))
         )
         return cls(parse_tokenizer(tokenizer, BundleError), template, settings, max_context=max_context, vocab=vocab)
 
