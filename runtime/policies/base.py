@@ -1,4 +1,4 @@
-"""What a method must say: what it needs of a bundle, and at each of its cuts which vision rows go on."""
+"""What a method must say: what it needs of a bundle, and at each of its cuts which image tokens go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask, Patches, Rows, Sco
 class Needs:
     """What a method asks of a bundle.
 
-    `cuts`: layers before which rows may leave, so a stage begins there. `queries`: layers whose attention it asks
+    `cuts`: layers before which tokens may leave, so a stage begins there. `queries`: layers whose attention it asks
     for. `shrinks`: after the prompt, caches from this layer on keep only what its last cut kept. `merging`,
     `attention`, `last_attention`: the vision graph merges windows, tells what the class token looks at in the tower's
     last block in use, in its very last block. `final_norm`: the weight of the decoder's last norm
@@ -82,33 +82,33 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
-    """The place between two stages, for one question.
+    """What is known between two stages, for one question.
 
-    `layer` is the first layer to come (1-based, so it is a K). `rows` [n, hidden] are the question's hidden states
-    there. `images` are the vision rows that entered the decoder, `present` [all of them] says which are still there.
-    `hidden()` gives the hidden states [count, hidden] of these; `keys()` the rotated keys of the layer just run, all
-    heads side by side, of these [count, kv_heads * head_dim] and of the question's rows; `final_norm` is the weight
-    [hidden] of the decoder's last norm, where the policy's needs name it.
+    `layer` is the first layer to come (1-based, so it is a K). `question_hidden` [n, hidden] are the hidden states of
+    the text after the last image. `images` are the image tokens that entered the decoder, `present` [all of them] says
+    which are still there. `image_hidden()` gives the hidden states [count, hidden] of these; `keys()` the rotated keys
+    of the layer just run, all heads side by side, of these [count, kv_heads * head_dim] and of the question's tokens;
+    `final_norm` is the weight [hidden] of the decoder's last norm, where the policy's needs name it.
     """
 
     layer: int
-    rows: NDArray[Any]
+    question_hidden: NDArray[Any]
     images: Sequence[Patches] = ()
     present: Mask = field(default_factory=lambda: np.zeros(0, bool))
     scores: Callable[[bool], Scores] = _no_scores
-    hidden: Callable[[], Rows] = _no_hidden
+    image_hidden: Callable[[], Rows] = _no_hidden
     keys: Callable[[], tuple[Rows, Rows]] = _no_keys
     final_norm: NDArray[np.float32] | None = None
 
     @property
     def count(self) -> int:
-        """Vision rows still there."""
+        """Image tokens still there."""
         return int(self.present.sum())
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        """What each vision row still there gets in the layer just run: (sum, maximum) [count] float32.
+        """What each image token still there gets in the layer just run: (sum, maximum) [count] float32.
 
-        Mean over heads, then over the question's rows, or `last_only` its last one.
+        Mean over heads, then over the question's tokens, or `last_only` its last one.
 
         Raises:
             BundleError: the attention is not a number.
@@ -145,11 +145,11 @@ class Entry:
 
 
 class Reduction:
-    """A method that leaves out vision rows. Subclasses are frozen dataclasses of their options.
+    """A method that leaves out image tokens. Subclasses are frozen dataclasses of their options.
 
-    `presets` are sets of options by name; `renumbers`: rows that go on take new positions without gaps;
-    `whole`: at its cuts all vision rows leave, or none. `thresholds` names options that say how many rows stay and may
-    be scaled together: with all at 0 none leaves, with all at 2 as many as can.
+    `presets` are sets of options by name; `renumbers`: tokens that go on take new positions without gaps;
+    `whole`: at its cuts all image tokens leave, or none. `thresholds` names options that say how many tokens stay and
+    may be scaled together: with all at 0 none leaves, with all at 2 as many as can.
     """
 
     __slots__ = ()
@@ -170,9 +170,9 @@ class Reduction:
         return None
 
     def marks(self, images: Sequence[Patches]) -> Mask | None:
-        """Which rows of the images it never drops, over all of them; None: there are no such rows."""
+        """Which tokens of the images it never drops, over all of them; None: there are no such tokens."""
         return None
 
     def keep_mask(self, boundary: Boundary) -> Mask | None:
-        """Which of the vision rows still there go on, [boundary.count]; None: all. Asked at its cuts only."""
+        """Which of the image tokens still there go on, [boundary.count]; None: all. Asked at its cuts only."""
         return None

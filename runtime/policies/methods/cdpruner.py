@@ -15,7 +15,7 @@ from vtx.runtime.policies.spec import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 Floats = NDArray[np.float32]
-COSINES = "cosines"  # of an image's tokens with each other: they serve every question
+COSINES, LENGTHS = "cosines", "lengths"  # of an image's tokens: they serve every question
 OFFSET = np.float32(1e-6)  # of the least relevant token, as in the released code
 
 
@@ -58,19 +58,21 @@ class CDPruner(Reduction, Entry):
         count = number_to_keep(self.keep, len(image.rows))
         if count >= len(image.rows):
             return None
-        unit = _unit(image.rows)
         if COSINES not in image.derived:
-            image.derived[COSINES] = cosines_of(unit)
+            image.derived[COSINES] = cosines_of(image.rows)
+            image.derived[LENGTHS] = _lengths(image.rows)
         cosines = image.derived[COSINES]
         if not self.uses_question:
             return greedy(cosines, count)
         assert question is not None
-        relevance = scaled(unit @ _unit(question.hidden[question.after].mean(0, keepdims=True))[0])
+        mean: Floats = question.hidden[question.after].mean(0)
+        relevance = scaled(image.rows @ mean / (image.derived[LENGTHS] * _lengths(mean)))
         return greedy(relevance[:, None] * cosines * relevance[None], count)
 
 
-def cosines_of(unit: Floats) -> Floats:
-    """Cosines [n, n] of rows of length 1; that of a row with itself is 1, or rounding would choose the first pick."""
+def cosines_of(rows: Floats) -> Floats:
+    """Cosines [n, n] of rows [n, width]; that of a row with itself is 1, or rounding would choose the first pick."""
+    unit = rows / _lengths(rows)[:, None]
     cosines: Floats = unit @ unit.T
     np.fill_diagonal(cosines, 1)
     return cosines
@@ -102,6 +104,6 @@ def greedy(kernel: Floats, count: int) -> Ids:
     return np.flatnonzero(taken)
 
 
-def _unit(rows: Floats) -> Floats:
-    unit: Floats = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), np.float32(1e-30))
-    return unit
+def _lengths(rows: Floats) -> Floats:
+    lengths: Floats = np.maximum(np.linalg.norm(rows, axis=-1), np.float32(1e-30))
+    return lengths

@@ -63,13 +63,13 @@ class Dart(Reduction, Entry):
             return None
         image_keys, text_keys = boundary.keys()
         assert boundary.final_norm is not None
-        hidden, text = boundary.hidden() * boundary.final_norm, boundary.rows * boundary.final_norm
+        hidden, text = boundary.image_hidden() * boundary.final_norm, boundary.question_hidden * boundary.final_norm
         image_pivots = _largest(_size(image_keys), self.pivots)
         text_pivots = _largest(_size(text_keys), self.text_pivots)
         kept = np.zeros(boundary.count, bool)
         kept[image_pivots] = True
-        for pivot in (*hidden[image_pivots], *text[text_pivots]):
-            kept[_least_alike(hidden, pivot, ~kept, each)] = True
+        for cosine in _cosines(hidden, np.concatenate([hidden[image_pivots], text[text_pivots]])):
+            kept[_lowest(cosine, ~kept, each)] = True
         return kept
 
     # ---- before layer 1 ----------------------------------------------------------------------------------------------
@@ -90,15 +90,16 @@ class Dart(Reduction, Entry):
         if len(rows) < FEWEST or count >= len(rows):
             return None
         image_pivots = _largest(_size(rows), min(self.pivots, count))
-        pivots = [*rows[image_pivots]]
+        pivots = rows[image_pivots]
         if self.text_pivots:
             assert question is not None
-            pivots += [*question.hidden[_largest(_size(question.hidden), self.text_pivots)]]
+            text_pivots = _largest(_size(question.hidden), self.text_pivots)
+            pivots = np.concatenate([pivots, question.hidden[text_pivots]])
         kept = np.zeros(len(rows), bool)
         kept[image_pivots] = True
-        for number, pivot in enumerate(pivots):
+        for number, cosine in enumerate(_cosines(rows, pivots)):
             wanted = -(-(count - int(kept.sum())) // (len(pivots) - number))
-            kept[_least_alike(rows, pivot, ~kept, wanted)] = True
+            kept[_lowest(cosine, ~kept, wanted)] = True
         return np.flatnonzero(kept)
 
 
@@ -113,9 +114,14 @@ def _largest(values: Floats, count: int) -> Ids:
     return np.argsort(-values, kind="stable")[:count]
 
 
-def _least_alike(rows: Floats, pivot: Floats, pool: Mask, count: int) -> Ids:
-    """Indices of the `count` rows of the pool whose cosine to `pivot` is lowest; of equal ones the earlier."""
+def _cosines(rows: Floats, pivots: Floats) -> Floats:
+    """The cosine of each pivot with each row, [pivots, rows]."""
+    lengths = np.linalg.norm(pivots, axis=-1)[:, None] * np.linalg.norm(rows, axis=-1)
+    cosines: Floats = pivots @ rows.T / np.maximum(lengths, TINY)
+    return cosines
+
+
+def _lowest(values: Floats, pool: Mask, count: int) -> Ids:
+    """Indices of the `count` lowest values of the pool; of equal ones the earlier."""
     there = np.flatnonzero(pool)
-    lengths = np.linalg.norm(rows[there], axis=-1) * np.linalg.norm(pivot)
-    cosine = rows[there] @ pivot / np.maximum(lengths, TINY)
-    return there[np.argsort(cosine, kind="stable")[:count]]
+    return there[np.argsort(values[there], kind="stable")[:count]]

@@ -47,7 +47,7 @@ class Gate(Reduction):
 
     def keep_mask(self, boundary: Boundary) -> Mask | None:
         start = time.perf_counter()
-        probability = float(self.odds(boundary.layer, boundary.rows)[1])
+        probability = float(self.odds(boundary.layer, boundary.question_hidden)[1])
         if not math.isfinite(probability):
             raise BundleError(f"the gate before layer {boundary.layer} gave {probability}; export the bundle again")
         self.asked.append(Decision(boundary.layer, probability, 1000 * (time.perf_counter() - start)))

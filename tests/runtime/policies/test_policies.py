@@ -342,7 +342,7 @@ def pivoting(rows: list[list[float]], text: list[list[float]], sizes: list[float
     hidden, keys = np.array(rows, np.float32), tuple(np.array([s], np.float32).T for s in (sizes, text_sizes))
     image = Patches(np.arange(len(rows)), np.zeros(len(rows), bool))
     return Boundary(
-        3, np.array(text, np.float32), (image,), np.ones(len(rows), bool), hidden=lambda: hidden,
+        3, np.array(text, np.float32), (image,), np.ones(len(rows), bool), image_hidden=lambda: hidden,
         keys=lambda: (keys[0], keys[1]), final_norm=np.ones(hidden.shape[1], np.float32),
     )  # fmt: skip
 
