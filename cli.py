@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,13 +14,18 @@ from vtx.exporter.commands.build import build
 from vtx.exporter.commands.calibrate import calibrate, train_gate
 from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
+from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.commands.plan import plan
 from vtx.runtime.terminal.console import command, note, require_signature_option, say, table
 from vtx.runtime.terminal.depth import DepthType
+from vtx.runtime.terminal.last import last_bundle
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from vtx.runtime.api.answer import Stats
     from vtx.runtime.api.conversation import Conversation
+    from vtx.runtime.api.model import Model
     from vtx.runtime.api.options import Options
     from vtx.runtime.api.stream import AnswerStream
 
@@ -36,9 +41,7 @@ if TYPE_CHECKING:
     'vtx-run --text-only "Who are you?"'
 )
 @click.argument("words", nargs=-1, required=True, metavar="IMAGE QUESTION [QUESTION ...]")
-@click.option(
-    "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
-)
+@bundle_option
 @click.option(
     "--k",
     type=DepthType(default=True),
@@ -64,9 +67,9 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
 @click.option("--seed", type=int, help="For the same answer again when the temperature is above 0.")
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
-@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
-@click.option("--threads", type=int, help="[default: all cores]")
+@device_option
+@compute_option
+@threads_option
 @click.option("--force", is_flag=True, help="Load also where the free memory looks too small.")
 @require_signature_option
 def run(
@@ -86,29 +89,53 @@ def run(
     from vtx.runtime.session.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
+    names = [*images, *more]
+    pictures = _read(names, reduce)
+    folder = find_bundle(bundle)
     model = load(
-        find_bundle(bundle), device=device, compute=compute, threads=threads, force=force,
-        require_signature=require_signature,
-    )  # fmt: skip
-    name, backend = model.manifest.model.name, model.backend
-    where = (
-        f"{name} on {backend.device} ({model.why}), {model.manifest.precision} weights, {backend.compute} arithmetic"
+        folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature
     )
-    with model.open([_image(name) for name in [*images, *more]]) as conversation:
+    asked = {"image": names, "bundle": str(folder)}
+    with model.open(pictures) as conversation:
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown
 
             check_shown(model.policy(k, options, reduce), conversation.images)
         answers = []
-        for number, stream in enumerate(_streams(conversation, questions, k, options, reduce, chat=chat)):
-            _show(stream, as_json=as_json, before=where if device == "auto" and not number else "")
+        streams = _streams(conversation, questions, k, options, reduce, chat=chat)
+        for number, (question, stream) in enumerate(zip(questions, streams, strict=True)):
+            if as_json:
+                _print_json(
+                    {"question": question, **asked, **stream.read().to_dict(), "stopped": stream.answer.stopped}
+                )
+            else:
+                _show(stream, before="" if number else _where(model, folder, automatic=device == "auto"))
             answers.append(stream.answer.stats)
         if show_tokens:
             _draw(show_tokens, conversation, answers)
 
 
-def _image(name: str) -> str | BinaryIO:
-    return sys.stdin.buffer if name == "-" else name
+def _read(names: Sequence[str], reduce: str) -> list[Image]:
+    """The pictures, read before anything expensive; a spec that is wrong is told before that too."""
+    from vtx.runtime.policies.spec import parse
+    from vtx.runtime.vision.image import load_image
+
+    if reduce != "default":
+        parse(reduce)
+    return [load_image(sys.stdin.buffer if name == "-" else name) for name in names]
+
+
+def _where(model: Model, folder: Path, *, automatic: bool) -> str:
+    """Which bundle answers, and on which device."""
+    backend, precision = model.backend, model.manifest.precision
+    device = f"{backend.device} (auto)" if automatic else backend.device
+    return f"bundle: {folder}; device: {device}; weights: {precision}; arithmetic: {backend.compute}"
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    click.echo(json.dumps(value, ensure_ascii=False))
 
 
 def _streams(
@@ -133,13 +160,8 @@ def _draw(path: Path, conversation: Conversation, answers: Sequence[Stats]) -> N
         raise RequestError(f"cannot write the picture {path} ({e.strerror}); name another place") from e
 
 
-def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
+def _show(stream: AnswerStream, *, before: str) -> None:
     """Print an answer as it comes; `before` is noted once there is one, so that an error stands alone."""
-    if as_json:
-        import json
-
-        click.echo(json.dumps(stream.read().to_dict(), ensure_ascii=False))
-        return
     for piece in stream:
         if before:
             note(before)
@@ -157,20 +179,20 @@ def _show(stream: AnswerStream, *, as_json: bool, before: str) -> None:
 
 
 @command(epilog="vtx-inspect vtx-demo-k16-fp16\nvtx-inspect vtx-demo-k16-fp16 --json")
-@click.argument("bundle", type=click.Path())
+@click.argument("bundle", type=click.Path(), required=False, envvar="VTX_BUNDLE")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
 @require_signature_option
-def inspect(bundle: str, as_json: bool, require_signature: Path | None) -> None:
-    """Show what is in a bundle: stages, variants, precision, sizes, KV bytes per K."""
+def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -> None:
+    """Show what is in a bundle, the last one exported if none is named: stages, precision, sizes, KV bytes per K."""
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import PublicKey
     from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe
 
-    facts = describe(Bundle.open(bundle, key=PublicKey.load(require_signature) if require_signature else None))
+    facts = describe(
+        Bundle.open(last_bundle(bundle), key=PublicKey.load(require_signature) if require_signature else None)
+    )
     if as_json:
-        import json
-
-        click.echo(json.dumps(facts, ensure_ascii=False))
+        _print_json(facts)
         return
     from vtx.runtime.units import size
 
@@ -201,7 +223,7 @@ def inspect(bundle: str, as_json: bool, require_signature: Path | None) -> None:
 # --- vtx ------------------------------------------------------------------------------------------
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="vtx-edge")
 def main() -> None:
     """LLaVA-type models as split engine graphs, visual tokens withdrawn in depth.

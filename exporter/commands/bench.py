@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import click
 
 from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.libraries import exporter
+from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import DepthType
@@ -28,16 +31,32 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.manifest import Manifest
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a report goes: tables or JSON on stdout, JSON in a file, a plot."""
+
+    as_json: bool
+    target: Path | None
+    plot: Path | None
+
+    def write(self, report: dict[str, Any], tables: str, draw: Callable[[Mapping[str, Any], Path], None]) -> None:
+        from vtx.exporter.common.files import write_json
+
+        click.echo(json.dumps(report, ensure_ascii=False) if self.as_json else tables)
+        if self.target:
+            write_json(self.target, report)
+        if self.plot:
+            draw(report, self.plot)
+
+
 @command(
     epilog="vtx-bench\n"
-    "vtx-bench --bundle llava-7b --k none,17,9 --image photo.jpg --question 'What is on the table?' --json out.json\n"
+    "vtx-bench --bundle llava-7b --k none,17,9 --image photo.jpg --question 'What is on the table?' --out out.json\n"
     "vtx-bench --prompt-tokens 640 --new-tokens 128 --repeats 15 --threads 4 --plot out.png\n"
     "vtx-bench --methods --samples 500\n"
-    "vtx-bench --methods --bundle llava-7b --data questions.jsonl --images photos --json out.json"
+    "vtx-bench --methods --bundle llava-7b --data questions.jsonl --images photos --out out.json"
 )
-@click.option(
-    "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
-)
+@bundle_option
 @click.option(
     "--k",
     "ks",
@@ -59,15 +78,20 @@ if TYPE_CHECKING:
 @click.option("--data", metavar="DATA", help="With --methods: questions as vtx-calibrate takes them [default: scenes].")
 @click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
 @click.option("--samples", type=int, default=200, show_default=True, help="Questions to ask, drawn from DATA.")
-@click.option("--device", default="auto", show_default=True, help="Where to compute, as vtx-run takes it.")
-@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
-@click.option("--threads", type=int, help="[default: all cores]")
-@click.option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures here, too.")
+@device_option
+@compute_option
+@threads_option
+@click.option("--json", "as_json", is_flag=True, help="All figures as one JSON object on stdout, and no tables.")
+@click.option(
+    "--out", "target", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.json",
+    help="Write all figures here, too.",
+)  # fmt: skip
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
 def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
     new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
-    device: str, compute: str | None, threads: int | None, target: Path | None, plot: Path | None,
+    device: str, compute: str | None, threads: int | None, as_json: bool, target: Path | None,
+    plot: Path | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
 
@@ -91,20 +115,21 @@ def bench(
     if plot:
         figures()
     threads = cores() if threads is None else threads
+    output = Output(as_json, target, plot)
     if methods:
         found = _data(data, images, samples)
         model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads)
-        interrupted = _compare(model, found, ks or _all(model.manifest), new_tokens, threads, target, plot)
+        interrupted = _compare(model, found, _chosen(ks, model.manifest), new_tokens, threads, output)
     else:
         asked = QUESTION if question is None else question
         work = Workload(image or golden_image(), asked, prompt_tokens, new_tokens, repeats, warmup, threads)
         model = load(find_bundle(bundle), device=device, compute=compute, threads=threads)
-        interrupted = _measure(model, work, ks or _all(model.manifest), target, plot)
+        interrupted = _measure(model, work, _chosen(ks, model.manifest), output)
     if interrupted:
         raise KeyboardInterrupt
 
 
-def _measure(model: Model, work: Workload, ks: tuple[K, ...], target: Path | None, plot: Path | None) -> bool:
+def _measure(model: Model, work: Workload, ks: tuple[K, ...], output: Output) -> bool:
     """Latency and memory at each K, with a forecast before and a bar during; whether it was interrupted."""
     from vtx.exporter.bench.measure import Bench
     from vtx.exporter.bench.plots import draw_report
@@ -116,14 +141,11 @@ def _measure(model: Model, work: Workload, ks: tuple[K, ...], target: Path | Non
     with bar() as show:
         found = bench.run(ceilings, show)
     report = make_report(bench, found)
-    click.echo(in_tables(report))
-    _write(report, target, plot, draw_report)
+    output.write(report, in_tables(report), draw_report)
     return found.interrupted
 
 
-def _compare(
-    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threads: int, target: Path | None, plot: Path | None
-) -> bool:
+def _compare(model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threads: int, output: Output) -> bool:
     """Every method on the same questions, with a forecast before and a bar during; whether it was interrupted."""
     from vtx.exporter.bench.compare import in_tables, make_comparison
     from vtx.exporter.bench.methods import Trial, find_methods
@@ -140,8 +162,7 @@ def _compare(
     with bar() as show:
         trial.run(show)
     report = make_comparison(trial)
-    click.echo(in_tables(report))
-    _write(report, target, plot, draw_comparison)
+    output.write(report, in_tables(report), draw_comparison)
     return trial.interrupted
 
 
@@ -177,9 +198,9 @@ def methods_bundle(named: str | None) -> Path:
     return out
 
 
-def _all(manifest: Manifest) -> tuple[K, ...]:
-    """None, every prebuilt K, and the gates where there are any."""
-    return (None, *manifest.variants, *(["auto"] if manifest.gates else []))
+def _chosen(ks: tuple[K, ...], manifest: Manifest) -> tuple[K, ...]:
+    """Each K that was asked for once; else none, every prebuilt K, and the gates where there are any."""
+    return tuple(dict.fromkeys(ks)) or (None, *manifest.variants, *(["auto"] if manifest.gates else []))
 
 
 def _ceilings(bench: Bench) -> Ceilings | None:
@@ -201,14 +222,3 @@ def _ceilings(bench: Bench) -> Ceilings | None:
     except DeviceError as e:
         note(f"no ceilings: {e}")
         return None
-
-
-def _write(
-    report: dict[str, Any], target: Path | None, plot: Path | None, draw: Callable[[Mapping[str, Any], Path], None]
-) -> None:
-    from vtx.exporter.common.files import write_json
-
-    if target:
-        write_json(target, report)
-    if plot:
-        draw(report, plot)

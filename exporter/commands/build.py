@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from vtx.exporter.commands.options import bundle_option
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
+from vtx.runtime.terminal.last import last_bundle
 
 if TYPE_CHECKING:
     from vtx.exporter.tensorrt.lint import LintFinding
@@ -23,7 +25,7 @@ DEFAULT_TARGET = "this"
     "vtx-build --bundle my-bundle --target sm89,sm120\n"
     "vtx-build --bundle my-bundle --target jetson-orin --check"
 )
-@click.option("--bundle", type=click.Path(path_type=Path), envvar="VTX_BUNDLE", required=True, help="[or $VTX_BUNDLE]")
+@bundle_option
 @click.option(
     "--target", "targets", default=DEFAULT_TARGET, show_default=True, metavar="this|sm89,sm120|jetson-orin|...",
     callback=lambda _, __, value: value.split(","),
@@ -44,7 +46,7 @@ DEFAULT_TARGET = "this"
     help="Sign the engines with this Ed25519 key (PEM), which must have signed the bundle.",
 )  # fmt: skip
 def build(
-    bundle: Path, targets: list[str], dialect: str | None, workspace: int | None, timing_cache: Path | None,
+    bundle: str | None, targets: list[str], dialect: str | None, workspace: int | None, timing_cache: Path | None,
     check: bool, force: bool, sign: Path | None,
 ) -> None:  # fmt: skip
     """Build TensorRT engines from a bundle's graphs, into its engines/ directory."""
@@ -54,7 +56,10 @@ def build(
     from vtx.runtime.bundle.seal import SigningKey
 
     key = SigningKey.load(sign) if sign else None
-    known, opened = [find_target(name) for name in targets], Bundle.open(bundle, key=key.public if key else None)
+    known, opened = (
+        [find_target(name) for name in targets],
+        Bundle.open(last_bundle(bundle), key=key.public if key else None),
+    )
     for target in known:
         check_libraries(target, building=not check)
     if check:

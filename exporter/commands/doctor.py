@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from vtx.exporter.commands.options import compute_option, device_option
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, note, require_signature_option, table
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 @command(epilog="vtx-doctor\nvtx-doctor vtx-demo-k16-fp16\nvtx-doctor vtx-demo-k16-fp16 --json")
 @click.argument("bundle", type=click.Path(), required=False)
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda|...", help="Where to compute.")
-@click.option("--compute", metavar="f32|bf16", help="Arithmetic; bf16 with openvino only [default: f32].")
+@device_option
+@compute_option
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
 @require_signature_option
 @click.option(

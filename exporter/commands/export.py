@@ -12,6 +12,7 @@ import click
 
 from vtx.exporter.commands.calibrate import calibrated
 from vtx.exporter.commands.libraries import exporter
+from vtx.exporter.commands.options import precision_type
 from vtx.runtime.bundle.names import DIALECTS
 from vtx.runtime.terminal.console import command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import Depth, DepthType
@@ -52,9 +53,6 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     return DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))
 
 
-PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
-
-
 @command(
     epilog="vtx-export --k 16 --precision fp16\n"
     "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
@@ -66,15 +64,13 @@ PRECISIONS = ["fp32", "fp16", "bf16", "int8", "int4"]
     metavar="N|N,M,...|auto|none",
     help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
 )  # fmt: skip
+@click.option("--precision", type=precision_type(), default="fp16", show_default=True, help="Of the decoder's weights.")
 @click.option(
-    "--precision", type=click.Choice(PRECISIONS), default="fp16", show_default=True, help="Of the decoder's weights."
-)
-@click.option(
-    "--vision-precision", type=click.Choice(PRECISIONS),
+    "--vision-precision", type=precision_type(),
     help="Of the tower and projector [default: as --precision; int8 beside int8 and int4].",
 )  # fmt: skip
 @click.option(
-    "--head-precision", type=click.Choice(PRECISIONS),
+    "--head-precision", type=precision_type(),
     help="Of the output matrix [default: as --precision; int8 beside int8 and int4].",
 )  # fmt: skip
 @click.option("--kv-precision", help="Of K and V: fp32, fp16 or int8 [default: fp16; fp32 beside fp32].")
@@ -208,7 +204,12 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
             note(f"           about {duration(expected)} if the machine stays as busy as it is: {parts}")
             bars.expect(forecast.phases)
 
-        bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, begun=begun, sign=sign)
+        try:
+            bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, begun=begun, sign=sign)
+        except (KeyboardInterrupt, SystemExit):
+            if started:  # the work itself had begun
+                note(f"what is finished is kept in a hidden directory beside {out}; the same command resumes there")
+            raise
     seconds = time.monotonic() - started
     weighed = sum(record.bytes for record in bundle.manifest.files.values())
     note(

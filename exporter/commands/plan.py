@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.exporter.commands.export import PRECISIONS
+from vtx.exporter.commands.options import PRECISIONS, precision_type
 from vtx.runtime.terminal.console import command, note, table
 from vtx.runtime.terminal.depth import DepthType
 
@@ -32,14 +32,12 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--precision", "precisions", multiple=True, help="Of the weights; may be given again.",
-    type=click.Choice(PRECISIONS), show_default="all",
+    type=precision_type(), show_default="all",
 )  # fmt: skip
 @click.option(
-    "--vision-precision", type=click.Choice(PRECISIONS), help="Of the tower and projector [default: as vtx-export's]."
+    "--vision-precision", type=precision_type(), help="Of the tower and projector [default: as vtx-export's]."
 )
-@click.option(
-    "--head-precision", type=click.Choice(PRECISIONS), help="Of the output matrix [default: as vtx-export's]."
-)
+@click.option("--head-precision", type=precision_type(), help="Of the output matrix [default: as vtx-export's].")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Of the answer, for the peak memory.")
 @click.option("--profile", metavar="NAME", help="A device: does it fit, and an estimate of the time.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import errno
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,14 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # a full disk is told here, and not by the interpreter at its end
+            return result
+        except OSError as e:
+            if e.errno == errno.EPIPE:  # the reader went away, which click ends quietly
+                raise
+            _let_go_of_stdout()
+            _fail(ctx, f"cannot write the output ({e.strerror or e})", 1)
         except VtxError as e:
             _fail(ctx, " ".join(str(e).split()), 1)
         except KeyboardInterrupt:
@@ -30,11 +38,15 @@ class Command(click.Command):
         except MemoryError:
             _fail(ctx, "out of memory; use a smaller precision, a smaller --max-context, or another machine", 1)
 
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The whole first sentence, for the list of commands."""
+        return super().get_short_help_str(max(limit, 400))
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.epilog:
             with formatter.section("Examples"):
-                for line in self.epilog.splitlines():
-                    formatter.write_text(line)
+                for line in self.epilog.splitlines():  # unwrapped, so that they can be pasted
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> None:
@@ -51,7 +63,24 @@ def say(text: str, *, line: bool = True) -> None:
     click.echo(printable(text) if sys.stdout.isatty() else text, nl=line)
 
 
-command = functools.partial(click.command, cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+def _let_go_of_stdout() -> None:
+    """Drop what is still buffered for stdout, so that the interpreter does not try to write it again at its end."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+    except (OSError, ValueError):  # a stream without a descriptor, as in tests
+        return
+
+
+def command(*, epilog: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A vtx command: help with `epilog` as its examples, `--version`, and errors as `Command` ends them."""
+
+    def make(function: Callable[..., None]) -> click.Command:
+        version = click.version_option(package_name="vtx-edge", message="%(prog)s %(version)s")
+        settings = {"help_option_names": ["-h", "--help"]}
+        return click.command(cls=Command, context_settings=settings, epilog=epilog)(version(function))
+
+    return make
 
 
 require_signature_option = click.option(
@@ -84,7 +113,8 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*heads, title=Text(printable(title)), title_justify="left", box=box.SIMPLE_HEAD)
+    text = Text(printable(title))
+    table = Table(*heads, title=text, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)

@@ -12,7 +12,7 @@ Depth = int | str | None  # K, "auto" for the gates, None for no withdrawal
 class DepthType(click.ParamType):  # type: ignore[type-arg]
     """`17`, `none`, `auto`, and `default` for the bundle's.
 
-    With `several` also `none,17,9`, which gives a tuple without repetitions.
+    With `several` also `none,17,9`, which gives a tuple.
     """
 
     name = "depth"
@@ -31,4 +31,4 @@ class DepthType(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             forms = ["a number", *self._names, *(["a list like none,17,9"] if self._several else [])]
             self.fail(f"{value!r} is not {', '.join(forms[:-1])} or {forms[-1]}", param, ctx)
-        return tuple(dict.fromkeys(depths)) if self._several else depths[0]
+        return tuple(depths) if self._several else depths[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from vtx.runtime.errors import RequestError
 from vtx.runtime.terminal.console import note
 
 
@@ -21,6 +22,14 @@ def remembered() -> Path | None:
         return Path(os.fsdecode(_file().read_bytes().strip()))
     except OSError:
         return None
+
+
+def last_bundle(named: str | None) -> Path:
+    """The bundle that was named, else the one exported last. RequestError where there is neither."""
+    last = Path(named) if named else remembered()
+    if last is None:
+        raise RequestError("no bundle was named and none was exported yet; give --bundle, or run vtx-export first")
+    return last
 
 
 def remember(folder: Path) -> None:

@@ -55,7 +55,7 @@ def vtx_bench(bundle: Path, *words: str) -> Result:
 @pytest.fixture(scope="module")
 def report(bundle: Path, image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     target = tmp_path_factory.mktemp("report") / "out.json"
-    done = vtx_bench(bundle, "--image", str(image), "--json", str(target))
+    done = vtx_bench(bundle, "--image", str(image), "--out", str(target))
     assert done.exit_code == 0, done.stderr
     found: dict[str, Any] = json.loads(target.read_text())
     return found
@@ -154,7 +154,7 @@ def test_the_tables_say_machine_model_workload_and_ceilings(bundle: Path) -> Non
 @pytest.mark.parametrize("tokens", [100, 101])
 def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path, tokens: int) -> None:
     target = tmp_path / "out.json"
-    words = ("--k", "3", "--repeats", "1", "--warmup", "0", "--json", str(target))
+    words = ("--k", "3", "--repeats", "1", "--warmup", "0", "--out", str(target))
     assert vtx_bench(bundle, "--prompt-tokens", str(tokens), *words).exit_code == 0
     found = json.loads(target.read_text())
     assert found["workload"]["prompt_tokens"] == tokens
@@ -181,7 +181,7 @@ def test_ceilings_are_measured_in_the_arithmetic_that_computes(
         if compute == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             pytest.skip("this processor does not compute in bf16")
     made, target = export(tiny_checkpoint(), tmp_path / "bundle", precision=precision).folder, tmp_path / "out.json"
-    words = ("--device", device, "--compute", compute, "--k", "none,3", "--repeats", "1", "--json", str(target))
+    words = ("--device", device, "--compute", compute, "--k", "none,3", "--repeats", "1", "--out", str(target))
     done = vtx_bench(made, *words)
     assert done.exit_code == 0, done.stderr
     assert f"on {device} (asked for) in {compute}; predicted" in done.stderr
@@ -205,7 +205,7 @@ def test_a_device_without_a_known_ceiling_gets_no_shares(
 ) -> None:
     monkeypatch.setattr("vtx.exporter.bench.products.ENGINES", {})
     target = tmp_path / "out.json"
-    done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--json", str(target))
+    done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--out", str(target))
     assert done.exit_code == 0, done.stderr
     assert "no ceilings: they are measured for CPUs" in done.stderr
     assert "No ceilings were measured" in done.stdout
@@ -370,7 +370,7 @@ def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
 def test_bad_input_is_one_line_and_nothing_is_measured(
     bundle: Path, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
-    done = vtx_bench(bundle, *words, "--json", str(tmp_path / "out.json"))
+    done = vtx_bench(bundle, *words, "--out", str(tmp_path / "out.json"))
     assert done.exit_code == code
     assert message in done.stderr
     assert done.stdout == ""
@@ -392,7 +392,7 @@ def test_no_bundle_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_figures_that_cannot_be_written_are_still_printed(bundle: Path, tmp_path: Path) -> None:
-    done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--json", str(tmp_path / "none" / "out.json"))
+    done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--out", str(tmp_path / "none" / "out.json"))
     assert done.exit_code == 1
     assert "cannot write" in done.stderr
     assert "| 3 " in done.stdout
@@ -416,7 +416,7 @@ def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interruption_keeps_what_was_measured(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(2, monkeypatch)
-    done = vtx_bench(bundle, "--json", str(tmp_path / "out.json"))
+    done = vtx_bench(bundle, "--out", str(tmp_path / "out.json"))
     assert done.exit_code == 130
     assert "INTERRUPTED" in done.stdout
     found = json.loads((tmp_path / "out.json").read_text())
@@ -428,7 +428,7 @@ def test_an_interruption_before_the_first_figure_leaves_nothing(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt_at(1, monkeypatch)
-    done = vtx_bench(bundle, "--json", str(tmp_path / "out.json"))
+    done = vtx_bench(bundle, "--out", str(tmp_path / "out.json"))
     assert done.exit_code == 130
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())
@@ -450,7 +450,7 @@ def test_a_missing_plot_library_is_named_before_anything_is_measured(
 
 
 def test_measuring_needs_no_exporting_library(bundle: Path, tmp_path: Path) -> None:
-    words = ["--bundle", str(bundle), "--repeats", "1", "--new-tokens", "2", "--json", str(tmp_path / "out.json")]
+    words = ["--bundle", str(bundle), "--repeats", "1", "--new-tokens", "2", "--out", str(tmp_path / "out.json")]
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({FORBIDDEN}))\n"
         f"from vtx.cli import bench; bench({words}, standalone_mode=False)"

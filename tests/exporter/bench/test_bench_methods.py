@@ -76,7 +76,7 @@ def vtx_bench(*words: str) -> Result:
 @pytest.fixture(scope="module")
 def report(bundle: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     target = tmp_path_factory.mktemp("report") / "out.json"
-    done = vtx_bench("--bundle", str(bundle), "--data", str(data), "--json", str(target))
+    done = vtx_bench("--bundle", str(bundle), "--data", str(data), "--out", str(target))
     assert done.exit_code == 0, done.stderr
     assert "11 methods on 3 questions of questions.jsonl; predicted: about" in done.stderr
     assert "| mustdrop:192,layers=3/5 + K = 5 |" in done.stdout
@@ -177,7 +177,7 @@ def test_the_demo_answers_right_and_a_small_k_does_not(tmp_path: Path, monkeypat
     monkeypatch.setattr(commands, "DEMO_REDUCTIONS", ("none", "cls:keep=0.25"))
     monkeypatch.delenv("VTX_BUNDLE", raising=False)
     target = tmp_path / "out.json"
-    done = vtx_bench("--samples", "12", "--json", str(target))
+    done = vtx_bench("--samples", "12", "--out", str(target))
     assert done.exit_code == 0, done.stderr
     assert "exporting the built-in demo model with every method" in done.stderr
     found = {method["name"]: method["right"]["share"] for method in json.loads(target.read_text())["methods"]}
@@ -201,7 +201,7 @@ def gated(
 
 def test_gates_are_asked_where_there_are_any(gated: tuple[bool, Path], data: Path, tmp_path: Path) -> None:
     fires, folder = gated
-    done = vtx_bench("--bundle", str(folder), "--data", str(data), "--json", str(tmp_path / "out.json"))
+    done = vtx_bench("--bundle", str(folder), "--data", str(data), "--out", str(tmp_path / "out.json"))
     assert done.exit_code == 0, done.stderr
     found = {method["name"]: method for method in json.loads((tmp_path / "out.json").read_text())["methods"]}
     assert list(found) == ["none", "K = 3", "gates"]
@@ -212,7 +212,7 @@ def test_gates_are_asked_where_there_are_any(gated: tuple[bool, Path], data: Pat
 
 def test_the_time_with_gates_is_measured_as_well(gated: tuple[bool, Path], tmp_path: Path) -> None:
     fires, folder = gated
-    words = ["--bundle", str(folder), "--repeats", "1", "--threads", str(THREADS), "--json", str(tmp_path / "out.json")]
+    words = ["--bundle", str(folder), "--repeats", "1", "--threads", str(THREADS), "--out", str(tmp_path / "out.json")]
     done = CliRunner().invoke(cli.bench, [*words, "--new-tokens", "3"], prog_name="vtx-bench")
     assert done.exit_code == 0, done.stderr
     depths = json.loads((tmp_path / "out.json").read_text())["depths"]
@@ -351,7 +351,7 @@ def test_bad_input_is_refused_before_anything_is_asked(
     bundle: Path, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
     target = str(tmp_path / "out.json")
-    words = [*words, "--bundle", str(bundle), "--threads", str(THREADS), "--json", target]
+    words = [*words, "--bundle", str(bundle), "--threads", str(THREADS), "--out", target]
     done = CliRunner().invoke(cli.bench, words, prog_name="vtx-bench")
     assert done.exit_code == code
     assert message in done.stderr
@@ -366,7 +366,7 @@ def test_questions_that_do_not_fit_are_skipped_and_many_are_an_error(bundle: Pat
         lines.append(json.dumps({"image": image, "question": question}))
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
     (tmp_path / "most.jsonl").write_text("\n".join(lines[:2]))
-    words = ("--bundle", str(bundle), "--images", str(data.parent), "--k", "none,3", "--json", str(tmp_path / "o.json"))
+    words = ("--bundle", str(bundle), "--images", str(data.parent), "--k", "none,3", "--out", str(tmp_path / "o.json"))
     done = vtx_bench(*words, "--data", str(tmp_path / "some.jsonl"))
     assert done.exit_code == 0, done.stderr
     found = json.loads((tmp_path / "o.json").read_text())
@@ -391,7 +391,7 @@ def test_an_interruption_keeps_the_questions_that_every_method_answered(
 
     monkeypatch.setattr(Model, "picture", stop)
     target = tmp_path / "out.json"
-    done = vtx_bench("--bundle", str(bundle), "--data", str(data), "--k", "none", "--json", str(target))
+    done = vtx_bench("--bundle", str(bundle), "--data", str(data), "--k", "none", "--out", str(target))
     assert done.exit_code == 130
     assert target.exists() == bool(after)
     if after:

@@ -1,0 +1,27 @@
+"""Options that several commands take alike."""
+
+from __future__ import annotations
+
+import click
+
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
+DEVICES = ("auto", "cpu", "openvino", "cuda", "tensorrt")
+COMPUTE = ("f32", "bf16", "f16")
+
+bundle_option = click.option(
+    "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
+)
+device_option = click.option(
+    "--device", type=click.Choice(DEVICES, case_sensitive=False), default="auto", show_default=True,
+    help="Where to compute.",
+)  # fmt: skip
+compute_option = click.option(
+    "--compute", type=click.Choice(COMPUTE, case_sensitive=False),
+    help="Arithmetic: bf16 with openvino, f16 with tensorrt [default: the device's first].",
+)  # fmt: skip
+threads_option = click.option("--threads", type=int, help="[default: all cores]")
+
+
+def precision_type() -> click.Choice[str]:
+    """fp32, fp16, bf16, int8 or int4, in any case."""
+    return click.Choice(PRECISIONS, case_sensitive=False)
