@@ -10,17 +10,17 @@ machine is, and the command that mends it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle
 from vtx.runtime.bundle.files import digest
 from vtx.runtime.bundle.manifest import check_inside
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.seal import read_sealed
+from vtx.runtime.bundle.strict import Strict, write_json
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.gpu import Gpu
 
@@ -42,6 +42,11 @@ class EngineRecord:
     sha256: str
     sources: dict[str, str]
     profiles: tuple[dict[str, Range], ...]
+
+    def __post_init__(self) -> None:
+        ranges = [bounds for profile in self.profiles for bounds in profile.values()]
+        if self.bytes < 0 or not all(0 <= low <= likely <= high for low, likely, high in ranges):
+            raise ValueError(f"the sizes of {self.file} are not sizes: they do not rise from 0")
 
     def longest(self, size: str) -> int:
         """The largest value of a free size that any profile takes."""
@@ -66,7 +71,7 @@ class EngineSet:
     engines: dict[str, EngineRecord]
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return write_json(self)
 
     @property
     def made_for(self) -> str:
@@ -88,9 +93,9 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
         raise BundleError(f"{bundle.folder} holds no engines for {target}; {cure}")
     try:
         data = parse_json(_sealed(bundle, target, where), where, error=BundleError)
-        found = _engine_set(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise BundleError(f"{where} is damaged ({type(e).__name__}: {e}); {cure}") from e
+        found = Strict(cure=cure).read(EngineSet, data, where)
+    except ValueError as e:
+        raise BundleError(f"{where} is damaged ({e}); {cure}") from e
     if found.format != FORMAT:
         raise BundleError(f"{where} has format {found.format}, this vtx reads {FORMAT}; {cure}")
     for record in found.engines.values():
@@ -164,45 +169,3 @@ def build_command(bundle: Bundle, target: str) -> str:
 
 def _dot(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
-
-
-def _engine_set(data: Any) -> EngineSet:
-    fields = {field.name for field in dataclasses.fields(EngineSet)}
-    if set(data) != fields:
-        raise ValueError(f"its keys are not {sorted(fields)}")
-    major, minor = data["capability"]
-    engines = {_text(graph): _engine_record(entry) for graph, entry in data["engines"].items()}
-    texts = {key: _text(data[key]) for key in ("target", "flavour", "version", "dialect", "precision")}
-    workspace = None if data["workspace"] is None else _number(data["workspace"])
-    return EngineSet(
-        format=_number(data["format"]),
-        capability=(_number(major), _number(minor)),
-        workspace=workspace,
-        engines=engines,
-        **texts,
-    )
-
-
-def _engine_record(entry: Any) -> EngineRecord:
-    sources = {_text(name): _text(digest) for name, digest in entry["sources"].items()}
-    profiles = tuple({_text(size): _range(bounds) for size, bounds in profile.items()} for profile in entry["profiles"])
-    return EngineRecord(_text(entry["file"]), _number(entry["bytes"]), _text(entry["sha256"]), sources, profiles)
-
-
-def _range(bounds: Any) -> Range:
-    low, likely, high = (_number(bound) for bound in bounds)
-    if not 0 <= low <= likely <= high:
-        raise ValueError(f"{bounds} does not rise")
-    return low, likely, high
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
-
-
-def _number(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"{value!r} is not a whole number from 0 on")
-    return value
