@@ -50,21 +50,21 @@ def decoder_tensors(c: TextConfig) -> Shapes:
 
 
 def build_embed(b: Builder, c: TextConfig) -> None:
-    ids = b.input(names.IDS, ir.DataType.INT64, ["rows"])
+    ids = b.input(names.IDS, ir.DataType.INT64, ["tokens"])
     rows = b.op("Gather", b.stored("text.embed_tokens.weight"), ids)
-    b.output(b.op("Cast", rows, to=FLOAT.value), names.HIDDEN, FLOAT, ["rows", c.hidden])
+    b.output(b.op("Cast", rows, to=FLOAT.value), names.HIDDEN, FLOAT, ["tokens", c.hidden])
 
 
 def build_head(b: Builder, c: TextConfig) -> None:
-    hidden = b.from_float32(b.input(names.HIDDEN, FLOAT, ["rows", c.hidden]))
+    hidden = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     x = b.dialect.norm(b, hidden, "text.norm.weight", c.eps)
     logits = b.to_float32(b.project(x, "text.embed_tokens.weight" if c.tied else "head.weight"))
-    b.output(logits, names.LOGITS, FLOAT, ["rows", c.vocab])
+    b.output(logits, names.LOGITS, FLOAT, ["tokens", c.vocab])
 
 
 def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.DataType, *, query: bool = False) -> None:
     """Layers `first` to `last`, with the KV cache of each as input and output; with `query` also the last one's q."""
-    total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["rows", c.hidden]))
+    total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     attention = b.dialect.stage_attention(b, c, kv_type)
     delta: ir.Value | None = None
     for layer in range(first, last + 1):
@@ -74,9 +74,9 @@ def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.Da
         x, total = _add_norm(b, c, delta, total, f"{prefix}.post_attention_layernorm.weight")
         delta = _mlp(b, c, x, f"{prefix}.mlp")
     assert delta is not None
-    b.output(b.to_float32(b.op("Add", total, delta)), names.HIDDEN_OUT, FLOAT, ["rows", c.hidden])
+    b.output(b.to_float32(b.op("Add", total, delta)), names.HIDDEN_OUT, FLOAT, ["tokens", c.hidden])
     if query:
-        b.output(b.to_float32(attention.join(q)), names.QUERY, FLOAT, ["rows", c.heads * c.head_dim])
+        b.output(b.to_float32(attention.join(q)), names.QUERY, FLOAT, ["tokens", c.heads * c.head_dim])
     attention.finish()
 
 

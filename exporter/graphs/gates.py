@@ -111,7 +111,7 @@ def build_gate(b: Builder, c: TextConfig, k: int) -> None:
 
     The mean is over all rows but the last; a question of one row has a mean of zeros. Float32 in every dialect.
     """
-    hidden = b.input(names.HIDDEN, FLOAT, ["rows", c.hidden])
+    hidden = b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden])
     last = b.op("Slice", hidden, b.constant([-1]), b.constant([1 << 30]), b.constant([0]))
     before = b.op("Slice", hidden, b.constant([0]), b.constant([-1]), b.constant([0]))
     total = b.op("ReduceSum", before, b.constant([0]), keepdims=1)

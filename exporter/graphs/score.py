@@ -24,7 +24,7 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     beyond the filled slots (MustDrop Eq. 8 and 10).
     """
     capacity = b.dialect.capacity
-    query = b.input(names.QUERY, FLOAT, ["rows", c.heads * c.head_dim])
+    query = b.input(names.QUERY, FLOAT, ["tokens", c.heads * c.head_dim])
     key = b.input(names.KEY, kv_type, [1, c.kv_heads, capacity or "capacity", c.head_dim])
     total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
     key = b.dialect.filled(b, key, total)

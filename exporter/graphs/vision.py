@@ -94,7 +94,7 @@ def build_vision(
     rows = b.linear(rows, "projector.linear_2", bias=c.projector_bias)
     leaving = merges and b.dialect.sizes_from_values
     out = b.to_float32(b.reshape(rows, *((1, -1) if leaving else (-1, c.vision_tokens)), c.text.hidden))
-    count = "rows" if leaving else c.vision_tokens
+    count = "tokens" if leaving else c.vision_tokens
     b.output(out, names.FEATURES, FLOAT, [1 if merges else "images", count, c.text.hidden])
     if tower.merged:
         for value, name in ((tower.merged.places, names.PATCH_INDEX), (tower.merged.merged, names.MERGED)):

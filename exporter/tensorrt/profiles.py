@@ -18,7 +18,7 @@ from vtx.runtime.bundle.fingerprint import Profile, Range
 from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.errors import BundleError
 
-ROWS, IMAGES, PAST, CAPACITY, MAX_CONTEXT = "rows", "images", "past", "capacity", "max_context"
+TOKENS, IMAGES, PAST, CAPACITY, MAX_CONTEXT = "tokens", "images", "past", "capacity", "max_context"
 HEAD_ROWS = 16
 SCORE_ROWS = 256
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -30,9 +30,9 @@ def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     likely = min(longest, m.layout.max_tokens + 64)
     table: Profile = {MAX_CONTEXT: (longest,) * 3}
     if not apart:
-        return ({**table, ROWS: (1, likely, longest), PAST: (0, 0, longest - 1)},)
-    decode: Profile = {**table, ROWS: (1, 1, 1), PAST: (0, min(likely, longest - 1), longest - 1)}
-    return decode, {**table, ROWS: (2, likely, longest), PAST: (0, 0, longest - 2)}
+        return ({**table, TOKENS: (1, likely, longest), PAST: (0, 0, longest - 1)},)
+    decode: Profile = {**table, TOKENS: (1, 1, 1), PAST: (0, min(likely, longest - 1), longest - 1)}
+    return decode, {**table, TOKENS: (2, likely, longest), PAST: (0, 0, longest - 2)}
 
 
 def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:
@@ -46,8 +46,8 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
     if graph == graphs.score:
         most = min(SCORE_ROWS, m.max_context)
         slots: Range = (1, min(m.max_context, m.layout.max_tokens + 64), m.max_context)
-        return ({ROWS: (1, most, most), CAPACITY: slots},)
-    return ({IMAGES: (1, 1, 1), ROWS: rows},)
+        return ({TOKENS: (1, most, most), CAPACITY: slots},)
+    return ({IMAGES: (1, 1, 1), TOKENS: rows},)
 
 
 def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:

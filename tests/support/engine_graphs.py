@@ -63,14 +63,14 @@ def trt_stage(precision: str = "fp16", layers: Sequence[int] = (1, 2), capacity:
     g, value = Graph(), helper.make_tensor_value_info
     cache = [1, KV_HEADS, capacity, HEAD_DIM]
     inputs = [
-        value("hidden", T.FLOAT, ["rows", HIDDEN]),
-        value("position_ids", T.INT64, [1, "rows"]),
+        value("hidden", T.FLOAT, ["tokens", HIDDEN]),
+        value("position_ids", T.INT64, [1, "tokens"]),
         value("cos", T.FLOAT, ["max_context", HEAD_DIM // 2]),
         value("sin", T.FLOAT, ["max_context", HEAD_DIM // 2]),
         value("last_slot", T.INT32, [1]),
         value("total_slots", T.INT32, [1]),
     ]
-    outputs = [value("hidden_out", T.FLOAT, ["rows", HIDDEN])]
+    outputs = [value("hidden_out", T.FLOAT, ["tokens", HIDDEN])]
     rows = g.op("Shape", "hidden", start=0, end=1)
     start = g.op("Sub", _cast(g, "total_slots", T.INT64), rows)
     steps = g.op("Range", g.constant(np.int64(0)), g.op("Squeeze", rows, g.constant([0])), g.constant(np.int64(1)))

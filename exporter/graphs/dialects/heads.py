@@ -24,7 +24,7 @@ class HeadsApart:
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         self._b, self._c, self._kv_type = b, c, kv_type
-        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "rows"])
+        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "tokens"])
         self._presents: list[tuple[ir.Value, str]] = []
 
     def split(self, x: ir.Value, heads: int) -> ir.Value:

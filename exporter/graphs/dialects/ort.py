@@ -88,7 +88,7 @@ class OrtAttention:
         self._b, self._c, self._kv_type = b, c, kv_type
         half = c.head_dim // 2
         self._rope = (
-            b.input(names.POSITIONS, ir.DataType.INT64, [1, "rows"]),
+            b.input(names.POSITIONS, ir.DataType.INT64, [1, "tokens"]),
             b.input(names.COS, FLOAT, ["max_context", half]),
             b.input(names.SIN, FLOAT, ["max_context", half]),
         )

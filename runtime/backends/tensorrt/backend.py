@@ -142,7 +142,7 @@ class TensorrtBackend:
 
     def longest(self, graph: str) -> int:
         """The most rows that a graph's engine takes at once."""
-        return self.engines.engines[graph].longest("rows")
+        return self.engines.engines[graph].longest("tokens")
 
     def place(self, name: str) -> int:
         """The address of the memory for the input or output of that name, which all graphs share."""

@@ -318,9 +318,9 @@ def decoder_macs(bundle: Bundle, size: DecoderSize, folder: Path, rows: tuple[in
     found = 0
     for stage, graph in bundle.manifest.stage_files("ort"):
         [count] = set(rows[stage.first - 1 : stage.last])
-        dims = {"rows": count, "max_context": 256, "capacity": 128}
+        dims = {"tokens": count, "max_context": 256, "capacity": 128}
         found += executed_macs(bundle, graph, folder, dims, slots=count)
-    return found + executed_macs(bundle, bundle.manifest.dialects["ort"].head, folder, {"rows": 1})
+    return found + executed_macs(bundle, bundle.manifest.dialects["ort"].head, folder, {"tokens": 1})
 
 
 @pytest.mark.parametrize("k", [None, 3, 6])
@@ -338,9 +338,9 @@ def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], 
     bundle, model = exported
     size: DecoderSize = model.decoder
     slots = withdrawn_rows(size.layers, k, text=7, vision=20)
-    found = executed_macs(bundle, bundle.manifest.dialects["ort"].head, tmp_path, {"rows": 1})
+    found = executed_macs(bundle, bundle.manifest.dialects["ort"].head, tmp_path, {"tokens": 1})
     for stage, graph in bundle.manifest.stage_files("ort"):
-        dims = {"rows": 1, "max_context": 256, "capacity": 128}
+        dims = {"tokens": 1, "max_context": 256, "capacity": 128}
         found += executed_macs(bundle, graph, tmp_path, dims, slots=slots[stage.first - 1] + 1)
     assert 2 * found == decode_flops(size, slots)
 

@@ -81,7 +81,7 @@ def test_one_row_of_a_long_prompt_costs_no_square_of_it(tmp_path: Path) -> None:
     from onnx import load, shape_inference
 
     session(tmp_path, lambda b: build_score(b, TEXT, KV["float32"]), make_dialect("trt", "fp16", 1000))
-    model, sizes = load(tmp_path / "graph.onnx"), {"rows": 3}
+    model, sizes = load(tmp_path / "graph.onnx"), {"tokens": 3}
     for value in model.graph.input:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:

@@ -196,26 +196,26 @@ def test_stages_of_tensorrt_get_a_profile_for_one_row_and_one_for_prompts(bundle
     asked = plan_engines(bundle, TARGETS["jetson-orin"], Release(TENSORRT, (10, 3)), "10.3", "plain")
     jobs = {job.graph.name: job for job in asked.jobs}
     decode, prefill = jobs["stage-02-03.plain.onnx"].profiles
-    assert decode["rows"] == (1, 1, 1)
-    assert prefill["rows"][0] == 2
-    assert prefill["rows"][2] == context
+    assert decode["tokens"] == (1, 1, 1)
+    assert prefill["tokens"][0] == 2
+    assert prefill["tokens"][2] == context
     assert decode["max_context"] == (context,) * 3
     shapes = input_shapes(jobs["stage-02-03.plain.onnx"].graph, decode)
     assert shapes["hidden"] == ((1, bundle.manifest.model.hidden),) * 3
     assert shapes["past_key.3"][0][2] == 0
     assert jobs["vision.plain.onnx"].profiles[0]["images"] == (1, 1, 1)
-    assert jobs["head.plain.onnx"].profiles[0]["rows"][2] <= 16
+    assert jobs["head.plain.onnx"].profiles[0]["tokens"][2] <= 16
 
 
 def test_stages_of_rtx_get_one_profile_from_one_row_to_all(bundle: Bundle) -> None:
     jobs = {job.graph.name: job for job in plan(bundle).jobs}
     (profile,) = jobs["stage-02-03.plain.onnx"].profiles
-    assert (profile["rows"][0], profile["rows"][2]) == (1, bundle.manifest.max_context)
+    assert (profile["tokens"][0], profile["tokens"][2]) == (1, bundle.manifest.max_context)
 
 
 def test_a_free_size_that_nobody_declared_is_an_error(bundle: Bundle) -> None:
     graph = load_graph(bundle.path("head.plain.onnx"))
-    with pytest.raises(BundleError, match="size 'rows' of hidden is in no profile"):
+    with pytest.raises(BundleError, match="size 'tokens' of hidden is in no profile"):
         input_shapes(graph, {"images": (1, 1, 1)})
 
 

@@ -131,7 +131,7 @@ def test_the_record_is_what_the_runtime_reads(bundle: Bundle) -> None:
     list(build_engines(plan(bundle, "sm89"), IGNORE))
     told = json.loads(bundle.path("engines/sm89/engines.json").read_text())
     assert told["version"] == trt.__version__
-    assert told["engines"]["head.trt.onnx"]["profiles"][0]["rows"] == [1, 1, 16]
+    assert told["engines"]["head.trt.onnx"]["profiles"][0]["tokens"] == [1, 1, 16]
     assert load_graph(bundle.path("head.trt.onnx")).opset == 24
 
 
@@ -140,7 +140,7 @@ def _wide(folder: Path, precision: str) -> int:
     g, kind = Graph(), TensorProto.FLOAT16
     y = g.linear(g.op("Relu", g.linear("x", 2048, 4096, precision)), 4096, 2048, precision)
     g.op("Identity", y, to="y")
-    sizes = ["rows", 2048]
+    sizes = ["tokens", 2048]
     model = g.model([make_tensor_value_info("x", kind, sizes)], [make_tensor_value_info("y", kind, sizes)])
     path = folder / f"{precision}.onnx"
     onnx.save(model, path)

@@ -359,7 +359,7 @@ def test_a_prompt_longer_than_the_profile_says_the_longest_that_fits(bundle: Pat
     found = fingerprint.read_engines(Bundle.open(bundle), "sm89")
     changed = {}
     for graph, record in found.engines.items():
-        profiles = tuple({k: (1, 1, 7) if k == "rows" else v for k, v in p.items()} for p in record.profiles)
+        profiles = tuple({k: (1, 1, 7) if k == "tokens" else v for k, v in p.items()} for p in record.profiles)
         changed[graph] = replace(record, profiles=profiles)
     rewrite(bundle, engines=changed)
     model = open_model(bundle)
