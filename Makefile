@@ -14,7 +14,7 @@ READY := .venv/.ready
 DEMO := build/demo
 FUZZ ?= 20000
 
-.PHONY: help setup demo test test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers wheel clean fuzz
+.PHONY: help setup demo test test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10

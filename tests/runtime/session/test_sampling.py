@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.session.sampling import Sampler, Sampling
+from vtx.runtime.session.sampling import Sampler, Sampling, log_probability
 
 VOCAB = 64
 Logits = NDArray[np.float32]
@@ -68,6 +68,51 @@ def test_the_odds_are_those_of_transformers_warpers(seed: int, temperature: floa
     got = odds_of(logits, temperature=temperature, top_p=top_p, top_k=top_k)
     assert np.array_equal(got > 0, want > 0)
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+def penalised(logits: Logits, used: list[int], penalty: float) -> Any:
+    """The same of transformers' processor, as a tensor [1, vocab]."""
+    import torch
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    return RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([used]), torch.from_numpy(logits.copy())[None])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    penalty=st.floats(0.1, 10),
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+)
+def test_the_repetition_penalty_is_transformers_processor(seed: int, penalty: float, prompt: list[int]) -> None:
+    """Over prompt and answer, token by token, alike for greedy and for drawn tokens."""
+    sampler = Sampler(Sampling(repetition_penalty=penalty), [*prompt, VOCAB + 5])
+    used = list(prompt)
+    for step in range(5):
+        logits = random_logits(seed + step)
+        wanted = penalised(logits, used, penalty)
+        assert sampler(logits) == int(wanted.argmax())
+        drawing, recorder = Sampler(Sampling(temperature=0.7, repetition_penalty=penalty), used), Recorder()
+        drawing._rng = recorder  # type: ignore[assignment]
+        drawing(logits)
+        np.testing.assert_allclose(recorder.odds, warped(np.asarray(wanted[0]), 0.7, 1.0, 0), rtol=1e-6, atol=1e-9)
+        used.append(int(wanted.argmax()))
+
+
+def test_a_penalty_leaves_the_logits_it_is_given_alone() -> None:
+    logits = random_logits(1)
+    before = logits.copy()
+    Sampler(Sampling(repetition_penalty=2.0), range(VOCAB))(logits)
+    assert np.array_equal(logits, before)
+
+
+def test_log_probabilities_are_those_of_torch() -> None:
+    import torch
+
+    for seed in range(5):
+        logits = random_logits(seed)
+        wanted = torch.from_numpy(logits).double().log_softmax(-1)
+        np.testing.assert_allclose([log_probability(logits, t) for t in range(VOCAB)], wanted.numpy(), rtol=1e-12)
 
 
 def test_equal_logits_at_the_edge_of_top_k_all_stay_as_in_transformers() -> None:
