@@ -58,6 +58,10 @@ def _no_hidden() -> Rows:
     raise AssertionError("this boundary holds no hidden states of the image tokens")
 
 
+def _no_positions() -> tuple[Ids, Ids]:
+    raise AssertionError("this boundary has no positions to ask for")
+
+
 def _no_keys() -> tuple[Rows, Rows]:
     raise AssertionError("this boundary has no keys to ask for")
 
@@ -88,7 +92,8 @@ class Boundary:
     the text after the last image. `images` are the image tokens that entered the decoder, `present` [all of them] says
     which are still there. `image_hidden()` gives the hidden states [count, hidden] of these; `keys()` the rotated keys
     of the layer just run, all heads side by side, of these [count, kv_heads * head_dim] and of the question's tokens;
-    `final_norm` is the weight [hidden] of the decoder's last norm, where the policy's needs name it.
+    `final_norm` is the weight [hidden] of the decoder's last norm, where the policy's needs name it; `positions()` are
+    those of the image tokens still there and of the question's tokens.
     """
 
     layer: int
@@ -99,6 +104,7 @@ class Boundary:
     image_hidden: Callable[[], Rows] = _no_hidden
     keys: Callable[[], tuple[Rows, Rows]] = _no_keys
     final_norm: NDArray[np.float32] | None = None
+    positions: Callable[[], tuple[Ids, Ids]] = _no_positions
 
     @property
     def count(self) -> int:

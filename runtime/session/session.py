@@ -206,17 +206,26 @@ class Session:
                 )
             return total[slots], most[slots]
 
-        def image_hidden() -> Rows:
+        def here() -> PrunedPrefix:
             pruned = self._pruned_prefix if self._first_pruned < len(self._stages) else prefix.whole(number)
             assert pruned is not None
-            return pruned.hidden[prefix.is_vision[pruned.present]]
+            return pruned
+
+        def image_hidden() -> Rows:
+            return here().hidden[prefix.is_vision[here().present]]
+
+        def positions() -> tuple[Ids, Ids]:
+            first = self._layouts[number - 1].position
+            return here().positions[prefix.is_vision[here().present]], np.arange(first, first + len(hidden))
 
         def keys() -> tuple[Rows, Rows]:
             flat = np.concatenate([*self._cache(number - 1).keys()], axis=-1)
             return flat[slots], flat[len(flat) - len(hidden) :]
 
         present = before[prefix.is_vision]
-        return Boundary(layer + 1, hidden, prefix.images, present, scores, image_hidden, keys, policy.final_norm)
+        return Boundary(
+            layer + 1, hidden, prefix.images, present, scores, image_hidden, keys, policy.final_norm, positions
+        )
 
     # ---- the prefix --------------------------------------------------------------------------------------------------
 

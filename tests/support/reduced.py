@@ -43,7 +43,7 @@ def word(method: Method) -> str:
         parts.insert(0 if method.layers else len(parts), f"cdpruner:keep={keep},text={text}")
     if method.dart is not None:
         keep, k, pivots, text_pivots = method.dart
-        spec = f"dart:keep={keep},k={k},pivots={pivots},text_pivots={text_pivots}"
+        spec = f"dart:keep={keep},k={k},pivots={pivots},text_pivots={text_pivots},order={method.dart_order}"
         parts.insert(0 if method.layers and not k else len(parts), spec)
     if method.fastv is not None:
         parts.append(f"fastv:k={method.fastv[0]},ratio={method.fastv[1]}")

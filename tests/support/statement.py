@@ -39,6 +39,7 @@ class Method:
     keys: Literal["used-block", "last-block"] = "used-block"
     cdpruner: tuple[int, Literal["embedding", "none"]] | None = None
     dart: tuple[int, int, int, int] | None = None
+    dart_order: Literal["size", "code"] = "size"
     k: int | None = None
 
 
@@ -228,7 +229,9 @@ class Statement:
             elif method.fastv is not None and number == method.fastv[0]:
                 kept = _fastv(attention, rows, method.fastv[1])
             elif method.dart is not None and number == method.dart[1]:
-                kept = _dart(cache.key, self._decoder.norm(x), rows, *(method.dart[i] for i in (0, 2, 3)))
+                kept = _dart(
+                    cache.key, self._decoder.norm(x), rows, *(method.dart[i] for i in (0, 2, 3)), method.dart_order
+                )
             else:
                 continue
             out.kept[number] = kept
@@ -371,14 +374,17 @@ def _cdpruner(x: Tensor, question: Tensor | None, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _dart(keys: Tensor, normed: Tensor, rows: list[Row], most: int, image_pivots: int, text_pivots: int) -> list[int]:
+def _dart(
+    keys: Tensor, normed: Tensor, rows: list[Row], most: int, image_pivots: int, text_pivots: int, order: str
+) -> list[int]:
     """DART after a layer: its keys [kv_heads, n, head_dim] and its output behind the final norm say what stays."""
     size = keys.abs().sum((0, 2))
     image = [i for i, row in enumerate(rows) if row.image is not None]
     text = [i for i, row in enumerate(rows) if row.asks]
     first = sorted(image, key=lambda i: -size[i])[:image_pivots]
     kept = set(first)
-    for pivot in [*first, *sorted(text, key=lambda i: -size[i])[:text_pivots]]:
+    pivots = [*first, *sorted(text, key=lambda i: -size[i])[:text_pivots]]
+    for pivot in pivots if order == "size" else list(set(pivots)):
         rest = [i for i in image if i not in kept]
         cosine = {i: float(torch.cosine_similarity(normed[i], normed[pivot], dim=0)) for i in rest}
         kept |= set(sorted(rest, key=cosine.__getitem__)[: most // (image_pivots + text_pivots)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +27,18 @@ class Dart(Reduction, Entry):
 
     Keys are measured by their L1 norm after rotation, likeness by the cosine of hidden states behind the final norm.
     Each pivot in turn, image pivots first, larger keys first, takes floor(`keep` / all pivots) of what is left, so 128
-    of 576 keeps 132 with four and four pivots. k=0 is the form at the level of embeddings, before layer 1: everything
-    is measured on input embeddings, text pivots may come from the whole prompt, and exactly `keep` of each image stay
-    (TensorRT-Edge-LLM). Either way tokens keep their positions. `keep` is a share up to 1, rounded up, or a number.
+    of 576 keeps 132 with four and four pivots. order=code takes turns as Python iterates over a set of the pivots'
+    positions, which is what the released code does. k=0 is the form at the level of embeddings, before layer 1:
+    everything is measured on input embeddings, text pivots may come from the whole prompt, and exactly `keep` of each
+    image stay (TensorRT-Edge-LLM). Either way tokens keep their positions. `keep` is a share up to 1, rounded up, or a
+    number.
     """
 
     keep: float = 0.25
     k: int = 2
     pivots: int = 4
     text_pivots: int = 4
+    order: Literal["size", "code"] = "size"
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "192": {"keep": 192.0},
@@ -51,6 +54,8 @@ class Dart(Reduction, Entry):
             raise RequestError(
                 f"dart: pivots is {self.pivots} and text_pivots {self.text_pivots}; give at least 1 and 0"
             )
+        if self.order == "code" and not self.k:
+            raise RequestError("dart: order=code is that of the form after a layer; with k=0 leave it out")
 
     def needs(self) -> Needs:
         return Needs(cuts=(self.k + 1,), final_norm=True) if self.k else Needs()
@@ -68,9 +73,19 @@ class Dart(Reduction, Entry):
         text_pivots = _largest(_size(text_keys), self.text_pivots)
         kept = np.zeros(boundary.count, bool)
         kept[image_pivots] = True
-        for cosine in _cosines(hidden, np.concatenate([hidden[image_pivots], text[text_pivots]])):
-            kept[_lowest(cosine, ~kept, each)] = True
+        cosines = _cosines(hidden, np.concatenate([hidden[image_pivots], text[text_pivots]]))
+        for pivot in self._turns(boundary, image_pivots, text_pivots):
+            kept[_lowest(cosines[pivot], ~kept, each)] = True
         return kept
+
+    def _turns(self, boundary: Boundary, image_pivots: Ids, text_pivots: Ids) -> list[int]:
+        """In which order the pivots, those of the image counted first, take their tokens."""
+        turns = list(range(len(image_pivots) + len(text_pivots)))
+        if self.order == "size":
+            return turns
+        image, text = boundary.positions()
+        positions = [*image[image_pivots].tolist(), *text[text_pivots].tolist()]
+        return [positions.index(position) for position in set(positions)]
 
     # ---- before layer 1 ----------------------------------------------------------------------------------------------
 

@@ -156,6 +156,7 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
         ("cdpruner:text=all", "one of embedding, none, clip"),
         ("dart:k=-1", "k is -1; give the layer after which tokens leave, or 0 for before layer 1"),
         ("dart:pivots=0", "pivots is 0 and text_pivots 4; give at least 1 and 0"),
+        ("dart:k=0,order=code", "order=code is that of the form after a layer"),
         ("dart+cdpruner", "write cdpruner first"),
         ("fastv+dart:k=0", "dart works before the decoder and fastv within it; write dart first"),
         ("mustdrop:key=2", "key is 2.0; give the share never to drop"),

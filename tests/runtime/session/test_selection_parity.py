@@ -33,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cdpruner": {"cdpruner": (20, "embedding")},
     "cdpruner-without-text": {"cdpruner": (20, "none")},
     "dart": {"dart": AFTER_2},
+    "dart-pivots-as-released": {"dart": AFTER_2, "dart_order": "code"},
     "dart-after-layer-7": {"dart": AFTER_7},
     "dart-before-layer-1": {"dart": BEFORE},
     "dart-before-layer-1-without-text": {"dart": (20, 0, 4, 0)},
@@ -84,6 +85,15 @@ def test_cdpruner_at_every_budget(case: Case, keep: int) -> None:
 def test_a_smaller_budget_of_cdpruner_lies_within_a_larger_one(case: Case) -> None:
     few, many = (set(entered(case, {"cdpruner": (keep, "none")})[0]) for keep in (12, 30))
     assert few < many
+
+
+def test_the_order_of_pivots_matters(case: Case) -> None:
+    by_size, released = (
+        ask(case, Method(dart=AFTER_2, dart_order=order))[0].kept[2]  # type: ignore[arg-type]
+        for order in ("size", "code")
+    )
+    assert by_size != released
+    assert len(by_size) == len(released)
 
 
 @pytest.mark.parametrize("most", [8, 40, 64])
