@@ -11,7 +11,6 @@ import shutil
 import sys
 import venv
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,20 +41,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def install(wheel: Path, bundle: Path, tmp_path: Path) -> Callable[[str], Command]:
     """`install(extra)(command, ...)`: the output of a command of a new environment with that extra and nothing else."""
 
-    @cache
-    def environment(extra: str) -> Path:
-        folder = tmp_path / "env"
-        venv.create(folder)
-        run(
-            sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", f"{wheel}[{extra}]", cwd=tmp_path
-        )
-        return folder / "bin"
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
     def commands(extra: str) -> Command:
-        programs = environment(extra)
-        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        env |= {"HOME": str(tmp_path), "PATH": os.pathsep.join((str(programs), os.defpath))}
-        return lambda name, *words, code=0: run(programs / name, *words, cwd=tmp_path, env=env, code=code)
+        programs = tmp_path / "env" / "bin"
+        venv.create(tmp_path / "env")
+        pip_install = ("-m", "pip", "--python", programs / "python", "install", f"{wheel}[{extra}]")
+        run(sys.executable, *pip_install, cwd=tmp_path, env=env)
+        own = env | {"HOME": str(tmp_path), "PATH": os.pathsep.join((str(programs), os.defpath))}
+        return lambda name, *words, code=0: run(programs / name, *words, cwd=tmp_path, env=own, code=code)
 
     shutil.copytree(bundle, tmp_path / "demo")
     return commands
@@ -63,7 +57,7 @@ def install(wheel: Path, bundle: Path, tmp_path: Path) -> Callable[[str], Comman
 
 def answers_on_a_cpu(command: Command) -> None:
     answer = json.loads(command("vtx-run", "--bundle", "demo", PICTURE, QUESTION, "--k", "16", "--json"))
-    assert answer["text"] == "4"
+    assert answer["text"] == "5"
     command("vtx-inspect", "demo")
     assert "the bundle computes what its checkpoint says" in command("vtx-doctor", "demo")
 
@@ -84,20 +78,20 @@ def test_openvino_answers_and_certifies(install: Callable[[str], Command]) -> No
     answers_on_a_cpu(command)
 
 
-def builds_or_says_why(command: Command, target: str) -> None:
-    """Graphs are checked for every machine; `target` is one that this machine builds for or names as another."""
+def checks_graphs(command: Command) -> None:
+    """The graphs are checked for every machine, and answering on a GPU that is not there is refused in one line."""
     checked = command("vtx-build", "--bundle", "demo", "--target", "jetson-orin,jetson-orin-jp7,sm90,sm89", "--check")
     assert checked.count("TensorRT reads every graph") == 4
     refusal = command("vtx-run", "--bundle", "demo", "--device", "tensorrt", PICTURE, QUESTION, code=1)
     assert refusal.startswith("vtx-run: ")
     assert len(refusal.splitlines()) == 1
-    assert f"vtx-build --bundle {Path('demo')}" in refusal or "vtx-build --bundle" in refusal or target in refusal
+    assert "vtx-build --bundle" in refusal
 
 
 def test_rtx_builds_engines_without_a_gpu(install: Callable[[str], Command]) -> None:
     command = install("rtx")
-    assert "tensorrt-rtx" in command("vtx-doctor")
-    builds_or_says_why(command, "sm89")
+    assert "TensorRT-RTX 1." in command("vtx-doctor")
+    checks_graphs(command)
     table = command("vtx-build", "--bundle", "demo", "--target", "sm89,sm120")
     assert table.count("head.trt.engine") == 2
     refusal = command("vtx-run", "--bundle", "demo", "--device", "tensorrt", PICTURE, QUESTION, code=1)
@@ -106,13 +100,13 @@ def test_rtx_builds_engines_without_a_gpu(install: Callable[[str], Command]) -> 
 
 def test_tensorrt_checks_graphs_and_names_the_machine_that_builds(install: Callable[[str], Command]) -> None:
     command = install("tensorrt")
-    assert "tensorrt" in command("vtx-doctor")
-    builds_or_says_why(command, "sm90")
+    assert "TensorRT 1" in command("vtx-doctor")
+    checks_graphs(command)
     refusal = command("vtx-build", "--bundle", "demo", "--target", "sm90", code=1)
     assert "builds engines on the machine that runs them: copy the bundle to the H100, H200" in refusal
 
 
 def test_jetson_checks_graphs_and_asks_for_jetpack(install: Callable[[str], Command]) -> None:
     command = install("jetson")
-    builds_or_says_why(command, "jetson-orin")
+    checks_graphs(command)
     assert "TensorRT" in command("vtx-doctor", code=1)

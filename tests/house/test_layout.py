@@ -27,13 +27,14 @@ RUNTIME_MAY_IMPORT = {
     "onnxruntime",
     "openvino",
     "PIL",
+    "polygraphy",
     "rich",
     "tokenizers",
     "tomli",
     "vtx",
 }
 EXPORTING = {"huggingface_hub", "onnx", "onnx_ir", "safetensors", "torch", "transformers"}
-HEAVY = EXPORTING | {"jinja2", "numpy", "onnxruntime", "openvino", "PIL", "rich", "tokenizers"}
+HEAVY = EXPORTING | {"jinja2", "numpy", "onnxruntime", "openvino", "PIL", "polygraphy", "rich", "tokenizers"}
 SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.cli:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 

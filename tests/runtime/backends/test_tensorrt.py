@@ -31,6 +31,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host import gpu
+from vtx.runtime.report.compare import compare, first_difference
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
@@ -438,6 +439,17 @@ def test_a_bundle_with_engines_for_this_machine_is_answered_there(
     assert (model.backend.device, model.backend.compute) == ("tensorrt", "f32")
     with model.open([random_image(1)]) as image:
         assert image.ask(QUESTIONS[0]).stats.device == "tensorrt"
+
+
+def test_engines_are_compared_with_onnxruntime_graph_by_graph(
+    reducing: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: CARD)
+    graphs = list(compare(Bundle.open(reducing), "ort", "tensorrt"))
+    assert first_difference(graphs) is None
+    stages = Bundle.open(reducing).manifest.dialects["trt"].stages
+    assert {"vision.trt.onnx", "embed.trt.onnx", *stages, "head.trt.onnx"} < {graph.graph for graph in graphs}
+    assert max(graph.worst.difference for graph in graphs) > 0
 
 
 def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_otherwise(

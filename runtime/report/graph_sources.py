@@ -1,0 +1,202 @@
+"""One bundle's graphs, computed one at a time: a dialect's on onnxruntime, or those of a device's backend.
+
+Every source takes the same inputs and gives the same names, so that two of them can be compared:
+
+    embed    ids                     -> hidden
+    vision   pixel_values            -> image_features
+    stage    hidden                  -> present_key.N, present_value.N, query, hidden_out
+    score    hidden (of its stage)   -> attention_sum, attention_max
+    gate     hidden (of a question)  -> odds
+    head     hidden                  -> logits
+
+A backend gives no K, V or queries of its stages. All values are float32; K and V in int8 are multiplied with their
+scales.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.backends import contract
+from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.devices import ENGINES, choose, open_backend
+from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
+from vtx.runtime.bundle import names
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.kv_scales import read_kv_scales
+from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.rope import read_rope
+from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.host.machine import cores
+from vtx.runtime.vision.tokens import ImageTokens
+
+Tensors = Mapping[str, NDArray[Any]]
+EMBED, VISION, STAGE, SCORE, GATE, HEAD = "embed", "vision", "stage", "score", "gate", "head"
+BACKENDS = tuple(device for device in ENGINES if device != "cpu")  # on the CPU, the dialect `ort` is that device
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPart:
+    """One graph of the model: its kind, and the number of its stage (from 0) or the K of its gate."""
+
+    kind: str
+    number: int = 0
+
+
+class GraphSource(Protocol):
+    """The graphs of one dialect, wherever they are computed."""
+
+    name: str
+    dialect: str
+    compute: str
+
+    def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        """Compute one graph."""
+        ...
+
+
+def open_source(bundle: Bundle, name: str) -> GraphSource:
+    """The source of that name: a dialect's, or a device's.
+
+    Raises:
+        RequestError: no such source.
+        BundleError: the bundle holds no graphs of the dialect.
+        DeviceError: the device lacks its library, its engines or its hardware.
+
+    """
+    if name in names.DIALECTS:
+        return DialectSource(bundle, name)
+    if name in BACKENDS:
+        return BackendSource(open_backend(bundle, choose(bundle, name), None))
+    raise RequestError(
+        f"{name!r} cannot be compared; dialects on onnxruntime: {', '.join(names.DIALECTS)}; "
+        f"devices: {', '.join(BACKENDS)}"
+    )
+
+
+def graph_file(manifest: Manifest, dialect: str, part: GraphPart) -> str:
+    """The file of a part's graph."""
+    graphs = manifest.dialects[dialect]
+    if part.kind == STAGE:
+        return graphs.stages[part.number]
+    if part.kind == GATE:
+        return manifest.gate_files(dialect)[part.number]
+    file: str = getattr(graphs, part.kind)
+    return file
+
+
+class DialectSource:
+    """Graphs of one dialect on onnxruntime's CPU provider; each is loaded when it is run, and given back after."""
+
+    compute = "f32"
+
+    def __init__(self, bundle: Bundle, dialect: str) -> None:
+        if dialect not in bundle.manifest.dialects:
+            raise BundleError(
+                f"{bundle.folder} holds no graphs of the {dialect!r} dialect; export it with --dialect ort,{dialect}"
+            )
+        self.name = self.dialect = dialect
+        self._bundle, self._manifest = bundle, bundle.manifest
+        self._graphs = bundle.manifest.dialects[dialect]
+        self._ort = load_onnxruntime()
+        self._kv_type = names.kv_type(dialect, bundle.manifest.kv_dtype)
+        self._scales = read_kv_scales(bundle) if self._kv_type == "int8" else {}
+        self._rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
+
+    def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        if part.kind == STAGE:
+            return self._in_float32(self._stage(part.number, inputs), inputs)
+        if part.kind == SCORE:
+            return self._score(part.number, inputs)
+        if part.kind == VISION:
+            extras = contract.vision_extras(self._manifest, self.dialect, {})
+            return {names.FEATURES: ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})).rows}
+        return self._session_run(graph_file(self._manifest, self.dialect, part), inputs)
+
+    def _stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        """A stage's own outputs over an empty cache."""
+        stage = self._manifest.stages[number]
+        count, model = len(inputs[names.HIDDEN]), self._manifest.model
+        slots = {"ort": count, "plain": 0, "trt": self._manifest.max_context}[self.dialect]
+        empty = np.zeros((1, model.kv_heads, slots, model.head_dim), self._kv_type)
+        layers = range(stage.first, stage.last + 1)
+        caches = {name(n): empty for n in layers for name in (names.past_key, names.past_value)}
+        told = {names.LAST_SLOT: count - 1, names.TOTAL_SLOTS: count}
+        numbers = {name: np.array([told[name]], np.int32) for name in names.SLOTS[self.dialect]}
+        scales = {
+            name(n): self._scales[name(n)]
+            for n in layers if self._scales
+            for name in (names.key_scale, names.value_scale)
+        }  # fmt: skip
+        positions = {names.POSITIONS: np.arange(count)[None]}
+        return self._session_run(
+            self._graphs.stages[number], {**inputs, **positions, **self._rope, **caches, **numbers, **scales}
+        )
+
+    def _in_float32(self, outputs: Tensors, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        """The outputs layer by layer, the slots that are filled, K and V as numbers."""
+        count, values = len(inputs[names.HIDDEN]), {}
+        for name, value in outputs.items():
+            if value.ndim == 4:
+                filled = value[:, :, :count].astype(np.float32)
+                values[name] = filled * self._scale_of(name) if self._scales else filled
+            else:
+                values[name] = value
+        last = [name for name in (names.QUERY, names.HIDDEN_OUT) if name in values]
+        return {name: values[name] for name in (*(n for n in values if n not in last), *last)}
+
+    def _scale_of(self, present: str) -> NDArray[np.float32]:
+        layer = int(present.rsplit(".", 1)[1])
+        return self._scales[names.key_scale(layer) if present == names.present_key(layer) else names.value_scale(layer)]
+
+    def _score(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        stage = self._manifest.stages[number]
+        outputs, count = self._stage(number, inputs), len(inputs[names.HIDDEN])
+        feeds = {names.QUERY: outputs[names.QUERY], names.KEY: outputs[names.present_key(stage.last)]}
+        feeds[names.TOTAL_SLOTS] = np.array([count], np.int32)
+        if self._scales:
+            feeds[names.KEY_SCALE] = self._scales[names.key_scale(stage.last)]
+        assert self._graphs.score is not None
+        return {name: value[:count] for name, value in self._session_run(self._graphs.score, feeds).items()}
+
+    def _session_run(self, graph: str, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        try:
+            options = session_options(self._ort, cores())
+            path = os.fspath(self._bundle.path(graph))
+            session = self._ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            wanted = [output.name for output in session.get_outputs()]
+            return dict(zip(wanted, session.run(wanted, dict(inputs)), strict=True))
+        except Exception as e:
+            raise BundleError(f"onnxruntime cannot run {graph}: {' '.join(str(e).split())[:300]}") from e
+
+
+class BackendSource:
+    """The graphs that a device answers with."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.name, self.dialect, self.compute = backend.device, backend.dialect, backend.compute
+        self._backend = backend
+
+    def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        backend = self._backend
+        if part.kind == EMBED:
+            return {names.HIDDEN: backend.embed(inputs[names.IDS])}
+        if part.kind == VISION:
+            return {names.FEATURES: backend.vision(inputs[names.PIXELS]).rows}
+        hidden = inputs[names.HIDDEN]
+        if part.kind == HEAD:
+            return {names.LOGITS: backend.head(hidden)}
+        if part.kind == GATE:
+            return {names.ODDS: backend.gate(part.number, hidden)}
+        cache = backend.stage(part.number, len(hidden))
+        out = np.array(cache.append(hidden, np.arange(len(hidden)), query=part.kind == SCORE))
+        if part.kind == STAGE:
+            return {names.HIDDEN_OUT: out}
+        total, largest = cache.attention()
+        return {names.ATTENTION_SUM: np.array(total), names.ATTENTION_MAX: np.array(largest)}
