@@ -37,7 +37,7 @@ def make_comparison(trial: Trial) -> dict[str, Any]:
         "model": {
             "name": trial.model.manifest.model.name,
             "layers": trial.model.manifest.model.layers,
-            "vision_tokens": trial.model.layout.max_tokens,
+            "vision_tokens": trial.model.manifest.layout.max_tokens,
             "precision": trial.model.manifest.precision,
             "device": trial.model.backend.device,
             "compute": trial.model.backend.compute,

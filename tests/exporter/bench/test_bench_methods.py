@@ -255,9 +255,10 @@ def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Me
     ms = {"vision": 1.0, "prefill": 2.0, "first_token": 3.0, "decode_per_token": 0.0}
     count = len(next(iter(rights.values())))
     found = [{m: Found(r[n], bool(r[n]), flops[m], 100, 5.0, 8, ms) for m, r in rights.items()} for n in range(count)]
-    spec = SimpleNamespace(name="made-up", layers=8, vision_tokens=V)
+    spec, layout = SimpleNamespace(name="made-up", layers=8), SimpleNamespace(max_tokens=V)
     model: Any = SimpleNamespace(
-        manifest=SimpleNamespace(model=spec, precision="fp32"), backend=SimpleNamespace(device="cpu", compute="f32")
+        manifest=SimpleNamespace(model=spec, layout=layout, precision="fp32"),
+        backend=SimpleNamespace(device="cpu", compute="f32"),
     )
     data = SimpleNamespace(source="nowhere")
     trial: Any = SimpleNamespace(
@@ -381,7 +382,7 @@ def test_questions_that_do_not_fit_are_skipped_and_many_are_an_error(bundle: Pat
 def test_an_interruption_keeps_the_questions_that_every_method_answered(
     bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    picture, calls = Model.picture, list[None]()
+    picture, calls = Model.prepare, list[None]()
 
     def stop(self: Model, source: Any) -> Any:
         calls.append(None)
@@ -389,7 +390,7 @@ def test_an_interruption_keeps_the_questions_that_every_method_answered(
             raise KeyboardInterrupt
         return picture(self, source)
 
-    monkeypatch.setattr(Model, "picture", stop)
+    monkeypatch.setattr(Model, "prepare", stop)
     target = tmp_path / "out.json"
     done = vtx_bench("--bundle", str(bundle), "--data", str(data), "--k", "none", "--out", str(target))
     assert done.exit_code == 130
