@@ -12,6 +12,7 @@ import click
 from vtx.exporter.commands.bench import bench
 from vtx.exporter.commands.build import build
 from vtx.exporter.commands.calibrate import calibrate, train_gate
+from vtx.exporter.commands.chat import chat
 from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
@@ -232,7 +233,7 @@ def main() -> None:
     """
 
 
-for _name, _item in (("export", export), ("run", run), ("inspect", inspect), ("doctor", doctor)):
+for _name, _item in (("export", export), ("run", run), ("chat", chat), ("inspect", inspect), ("doctor", doctor)):
     main.add_command(_item, _name)
 main.add_command(build, "build")
 main.add_command(plan, "plan")
@@ -240,4 +241,4 @@ main.add_command(bench, "bench")
 main.add_command(calibrate, "calibrate")
 main.add_command(train_gate, "train-gate")
 
-__all__ = ["bench", "build", "calibrate", "doctor", "export", "inspect", "main", "plan", "run", "train_gate"]
+__all__ = ["bench", "build", "calibrate", "chat", "doctor", "export", "inspect", "main", "plan", "run", "train_gate"]

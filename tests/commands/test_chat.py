@@ -1,0 +1,72 @@
+"""vtx-chat: turns at a prompt, and what can be changed between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import vtx
+from tests.support import bundles
+from tests.support.tiny import random_image
+from vtx import cli
+
+OPTIONS = vtx.Options(max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("chat") / "bundle").folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("images")
+    paths = [folder / "one.png", folder / "two.png"]
+    for seed, path in enumerate(paths):
+        random_image(seed).save(path)
+    return list(map(str, paths))
+
+
+def typed(bundle: Path, image: str, *lines: str) -> Result:
+    words = [image, "--bundle", str(bundle), "--device", "cpu", "--max-new-tokens", "4"]
+    done = CliRunner().invoke(cli.chat, words, input="\n".join(lines) + "\n", catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+def test_turns_build_on_each_other_as_in_a_chat(bundle: Path, images: list[str]) -> None:
+    chat = vtx.load(bundle, device="cpu").open(images[0]).chat()
+    wanted = [chat.ask(question, OPTIONS).text for question in ("red?", "and blue?")]
+    assert typed(bundle, images[0], "red?", "and blue?").stdout == "".join(f"{text}\n" for text in wanted)
+
+
+def test_another_image_and_another_k_begin_anew(bundle: Path, images: list[str]) -> None:
+    model = vtx.load(bundle, device="cpu")
+    first = model.open(images[0]).chat().ask("red?", OPTIONS).text
+    second = model.open(images[1]).chat().ask("red?", OPTIONS).text
+    third = model.open(images[1]).chat(None).ask("red?", OPTIONS).text
+    done = typed(bundle, images[0], "red?", f"/image {images[1]}", "red?", "/k none", "red?", "/quit", "never asked")
+    assert done.stdout == f"{first}\n{second}\n{third}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/k 7", "K = 7"),
+        ("/k many", "is not a number"),
+        ("/reduce nothing", "nothing"),
+        ("/image nowhere.png", "nowhere.png"),
+        ("/dance", "there is no /dance"),
+        ("/stats", "no question was answered yet"),
+        ("/", "/reduce SPEC"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_the_chat_goes_on(
+    bundle: Path, images: list[str], line: str, message: str
+) -> None:
+    done = typed(bundle, images[0], line, "red?")
+    assert message in done.stderr
+    assert done.stdout == typed(bundle, images[0], "red?").stdout
