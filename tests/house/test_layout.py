@@ -168,7 +168,7 @@ def test_every_error_is_exported() -> None:
 
 
 def test_the_calls_that_users_write_keep_their_parameters() -> None:
-    assert parameters(vtx.load) == ["bundle", "device", "compute", "threads", "force"]
+    assert parameters(vtx.load) == ["bundle", "device", "compute", "threads", "force", "require_signature"]
     assert parameters(vtx.Model.open) == ["images", "system"]
     assert parameters(vtx.Model.ask) == ["question", "k", "options", "keywords"]
     asking = ["question", "k", "options", "reduce", "keywords"]
@@ -183,6 +183,14 @@ def test_the_calls_that_users_write_keep_their_parameters() -> None:
         assert parameters(call) == ["question", "options", "keywords"]
     assert parameters(vtx.Options)[:3] == ["max_new_tokens", "ignore_eos", "sampling"]  # more may follow
     assert parameters(vtx.Sampling)[:4] == ["temperature", "top_p", "top_k", "seed"]
+
+
+def test_the_api_reference_describes_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE))
+    for name in set(vtx.__all__) - {"__version__"}:
+        item = getattr(vtx, name)
+        assert {item.__module__, f"{item.__module__}.{item.__qualname__}"} & described, name
 
 
 def test_the_version_is_the_distributions() -> None:
