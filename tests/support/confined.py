@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from vtx.exporter.checkpoint.resolving import resolve, with_forms
+from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.errors import TemplateError, VtxError
+from vtx.runtime.prompt.forms import render_forms
+from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.template import ChatTemplate
 
 
@@ -40,3 +49,53 @@ def fail(kind: str) -> Any:
     if kind == "error":
         raise ZeroDivisionError("by nothing")
     return kind
+
+
+def resolve_tokenizers(request: dict[str, Any]) -> list[str]:
+    """What becomes of each of many tokenizer.json files: "sound", or the one line that refuses it."""
+    template = request["template"]
+    return [_outcome(lambda pair=pair: _resolve(*pair, template)) for pair in request["candidates"]]
+
+
+def _resolve(content: str, image_id: int, template: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "tokenizer.json").write_text(content, encoding="utf-8")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+        Path(folder, "config.json").write_text("{}")
+        request = {"folder": folder, "name": "m", "image_token_id": image_id, "end_ids": [2], "template": template}
+        resolve(request)
+    return "sound"
+
+
+def hold_templates(request: dict[str, Any]) -> list[str]:
+    """Of each template: "forms" where it has some that give every chat as it does, "none", or what refuses it."""
+    made = TextSettings.from_dict(request["settings"])
+    return [
+        _outcome(lambda template=template: _hold(template, request["chats"], made)) for template in request["templates"]
+    ]
+
+
+def _hold(template: str, chats: list[Any], made: TextSettings) -> str:
+    derived = with_forms(made, template)
+    if derived.forms is None:
+        return "none"
+    shaping = ShapingTemplate(template, derived)
+    for chat in chats:
+        for reply in (True, False):
+            text = render_forms(derived.forms, chat, add_generation_prompt=reply)
+            try:
+                expected = shaping.render(chat, add_generation_prompt=reply)
+            except TemplateError as error:
+                expected = f"refused: {error}"
+            if text is not None and text != expected:
+                return f"differs: {chat!r} {text!r} {expected!r}"
+    return "forms"
+
+
+def _outcome(attempt: Callable[[], str]) -> str:
+    try:
+        return attempt()
+    except VtxError as error:
+        return f"{type(error).__name__}: {error}"
+    except MemoryError:
+        return "MemoryError: over the limit"
