@@ -23,7 +23,7 @@ def check_spec(spec: Any) -> None:
     for token, id in _ids(spec):
         if not isinstance(id, int) or not 0 <= id <= MAX_ID:
             raise CheckpointError(
-                f"tokenizer.json: the id of token {str(token)[:40]!r} is {str(id)[:40]}, the limit is "
+                f"tokenizer.json: the id of token {str(token)[:40]!r} is {repr(id)[:40]}, the limit is "
                 f"{MAX_ID:,}; {_CURE}"
             )
     for token in _added(spec):
