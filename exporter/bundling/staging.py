@@ -87,7 +87,10 @@ def building(out: Path, goes_on: Callable[[Path], bool], say: Callable[[str], No
         keep = True
         raise
     except OSError as e:
-        raise ExportError(f"cannot write the bundle under {out.parent} ({e.strerror}); nothing was left behind") from e
+        raise ExportError(
+            f"cannot write the bundle under {out.parent} ({e.strerror}); nothing was left behind; "
+            "free some space there, or name another --out"
+        ) from e
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -143,6 +146,11 @@ def put_in_place(folder: Path, out: Path, force: bool) -> None:
         raise
     finally:
         _set_back(old, out)
+        if old.exists() and not out.exists():
+            raise ExportError(
+                f"the disk refuses to rename: the bundle that stood at {out} is whole, and is now {old}; "
+                "move it back, or export again, which does so first"
+            )
 
 
 def _set_back(old: Path, out: Path) -> None:

@@ -1,0 +1,66 @@
+"""A disk that fills, or fails: from the n-th on, writes, fsyncs or renames of this process raise an OSError."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+OPERATIONS = ("write", "fsync", "rename")
+
+
+class Disk:
+    """Counts operations on files below `folder`; from the `first`-th of `operation` on, or `once`, they fail."""
+
+    def __init__(
+        self, folder: str, operation: str = "", first: int = 0, code: int = errno.ENOSPC, *, once: bool = False
+    ) -> None:
+        self.folder, self.operation, self.first, self.code = folder, operation, first, code
+        self.last = first if once else 1 << 62
+        self.counts = dict.fromkeys(OPERATIONS, 0)
+
+    def does(self, operation: str) -> None:
+        self.counts[operation] += 1
+        if operation == self.operation and self.first <= self.counts[operation] <= self.last:
+            raise OSError(self.code, os.strerror(self.code))
+
+
+@contextmanager
+def failing(disk: Disk) -> Iterator[Disk]:
+    """All files that Python opens for writing below the disk's folder, `os.fsync` and renames go through `disk`."""
+
+    class Raw(io.FileIO):
+        def write(self, content: Any) -> int:
+            disk.does("write")
+            return super().write(content)
+
+    real_open = io.open
+
+    def open_(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **more: Any) -> Any:
+        below = isinstance(file, str | os.PathLike) and os.fspath(file).startswith(disk.folder)
+        if not below or not set(mode) & set("wxa+"):
+            return real_open(file, mode, buffering, *rest, **more)
+        raw = Raw(os.fspath(file), mode.replace("b", "").replace("t", ""))
+        buffered: Any = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding="utf-8", write_through=True)
+
+    def counted(operation: str, real: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **more: Any) -> None:
+            disk.does(operation)
+            real(*args, **more)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "open", open_)
+        patch.setattr(builtins, "open", open_)
+        patch.setattr(os, "fsync", counted("fsync", os.fsync))
+        patch.setattr(os, "rename", counted("rename", os.rename))
+        patch.setattr(os, "replace", counted("rename", os.replace))
+        yield disk
