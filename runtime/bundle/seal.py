@@ -96,7 +96,7 @@ def write_sealed(path: Path, content: bytes, key: SigningKey | None = None) -> N
     A signature that was there is removed first. Raises `OSError`.
     """
     unseal(path)
-    _write(_beside(path, CHECKSUM), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
+    _write(_beside(path, CHECKSUM), _checksum(content, path.name))
     _write(path, content)
     if key is not None:
         _write(_beside(path, SIGNATURE), key.key.sign(content))
@@ -118,8 +118,7 @@ def read_sealed(folder: Folder, name: str, limit: int, key: PublicKey | None = N
         _check_signature(folder, name, content, key)
     if not folder.exists(name + CHECKSUM):
         raise folder.error(f"{name}{CHECKSUM} is missing from the {folder.kind} {folder.path}; {folder.cure}")
-    words = folder.read(name + CHECKSUM, MAX_CHECKSUM, links=False).split()
-    if words[:1] != [hashlib.sha256(content).hexdigest().encode()]:
+    if folder.read(name + CHECKSUM, MAX_CHECKSUM, links=False) != _checksum(content, name.rpartition("/")[2]):
         raise folder.error(f"{name} was altered (its SHA-256 is not the one in {name}{CHECKSUM}); {folder.cure}")
     return content
 
@@ -136,6 +135,10 @@ def _check_signature(folder: Folder, name: str, content: bytes, key: PublicKey) 
             f"the signature of {name} does not fit it and {key.name}: it was altered, or signed with another key; "
             f"do not use this {folder.kind}"
         )
+
+
+def _checksum(content: bytes, name: str) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode()
 
 
 def _beside(path: Path, suffix: str) -> Path:

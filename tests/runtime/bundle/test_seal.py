@@ -102,6 +102,14 @@ def test_a_damaged_checksum_is_refused(folder: Path, content: bytes) -> None:
         Bundle.open(folder)
 
 
+def test_a_checksum_with_anything_else_in_it_is_refused(folder: Path) -> None:
+    path = folder / "vtx.json.sha256"
+    for content in (path.read_bytes() + b"\0", path.read_bytes().replace(b"json", b"jsom")):
+        path.write_bytes(content)
+        with pytest.raises(BundleError, match=r"vtx\.json was altered"):
+            Bundle.open(folder)
+
+
 def test_a_missing_checksum_is_named(folder: Path) -> None:
     (folder / "vtx.json.sha256").unlink()
     with pytest.raises(BundleError, match=r"vtx\.json\.sha256 is missing"):
