@@ -6,7 +6,6 @@ LOCK ?=
 # Installed before everything that depends on it, so that you choose the build: CUDA, or the far smaller one for CPUs.
 TORCH ?= torch==2.13.0
 EXTRAS ?= cpu,openvino,rtx,export,dev
-QUESTIONS ?= "How many shapes are there?" "What is in the middle?"
 
 COMMA := ,
 BIN := .venv/bin
@@ -32,8 +31,8 @@ else
 endif
 	touch $@
 
-demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model and ask it about a picture
-	$(BIN)/vtx-run --bundle $(DEMO) examples/scene-1.jpg $(QUESTIONS)
+demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model, ask it about a picture, and show what withdrawal saves
+	$(BIN)/python scripts/show_demo.py $(DEMO)
 
 $(DEMO)/vtx.json: | $(READY)
 	$(BIN)/vtx-export --k 16 --precision fp16 --out $(DEMO)

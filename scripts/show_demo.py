@@ -1,0 +1,83 @@
+"""Show what withdrawal does on the demo model: a picture, questions, and what each answer cost at two K.
+
+python scripts/show_demo.py build/demo
+python scripts/show_demo.py build/demo --record docs/images/demo.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from PIL import Image
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import vtx
+
+PICTURE = Path("examples/scene-1.jpg")
+QUESTIONS = ("How many shapes are there?", "What color is the star?", "Where is the red circle?")
+WIDTH = 80
+FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # of another host; the reader's own monospace font serves
+SIDE = 24  # characters of the picture's width; each shows two pixels, one above the other
+
+
+def main() -> None:
+    """Load the bundle, ask every question with and without withdrawal, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--record", type=Path, metavar="FILE.svg", help="write what is printed as a picture, too")
+    given = parser.parse_args()
+    console = Console(width=WIDTH, record=given.record is not None)
+    with vtx.load(given.bundle) as model:
+        k = model.manifest.variants[0]
+        console.print(f"[bold]vtx[/] {vtx.__version__}: {PICTURE} on {model.backend.device}")
+        if console.is_terminal or given.record:  # without colours the blocks show nothing
+            console.print(drawn(PICTURE))
+        console.print(answers(model, k))
+        layers, tokens = model.manifest.model.layers, model.manifest.layout.max_tokens
+        console.print(
+            f"K = {k}: the image's {tokens} tokens leave after layer {k - 1} of {layers}; deeper layers hold no "
+            "K and V for them. The first question includes the vision encoder; the next ones reuse the image."
+        )
+    console.print("Next: vtx-chat examples/scene-2.jpg   vtx-inspect   vtx-export --help")
+    if given.record:
+        svg = console.export_svg(title=f"make demo (K = none and K = {k})")
+        given.record.write_text(FONTS.sub("", svg), encoding="utf-8")
+
+
+def drawn(path: Path) -> Text:
+    """The picture as coloured half blocks."""
+    with Image.open(path) as file:
+        pixels = file.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+    text = Text()
+    for y in range(0, SIDE, 2):
+        for x in range(SIDE):
+            above, below = (pixels.getpixel((x, y + row)) for row in (0, 1))
+            text.append("▀", style="rgb({},{},{}) on rgb({},{},{})".format(*above, *below))  # type: ignore[misc]
+        text.append("\n")
+    return text
+
+
+def answers(model: vtx.Model, k: int) -> Table:
+    """Every question without withdrawal and at `k`, each depth in a conversation of its own."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("question", "K", "answer", "first token", "KV cache"):
+        table.add_column(head, justify="right" if head in ("first token", "KV cache") else "left")
+    for depth in (None, k):
+        with model.open(PICTURE) as image:
+            image.ask(QUESTIONS[0], depth)  # so that no figure counts what the first run of a process costs
+        with model.open(PICTURE) as image:
+            for question in QUESTIONS:
+                answer = image.ask(question, depth)
+                stats = answer.stats
+                cost = f"{stats.timings_ms['first_token']:.1f} ms", f"{stats.kv_bytes / 1000:.0f} kB"
+                table.add_row(question, str(depth or "none"), answer.text, *cost)
+    return table
+
+
+if __name__ == "__main__":
+    main()
