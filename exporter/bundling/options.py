@@ -13,7 +13,7 @@ from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.data.items import Data
 from vtx.exporter.weights.precision import FULL, Precisions
-from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError
 
 DEMO = "demo"

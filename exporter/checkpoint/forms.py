@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
-from vtx.runtime.bundle.text_settings import END, REPLY, ROLES, SIDES, START, ContentForm, PromptForms
+from vtx.runtime.bundle.spec.text_settings import END, REPLY, ROLES, SIDES, START, ContentForm, PromptForms
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message, Part

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import pre_tokenizers
 
-from vtx.runtime.bundle.text_settings import LengthBound
+from vtx.runtime.bundle.spec.text_settings import LengthBound
 
 _COUNT_KEPT = ("Lowercase", "NFD", "NFKD", "Prepend")  # never fewer characters than before
 _COMPOSING = ("NFC", "NFKC")  # fewer, but of two texts together no more than of each

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
-from vtx.runtime.bundle.image_settings import RESAMPLING, ImageSettings
+from vtx.runtime.bundle.spec.image_settings import RESAMPLING, ImageSettings
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
 ALONE = "preprocessor_config.json"

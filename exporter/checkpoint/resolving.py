@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from vtx.exporter.checkpoint.forms import IrregularError, derive_forms
 from vtx.exporter.checkpoint.length_bound import length_bound
 from vtx.exporter.checkpoint.tokenizer_limits import check_spec
-from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.prompt.shaping import ShapingTemplate

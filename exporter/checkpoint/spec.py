@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vtx.exporter.checkpoint.config import ModelConfig, Rope, TextConfig, VisionConfig
 from vtx.runtime.bundle.manifest import Manifest
-from vtx.runtime.bundle.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
+from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
 
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.confined import Limits, confine
 from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
-from vtx.runtime.bundle.text_settings import MAX_ID, TextSettings
+from vtx.runtime.bundle.spec.text_settings import MAX_ID, TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, utf8
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from vtx.runtime.bundle.text_settings import MAX_ID
+from vtx.runtime.bundle.spec.text_settings import MAX_ID
 from vtx.runtime.errors import CheckpointError
 
 MAX_STRING = 1024  # characters of an added token, or of a string that a normalizer or decoder writes

@@ -13,7 +13,7 @@ import click
 from vtx.exporter.commands.calibrate import calibrated
 from vtx.exporter.commands.libraries import exporter
 from vtx.exporter.commands.options import precision_type
-from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import Depth, DepthType
 from vtx.runtime.terminal.last import home, remember, remembered

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.runtime.bundle.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.prompt.text import Text
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.estimate.flops import DecoderSize, VisionSize
-from vtx.runtime.bundle.model_spec import ModelSpec
+from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import RequestError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, StageAttention
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 

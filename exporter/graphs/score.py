@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 
 UNSEEN = np.array(-1e30, np.float32)  # of a masked product: nothing is left of it after the softmax
 

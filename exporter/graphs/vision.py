@@ -11,7 +11,7 @@ from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 
 MAX_ROW = 1 << 30
 

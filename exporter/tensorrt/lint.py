@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from vtx.exporter.tensorrt.graph import SeenGraph, attribute, load_graph
 from vtx.exporter.tensorrt.releases import CHANGED_IN_21, FLOOR, INT4_OPSET, Release
-from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError
 
 if TYPE_CHECKING:

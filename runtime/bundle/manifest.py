@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
-from vtx.runtime.bundle.image_settings import ImageSettings
-from vtx.runtime.bundle.model_spec import ModelSpec
-from vtx.runtime.bundle.names import DIALECTS, kv_type
-from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.bundle.spec.names import DIALECTS, kv_type
+from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError
 
 FORMAT = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtx.runtime.bundle.text_settings import END, REPLY, START, ContentForm, PromptForms
+from vtx.runtime.bundle.spec.text_settings import END, REPLY, START, ContentForm, PromptForms
 from vtx.runtime.prompt.messages import Message, Part, parts_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message
 

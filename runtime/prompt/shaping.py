@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from vtx.runtime.bundle.text_settings import ROLES, TextSettings
+from vtx.runtime.bundle.spec.text_settings import ROLES, TextSettings
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.prompt.template import ChatTemplate, LimitError

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from vtx.runtime.bundle.manifest import TEMPLATE, TOKENIZER
-from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, TemplateError, VtxError
 from vtx.runtime.prompt.detokenizer import Detokenizer
 from vtx.runtime.prompt.masking import Masking

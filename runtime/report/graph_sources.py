@@ -27,11 +27,11 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.devices import ENGINES, choose, open_backend
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
-from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.kv_scales import read_kv_scales
 from vtx.runtime.bundle.manifest import Manifest
-from vtx.runtime.bundle.rope import read_rope
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
+from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.host.machine import cores
 from vtx.runtime.vision.tokens import ImageTokens

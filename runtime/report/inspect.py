@@ -7,7 +7,7 @@ from typing import Any
 
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.manifest import Manifest
-from vtx.runtime.bundle.names import kv_type
+from vtx.runtime.bundle.spec.names import kv_type
 
 TEXT_TOKENS = 64
 INT8_KV = (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from vtx.runtime.bundle.manifest import LayoutSpec
-from vtx.runtime.bundle.model_spec import TowerSpec
+from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.bundle.strict import Strict, plain
 from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.layouts.single import Single

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vtx.runtime.bundle.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.limits import MAX_PIXELS, MAX_RESIZED_PIXELS, MAX_RESIZED_SIDE

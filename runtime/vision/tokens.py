@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 
 Rows = NDArray[np.float32]
 Ids = NDArray[np.int64]

@@ -21,6 +21,7 @@ from vtx import cli
 ROOT = Path(__file__).parents[2]
 RUNTIME_MAY_IMPORT = {
     "click",
+    "cryptography",
     "cuda",
     "jinja2",
     "numpy",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.checkpoint.resolving import resolve, with_forms
-from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError, VtxError
 from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.shaping import ShapingTemplate

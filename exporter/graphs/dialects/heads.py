@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import Builder
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 
 
 def split_heads(b: Builder, x: ir.Value, heads: int, head_dim: int) -> ir.Value:

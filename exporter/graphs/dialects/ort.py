@@ -12,7 +12,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
 from vtx.exporter.weights.quantize import INT8_ACTIVATIONS, power_of_two_in
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 
 LARGEST_BLOCK = 64  # of a row that is quantised, and of a matrix with one scale a row
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 
 MAX_SIZE = 1 << 30
 UNSEEN = -65504.0  # of a masked score: no weight is left after the softmax, and float16 holds it

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 
 
 @dataclass(frozen=True, slots=True)

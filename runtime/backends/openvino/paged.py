@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, DeviceError
 
 BLOCK = 32  # slots of a block, by OpenVINO's CPU plugin

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.ort.backend import OrtBackend, OrtStageCache
 from vtx.runtime.backends.ort.library import load_onnxruntime
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.rope import read_rope
+from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.vision.tokens import Ids
 

@@ -19,10 +19,11 @@ from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.tensorrt.engine import Context, Engine
 from vtx.runtime.backends.tensorrt.growing import GrowingStageCache
-from vtx.runtime.bundle import fingerprint, names
+from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
-from vtx.runtime.bundle.rope import read_rope
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.units import size

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vtx.runtime.backends.tensorrt.cuda import Buffer
-from vtx.runtime.bundle import names
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import Scores
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtx.runtime.bundle.names import CLS_ATTENTION
+from vtx.runtime.bundle.spec.names import CLS_ATTENTION
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.spec import reduction

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from vtx.runtime.bundle.names import SIMILARITY, TAU
+from vtx.runtime.bundle.spec.names import SIMILARITY, TAU
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.spec import reduction

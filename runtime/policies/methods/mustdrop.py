@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from vtx.runtime.bundle.names import CLS_ATTENTION, CLS_ATTENTION_LAST
+from vtx.runtime.bundle.spec.names import CLS_ATTENTION, CLS_ATTENTION_LAST
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
 from vtx.runtime.policies.methods.lsm import Lsm, check_tau

@@ -32,7 +32,7 @@ from vtx.exporter.estimate.sizes import bundle_size
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.policies import parse
 from vtx.runtime.report.inspect import kv_bytes
 

@@ -16,7 +16,7 @@ from vtx.cli import export as export_command
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError, UnsupportedModelError, VtxError
 
 Checkpoints = Callable[..., Path]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.prompt.test_text import CHATML, MISTRAL, SPECIALS, STRINGS, VICUNA, make_settings, make_tokenizer
 from vtx.exporter.checkpoint.resolving import with_forms
-from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message, Part
@@ -190,7 +190,7 @@ def test_with_forms_jinja2_is_not_imported() -> None:
     code = """
 import json, sys
 from tokenizers import Tokenizer
-from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.prompt.text import Text
 tokenizer, template, settings = json.load(sys.stdin)
 text = Text(Tokenizer.from_str(tokenizer), template, TextSettings.from_dict(settings))

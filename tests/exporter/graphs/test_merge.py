@@ -24,7 +24,7 @@ from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.tensorrt.graph import load_graph
 from vtx.exporter.tensorrt.lint import lint
 from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
-from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.vision.tokens import ImageTokens
 
 TOWERS = {

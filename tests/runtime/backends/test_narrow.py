@@ -14,8 +14,8 @@ import pytest
 from tests.support.exported import Checkpoints, Models
 from vtx.runtime.backends.openvino.backend import DIALECT, arithmetic
 from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
-from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import names
 
 openvino = pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
 

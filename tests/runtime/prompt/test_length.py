@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 from tests.runtime.prompt.test_text import CHATML, KINDS, SPECIALS, VICUNA, WORDS, ask, make_settings, make_tokenizer
 from vtx.exporter.checkpoint.length_bound import length_bound
 from vtx.exporter.checkpoint.resolving import with_forms
-from vtx.runtime.bundle.text_settings import LengthBound
+from vtx.runtime.bundle.spec.text_settings import LengthBound
 from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.prompt.text import Text

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from vtx.exporter.checkpoint.resolving import control_tokens, resolve, with_forms
 from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.runtime.bundle.files import Folder
-from vtx.runtime.bundle.text_settings import TextSettings
+from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, TemplateError
 from vtx.runtime.prompt.messages import MAX_TEXT, Message
 from vtx.runtime.prompt.text import Text

@@ -20,7 +20,7 @@ from vtx.exporter.graphs.dialects import make_dialect
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.ort.library import session_options
-from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS
 
 STEPS = 24
 TOLERANCE = 1e-4

@@ -21,7 +21,7 @@ from tests.support.statement import Method, Outcome, Statement
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.policies.methods.gate import Gate
 
 STEPS = 8

@@ -21,8 +21,8 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.bundle.final_norm import read_final_norm
-from vtx.runtime.bundle.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.runtime.bundle.tensors.final_norm import read_final_norm
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.methods.gate import Gate
 

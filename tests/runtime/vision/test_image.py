@@ -22,7 +22,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from vtx.exporter.checkpoint.processor import image_settings
-from vtx.runtime.bundle.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.vision import image as module
 from vtx.runtime.vision import source as source_module

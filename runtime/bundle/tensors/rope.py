@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle import names
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError
 
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]

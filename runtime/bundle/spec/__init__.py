@@ -1,0 +1,1 @@
+"""What a manifest declares: sizes, settings, and the inputs and outputs of every graph."""

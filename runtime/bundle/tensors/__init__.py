@@ -1,0 +1,1 @@
+"""Tensors in files: safetensors, and what bundles keep in them beside the weights."""
