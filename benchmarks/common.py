@@ -70,7 +70,7 @@ def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn
     from vtx.exporter.checkpoint.config import ModelConfig
     from vtx.exporter.graphs.decoder import decoder_tensors
     from vtx.exporter.graphs.vision import vision_tensors
-    from vtx.runtime.bundle.tensors.safetensors import layout
+    from vtx.runtime.bundle.safetensors import layout
 
     shutil.copytree(demo_checkpoint(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     path = folder / "config.json"

@@ -22,7 +22,7 @@ from vtx.exporter.graphs.gates import gate_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import Rows
-from vtx.runtime.bundle.tensors.safetensors import write_safetensors
+from vtx.runtime.bundle.safetensors import write_safetensors
 
 K = 2
 

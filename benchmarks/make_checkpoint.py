@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from vtx.runtime.bundle.tensors.safetensors import layout
+from vtx.runtime.bundle.safetensors import layout
 
 SHARD_BYTES = 4 << 30
 BLOCK = 1 << 22

@@ -17,7 +17,7 @@ from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec
 from vtx.runtime.prompt.messages import Part

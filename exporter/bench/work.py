@@ -16,7 +16,7 @@ from vtx.exporter.estimate.flops import append_flops, encode_flops
 from vtx.exporter.estimate.sizes import ModelSize, bundle_size
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.tensors.safetensors import TensorInfo
+from vtx.runtime.bundle.safetensors import TensorInfo
 
 FLOATS = {"f32": ("fp32", 4), "bf16": ("bf16", 2), "f16": ("fp16", 2)}  # by arithmetic: the precision, bytes a number
 FLOATING = ("F32", "F16", "BF16")

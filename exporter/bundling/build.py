@@ -31,7 +31,9 @@ from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.bundle.bundle import seal_manifest, sha256
-from vtx.runtime.bundle.manifest import (
+from vtx.runtime.bundle.safetensors import read_header, write_safetensors
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import (
     FINAL_NORM,
     FORMAT,
     GOLDEN,
@@ -43,9 +45,7 @@ from vtx.runtime.bundle.manifest import (
     Graphs,
     Manifest,
 )
-from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.tensors.final_norm import WEIGHT as FINAL_NORM_WEIGHT
-from vtx.runtime.bundle.tensors.safetensors import read_header, write_safetensors
 from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer

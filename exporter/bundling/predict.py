@@ -15,7 +15,7 @@ from vtx.exporter.weights.awq import OUTPUTS, ROWS
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.backends.memory import answering_memory, resident_bytes
-from vtx.runtime.bundle.manifest import KV_BYTES
+from vtx.runtime.bundle.spec.manifest import KV_BYTES
 from vtx.runtime.errors import ExportError
 from vtx.runtime.report.golden import SEEN_ROWS, SHOWN_ROWS
 from vtx.runtime.units import size

@@ -24,8 +24,8 @@ from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan, plan_weights
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.scaling import scaled_weights
-from vtx.runtime.bundle.manifest import Graphs, StageSpec
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.prompt.text import Text

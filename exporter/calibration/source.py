@@ -19,8 +19,8 @@ from vtx.exporter.weights.precision import FULL
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.bundle.strict import plain
-from vtx.runtime.bundle.tensors.safetensors import TensorInfo
 from vtx.runtime.errors import BundleError
 from vtx.runtime.prompt.text import Text
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.files import Folder, read_named, reason
-from vtx.runtime.bundle.tensors.safetensors import TensorInfo, header_of, open_data, parse_json, shown
+from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, parse_json, shown
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError, VtxError
 
 MAX_CONFIG = 2**20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vtx.exporter.checkpoint.config import ModelConfig, Rope, TextConfig, VisionConfig
-from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vtx.exporter.bench.measure import Bench, K, Workload
     from vtx.exporter.data.items import Data
     from vtx.runtime.api.model import Model
-    from vtx.runtime.bundle.manifest import Manifest
+    from vtx.runtime.bundle.spec.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from vtx.runtime.bundle.files import read_named
-from vtx.runtime.bundle.tensors.safetensors import parse_json, shown
+from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.image import ImageSource, load_image
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vtx.runtime.bundle.tensors.safetensors import parse_json
+from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.errors import ExportError, RequestError
 
 MAX_BYTES = 1 << 30

@@ -33,7 +33,7 @@ from vtx.exporter.estimate.weights import (
 from vtx.exporter.weights.precision import Precisions
 from vtx.profiles import Figure, Profile, ProfileError, load_profile
 from vtx.runtime.backends.memory import EXPANDED, RUN_BASE
-from vtx.runtime.bundle.manifest import KV_BYTES, PRECISIONS
+from vtx.runtime.bundle.spec.manifest import KV_BYTES, PRECISIONS
 from vtx.runtime.errors import RequestError
 
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach

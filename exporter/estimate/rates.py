@@ -21,7 +21,7 @@ from vtx.exporter.weights.plan import Entry, WeightFile, laid_out, place_of
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights
 from vtx.exporter.weights.writing import CHUNK, THREADS, forget, take_whole, write_tensor
-from vtx.runtime.bundle.tensors.safetensors import open_tensor, read_header, write_safetensors
+from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors
 
 ELEMENTS = 8 * CHUNK  # of a tensor that is tried
 TRIALS = 3  # of which the middle one counts: on a busy machine one of them may be held up

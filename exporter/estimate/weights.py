@@ -14,7 +14,7 @@ from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.quantize import Scheme
 from vtx.runtime.backends.memory import EXPANDED, resident_bytes
-from vtx.runtime.bundle.tensors.safetensors import DTYPES
+from vtx.runtime.bundle.safetensors import DTYPES
 
 SCALE_BYTES = 2
 SOURCE = "F16"  # of the checkpoint; bfloat16 takes as much

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vtx.exporter.gates.workdir import Work
 from vtx.exporter.graphs.gates import FEATURES, gate_tensors
-from vtx.runtime.bundle.tensors.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 
 MIN_AGREEMENT = 0.99

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.data.items import MAX_SKIPPED, Item
 from vtx.exporter.data.source import Source
-from vtx.runtime.bundle.tensors.safetensors import open_tensor, read_header, write_safetensors
+from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 
 FORMAT = "2"

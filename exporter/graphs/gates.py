@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.runtime.bundle.safetensors import TensorInfo, open_tensor, read_header, read_tensor, shown
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.tensors.safetensors import TensorInfo, open_tensor, read_header, read_tensor, shown
 from vtx.runtime.errors import CheckpointError
 
 FEATURES = "mean of the rows after the last image but the last one, and the last one"

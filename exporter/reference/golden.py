@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from vtx.exporter.reference.model import Reference
+from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.tensors.safetensors import write_safetensors
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, key_of, seen

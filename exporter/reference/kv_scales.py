@@ -16,9 +16,9 @@ from torch import Tensor
 
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.runtime.backends.memory import returning_memory
+from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.tensors.safetensors import write_safetensors
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, golden_image

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from vtx.exporter.tensorrt.graph import SeenGraph
 from vtx.runtime.bundle.fingerprint import Profile, Range
-from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 
 TOKENS, IMAGES, PAST, CAPACITY, MAX_CONTEXT = "tokens", "images", "past", "capacity", "max_context"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.bundle.manifest import FileRecord
+from vtx.runtime.bundle.spec.manifest import FileRecord
 
 JOURNAL = ".journal"
 PROBE = ".probe"  # what the machine is measured with beforehand

@@ -16,7 +16,7 @@ from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.weights.precision import Precisions
 from vtx.exporter.weights.quantize import Scheme
 from vtx.exporter.weights.stored import StoredTensor
-from vtx.runtime.bundle.tensors.safetensors import TensorInfo, layout
+from vtx.runtime.bundle.safetensors import TensorInfo, layout
 
 MOST_UNUSED = 2  # a file of more than so many times the bytes that are needed is rewritten without the rest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtx.exporter.weights.quantize import Scheme, scheme
-from vtx.runtime.bundle.manifest import PRECISIONS
+from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import RequestError
 
 FULL = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors' words; the other precisions are quantised

@@ -14,7 +14,7 @@ from torch import Tensor
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.weights.quantize import Scheme, dequantise
 from vtx.exporter.weights.stored import StoredTensor
-from vtx.runtime.bundle.tensors.safetensors import TensorInfo, open_tensor
+from vtx.runtime.bundle.safetensors import TensorInfo, open_tensor
 
 CHUNK = 1 << 22  # elements that are widened at a time
 EVERY = slice(None)

@@ -23,8 +23,8 @@ from vtx.exporter.weights.journal import Journal, Written
 from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling
-from vtx.runtime.bundle.manifest import FileRecord
-from vtx.runtime.bundle.tensors.safetensors import DTYPES, TensorInfo, open_data, open_tensor, widen_bf16
+from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, open_tensor, widen_bf16
+from vtx.runtime.bundle.spec.manifest import FileRecord
 from vtx.runtime.errors import CheckpointError, ExportError
 
 BLOCK = 1 << 23  # bytes of a file that is taken whole, at a time

@@ -30,7 +30,7 @@ from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, combine
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors.final_norm import read_final_norm
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ModelClosedError, RequestError

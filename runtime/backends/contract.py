@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle.manifest import Manifest, StageSpec
 from vtx.runtime.bundle.spec import graphs, names
+from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec
 from vtx.runtime.errors import BundleError
 
 Tensor = tuple[Sequence[int | None], str]  # sizes (None: any) and onnxruntime's name of the type

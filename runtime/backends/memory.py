@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import KV_BYTES
-from vtx.runtime.bundle.tensors.safetensors import TensorInfo
+from vtx.runtime.bundle.safetensors import TensorInfo
+from vtx.runtime.bundle.spec.manifest import KV_BYTES
 
 # A scale is kept in float32 twice, beside and inside of the packed matrix, and with it the sum of its block.
 SCALE_BYTES = 12

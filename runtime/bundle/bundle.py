@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.files import Folder, Identity, digest, open_named, reason
-from vtx.runtime.bundle.manifest import MAX_BYTES, Manifest
+from vtx.runtime.bundle.safetensors import Header, header_of, unpack
 from vtx.runtime.bundle.seal import CHECKSUM, PublicKey, SigningKey, read_sealed, write_sealed
-from vtx.runtime.bundle.tensors.safetensors import Header, header_of, unpack
+from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError
 

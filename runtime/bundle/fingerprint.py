@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle
 from vtx.runtime.bundle.files import digest
-from vtx.runtime.bundle.manifest import check_inside
+from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.seal import read_sealed
+from vtx.runtime.bundle.spec.manifest import check_inside
 from vtx.runtime.bundle.strict import Strict, write_json
-from vtx.runtime.bundle.tensors.safetensors import parse_json
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.gpu import Gpu
 

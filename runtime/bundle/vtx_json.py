@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from vtx.runtime.bundle import remake
-from vtx.runtime.bundle.manifest import FORMAT, Manifest
+from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.spec import interface
+from vtx.runtime.bundle.spec.manifest import FORMAT, Manifest
 from vtx.runtime.bundle.strict import Strict, plain, write_json
-from vtx.runtime.bundle.tensors.safetensors import parse_json
 from vtx.runtime.errors import BundleError
 
 INTERFACE = "interface"

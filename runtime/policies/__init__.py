@@ -1,10 +1,11 @@
 """Policies: which image tokens go on, decided between two stages. One file a method, in `methods/`.
 
-A method that leaves out rows is a `Reduction`, registered under its name by `@reduction("name")`; every file in
+A method that drops some image tokens is a `Reduction`, registered under its name by `@reduction("name")`; every file in
 `methods/` is read when a spec is parsed. `make_policy` puts together what a question is asked with.
 """
 
 from vtx.runtime.policies.base import Boundary, Entry, Needs, PromptText, Reduction
-from vtx.runtime.policies.spec import parse, reduction, to_spec
+from vtx.runtime.policies.registry import reduction
+from vtx.runtime.policies.spec import parse, to_spec
 
 __all__ = ["Boundary", "Entry", "Needs", "PromptText", "Reduction", "parse", "reduction", "to_spec"]

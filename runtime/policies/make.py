@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle.manifest import FINAL_NORM, Manifest
+from vtx.runtime.bundle.spec.manifest import FINAL_NORM, Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Needs, Reduction
 from vtx.runtime.policies.methods.full import Full

@@ -1,4 +1,4 @@
-"""Specs of reductions, `name:preset,key=value` joined by `+`, to objects and back, and the register of methods."""
+"""Specs of reductions, `name:preset,key=value` joined by `+`, to objects and back."""
 
 from __future__ import annotations
 
@@ -9,38 +9,19 @@ import math
 import pkgutil
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Reduction
+from vtx.runtime.policies.registry import registered
 
-R = TypeVar("R", bound=Reduction)
 OFF = "off"
 MAX_SPEC = 1000
 MAX_NUMBER = 10**9
 ENTRY_POINTS = "vtx.policies"
-_kinds: dict[str, type[Reduction]] = {}
-
-
-def reduction(name: str) -> Callable[[type[R]], type[R]]:
-    """Register a method, a frozen dataclass, under its name; its fields are the options of its spec.
-
-    A field is an int, a float, a float or None ("off"), a tuple of ints ("3/7/11") or a Literal of strings, and has
-    a default. Its `__post_init__` raises RequestError for values out of range.
-    """
-
-    def register(kind: type[R]) -> type[R]:
-        assert dataclasses.is_dataclass(kind), f"{kind.__name__} is not a dataclass; put @dataclass below @reduction"
-        if name in _kinds:
-            raise RequestError(f"two reductions are called {name}; rename one in its @reduction(...)")
-        kind.name = name
-        _kinds[name] = kind
-        return kind
-
-    return register
 
 
 def kinds() -> dict[str, type[Reduction]]:
@@ -55,7 +36,7 @@ def kinds() -> dict[str, type[Reduction]]:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     _load_entry_points()
-    return dict(sorted(_kinds.items()))
+    return dict(sorted(registered.items()))
 
 
 @cache
@@ -70,7 +51,7 @@ def _load_entry_points() -> None:
                 f"the policy {entry.name!r} of {package} cannot be loaded ({type(e).__name__}: {e}); "
                 f"update or uninstall {package}"
             ) from e
-        if _kinds.get(entry.name) is not kind:
+        if registered.get(entry.name) is not kind:
             raise RequestError(
                 f"{package} announces a policy {entry.name!r} and registers none by that name; "
                 f'write @reduction("{entry.name}") above the class that its entry point names'

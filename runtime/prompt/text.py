@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from vtx.runtime.bundle.manifest import TEMPLATE, TOKENIZER
+from vtx.runtime.bundle.spec.manifest import TEMPLATE, TOKENIZER
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, TemplateError, VtxError
 from vtx.runtime.prompt.detokenizer import Detokenizer

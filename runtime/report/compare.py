@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.report.golden import (
     COMPUTE_TOLERANCE,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.prompt.messages import Part

@@ -28,8 +28,8 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.devices import ENGINES, choose, open_backend
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import BundleError, RequestError

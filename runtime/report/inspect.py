@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.names import kv_type
 
 TEXT_TOKENS = 64

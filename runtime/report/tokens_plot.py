@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from vtx.runtime.api.answer import Stats
-from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.encoded_images import PreparedImage

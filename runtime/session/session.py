@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import Backend, StageCache
-from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.policies.base import Boundary
 from vtx.runtime.policies.policy import Policy, Removal

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from vtx.runtime.bundle.manifest import LayoutSpec
+from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.bundle.strict import Strict, plain
 from vtx.runtime.errors import BundleError

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import cases, damaged, fuzz, one_line
-from vtx.runtime.bundle.tensors.safetensors import DTYPES, layout, open_tensor, read_header, unpack
+from vtx.runtime.bundle.safetensors import DTYPES, layout, open_tensor, read_header, unpack
 from vtx.runtime.errors import BundleError, VtxError
 
 SOUND = b"".join(

@@ -108,7 +108,7 @@ def test_the_import_contracts_hold(tree: Path) -> None:
         ("exporter/graphs/builder.py", "import vtx.cli"),
         ("exporter/weights/plan.py", "import vtx.exporter.graphs.builder"),
         ("exporter/bundling/export.py", "def late() -> None:\n    import vtx.exporter.calibration.source"),
-        ("runtime/bundle/manifest.py", "import vtx.runtime.prompt.text"),
+        ("runtime/bundle/spec/manifest.py", "import vtx.runtime.prompt.text"),
         ("runtime/policies/base.py", "import vtx.runtime.session.session"),
     ],
 )

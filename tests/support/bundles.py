@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.bundle.seal import write_sealed
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.strict import Strict
 from vtx.runtime.bundle.vtx_json import INTERFACE
 from vtx.runtime.bundle.vtx_json import write_manifest as to_text

@@ -13,8 +13,8 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
 

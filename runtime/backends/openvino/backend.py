@@ -16,8 +16,8 @@ from vtx.runtime.backends.openvino.cache import KV_ARRAYS, ROW_SCALE_BYTES, Open
 from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
 from vtx.runtime.backends.openvino.paged import page_caches
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.machine import cores

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.memory import zeros_in_small_pages
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
-from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import Ids, Rows, Scores
 
 if TYPE_CHECKING:

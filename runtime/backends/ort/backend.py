@@ -14,8 +14,8 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.memory import returning_memory, zeros_in_small_pages
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import BundleError, DeviceError

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Graph
 from vtx.runtime.backends.tensorrt.engine import Context
 from vtx.runtime.backends.tensorrt.score import Queries
-from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import Ids, Rows, Scores
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.tensorrt.cache import DECODE, PREFILL, Kept, runs
 from vtx.runtime.backends.tensorrt.cuda import Buffer
 from vtx.runtime.backends.tensorrt.score import Queries
-from vtx.runtime.bundle.manifest import StageSpec
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import Ids, Rows, Scores
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vtx.runtime.bundle.manifest import Manifest, StageSpec
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec
 
 LAYER = "{layer}"
 TOKENS, IMAGES = "tokens", "images"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vtx.runtime.bundle.manifest import Manifest
 from vtx.runtime.bundle.spec import graphs, names
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.strict import plain
 from vtx.runtime.errors import BundleError
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import FINAL_NORM
+from vtx.runtime.bundle.spec.manifest import FINAL_NORM
 from vtx.runtime.errors import BundleError
 
 WEIGHT = "weight"

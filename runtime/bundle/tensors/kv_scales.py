@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import KV_SCALES
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import KV_SCALES
 from vtx.runtime.errors import BundleError
 
 Scales = dict[str, NDArray[np.float32]]

@@ -9,7 +9,7 @@ import numpy as np
 from vtx.runtime.bundle.spec.names import CLS_ATTENTION
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
-from vtx.runtime.policies.spec import reduction
+from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, highest, share
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Boundary, Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.count import check_keep, number_to_keep
-from vtx.runtime.policies.spec import reduction
+from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask
 
 Floats = NDArray[np.float32]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Boundary, Needs, Reduction
-from vtx.runtime.policies.spec import reduction
+from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Mask, highest
 
 

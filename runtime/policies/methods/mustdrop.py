@@ -11,7 +11,7 @@ from vtx.runtime.bundle.spec.names import CLS_ATTENTION, CLS_ATTENTION_LAST
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
 from vtx.runtime.policies.methods.lsm import Lsm, check_tau
-from vtx.runtime.policies.spec import reduction
+from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Mask, Patches, keys
 
 SIGNALS = {"used-block": CLS_ATTENTION, "last-block": CLS_ATTENTION_LAST}

@@ -8,7 +8,7 @@ from itertools import product
 
 from PIL import Image, ImageOps
 
-from vtx.runtime.bundle.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.report.golden import golden_image

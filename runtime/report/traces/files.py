@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vtx.runtime.bundle.safetensors import open_tensor, parse_json, read_header, write_safetensors
 from vtx.runtime.bundle.strict import Strict, write_json
-from vtx.runtime.bundle.tensors.safetensors import open_tensor, parse_json, read_header, write_safetensors
 from vtx.runtime.errors import RequestError
 
 FORMAT = 1

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.bundle.bundle import MANIFEST
-from vtx.runtime.bundle.manifest import MAX_BYTES, Manifest
-from vtx.runtime.bundle.tensors.safetensors import write_safetensors
+from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy

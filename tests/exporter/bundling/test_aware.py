@@ -221,7 +221,7 @@ def test_channels_without_a_row_keep_their_size_and_the_others_their_balance() -
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 def test_a_norm_is_divided_into_numbers_that_can_be_stored(dtype: str) -> None:
     from vtx.exporter.weights.writing import narrow_bf16
-    from vtx.runtime.bundle.tensors.safetensors import widen_bf16
+    from vtx.runtime.bundle.safetensors import widen_bf16
 
     rng = np.random.default_rng(0)
     norm = np.append(rng.standard_normal(500), [0, 1e-9, -3e4]).astype(np.float32)

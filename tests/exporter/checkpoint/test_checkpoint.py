@@ -20,7 +20,7 @@ from vtx.exporter.checkpoint.loader import (
     open_checkpoint,
     read_json_object,
 )
-from vtx.runtime.bundle.tensors.safetensors import open_tensor, read_header
+from vtx.runtime.bundle.safetensors import open_tensor, read_header
 from vtx.runtime.errors import BundleError, CheckpointError, DeviceError, UnsupportedModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -24,7 +24,7 @@ from vtx.exporter.estimate import rates
 from vtx.exporter.estimate.forecast import Forecast, forecast
 from vtx.exporter.estimate.rates import Disk, Pace, cached_share, form_of, measure_disk, measure_paces, product_speed
 from vtx.exporter.weights.journal import PROBE, Journal
-from vtx.runtime.bundle.tensors.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.units import duration
 
 Make = Callable[..., Path]

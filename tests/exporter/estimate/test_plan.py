@@ -22,7 +22,7 @@ from vtx.exporter.estimate.weights import all_weights, precisions_of, resident, 
 from vtx.profiles import Figure
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import PRECISIONS
+from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.report.inspect import kv_bytes
 

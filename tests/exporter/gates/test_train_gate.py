@@ -33,7 +33,7 @@ from vtx.exporter.gates.report import HeldOut, judge
 from vtx.exporter.gates.train import TrainOptions, split, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, Work, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
-from vtx.runtime.bundle.tensors.safetensors import read_header, read_tensor
+from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import DeviceError, RequestError
 
 TINY = Tiny()

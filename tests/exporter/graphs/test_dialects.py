@@ -19,8 +19,8 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.names import DIALECTS
-from vtx.runtime.bundle.tensors.safetensors import write_safetensors
 from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import TOLERANCE, check_golden
 from vtx.runtime.session.session import Session

@@ -28,7 +28,7 @@ from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.bundle.tensors.safetensors import write_safetensors
+from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError
 from vtx.runtime.policies import Boundary
 from vtx.runtime.policies.methods.gate import Gate

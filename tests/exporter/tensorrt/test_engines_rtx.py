@@ -23,7 +23,7 @@ from vtx.exporter.tensorrt.profiles import Shapes
 from vtx.exporter.tensorrt.targets import TARGETS, load_tensorrt
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import PRECISIONS
+from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import ExportError
 
 trt = pytest.importorskip("tensorrt_rtx", reason='needs pip install "vtx-edge[rtx]"')

@@ -26,7 +26,7 @@ from vtx.exporter.weights import writing
 from vtx.exporter.weights.journal import Journal
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.writing import write_weights
-from vtx.runtime.bundle.tensors.safetensors import TensorInfo, read_header, read_tensor
+from vtx.runtime.bundle.safetensors import TensorInfo, read_header, read_tensor
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 
 Make = Callable[..., Path]

@@ -17,7 +17,7 @@ from tests.support.tiny import random_image
 from vtx.runtime.bundle import bundle as bundle_module
 from vtx.runtime.bundle import files
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.tensors.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import BundleError, DeviceError, TemplateError, VtxError
 
 SHARD = "weights/00001-of-00001.safetensors"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support import bundles
 from vtx.cli import export as export_command
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.manifest import FORMAT, MAX_BYTES, check_inside
+from vtx.runtime.bundle.spec.manifest import FORMAT, MAX_BYTES, check_inside
 from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError, VtxError
 

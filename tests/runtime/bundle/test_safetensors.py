@@ -13,10 +13,10 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import vtx.runtime.bundle.tensors.safetensors as subject
+import vtx.runtime.bundle.safetensors as subject
 from vtx.runtime.bundle import files
 from vtx.runtime.bundle.files import read_named
-from vtx.runtime.bundle.tensors.safetensors import (
+from vtx.runtime.bundle.safetensors import (
     DTYPES,
     layout,
     open_tensor,

@@ -24,7 +24,7 @@ from vtx import cli
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies import Boundary, Needs, PromptText, parse, to_spec
+from vtx.runtime.policies import Boundary, Needs, PromptText, parse, registry, to_spec
 from vtx.runtime.policies import spec as specs
 from vtx.runtime.policies.make import check_depth
 from vtx.runtime.policies.methods.cdpruner import CDPruner, greedy, scaled
@@ -434,7 +434,7 @@ def every(tmp_path: Path) -> Iterator[str]:
     sys.modules["every"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield "every"
-    del specs._kinds["every"], sys.modules["every"]
+    del registry.registered["every"], sys.modules["every"]
 
 
 def test_the_policy_that_contributing_shows_runs_from_export_to_answer(

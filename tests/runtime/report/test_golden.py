@@ -12,7 +12,7 @@ import vtx
 from tests.support import bundles
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.runtime.bundle.tensors.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import BundleError, VtxError
 from vtx.runtime.report.golden import Check, check_golden, golden_image
 

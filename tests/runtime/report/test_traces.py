@@ -19,7 +19,7 @@ from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.bundle.tensors.safetensors import write_safetensors
+from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import Check, logits_limit
 from vtx.runtime.report.traces.compare import compare_traces

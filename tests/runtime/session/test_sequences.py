@@ -20,7 +20,7 @@ from tests.support.sequences import OPTIONS, QUESTIONS, End, Sequences, Setting,
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
-from vtx.runtime.bundle.tensors.safetensors import write_safetensors
+from vtx.runtime.bundle.safetensors import write_safetensors
 
 EXAMPLES = int(os.environ.get("VTX_SEQUENCES", "30"))
 TINY = Tiny(image=126, context=512)
