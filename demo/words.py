@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from vtx.exporter.data.scenes import COLORS, PLACES, SHAPES, Item, ask_some, random_scene
+from vtx.exporter.data.scenes import COLORS, PLACES, SHAPES, SceneQuestion, ask_some, random_scene
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 TEMPLATE = (
@@ -79,14 +79,14 @@ class Packer:
             found = self.cache[text] = self.tok.encode(text, add_special_tokens=False).ids
         return found
 
-    def turn(self, item: Item, *, first: bool) -> tuple[list[int], int]:
+    def turn(self, item: SceneQuestion, *, first: bool) -> tuple[list[int], int]:
         """Token ids of one question with its answer, and how many at the end are the answer's."""
         head = "\n" if first else "USER: "
         asked = self.ids(f"{head}{item.question} ASSISTANT:")
         answer = [*self.ids(f" {item.answer}"), 2]
         return asked + answer, len(answer)
 
-    def pack(self, items: Sequence[Item], *, talk: bool) -> tuple[np.ndarray, ...]:
+    def pack(self, items: Sequence[SceneQuestion], *, talk: bool) -> tuple[np.ndarray, ...]:
         """ids, labels, positions, block and item numbers, each [length] int64 (labels -100: no answer here).
 
         Block 0 is the prompt before the picture; in a conversation every turn belongs to it.

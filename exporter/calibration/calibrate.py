@@ -1,7 +1,7 @@
-"""Measuring what withdrawal at every K changes, on a set of questions: VTW Eq. 6, and whether answers stay.
+"""Measure how withdrawal at every K changes the answers to a set of questions: VTW Eq. 6, and equality of the answers.
 
-Each question costs one pass of the plain reference: the full rows, and for each K the text rows from there on.
-Results are written down a batch at a time, so that an interrupted measurement goes on where it stopped.
+Each question costs one pass of the plain reference: all tokens, and for each K the text tokens from there on.
+Results are saved batch by batch, so that an interrupted measurement resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from vtx.exporter.bundling.predict import EXPORT_BASE
 from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.data.items import Data, Item, plain
-from vtx.exporter.data.journal import Journal
+from vtx.exporter.data.journal import ResultJournal
 from vtx.exporter.data.prompts import PreparedItem, prepare
 from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.rates import LAYER_SECONDS, product_speed
@@ -43,7 +43,7 @@ Report = Callable[[str, int, int], None]
 class CalibrationOptions:
     """What to measure: every K from `k_from` (5) to the last layer, on answers of at most `max_new_tokens` tokens.
 
-    With 0 no answers are made: less memory, and only the next token is compared.
+    With 0 no answers are generated: less memory, and only the next token is compared.
     """
 
     k_from: int | None = None
@@ -53,78 +53,80 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_new_tokens < 0:
-            raise RequestError(f"--batch {self.batch} or --max-new-tokens {self.max_new_tokens} is too small")
+            raise RequestError(
+                f"--batch is {self.batch} and --max-new-tokens {self.max_new_tokens}; they must be at least 1 and 0"
+            )
 
     def ks(self, layers: int) -> tuple[int, ...]:
         """The candidates for a model of `layers` layers."""
         if layers < 2:
-            raise RequestError("a model of one layer has no K to choose")
+            raise RequestError(f"the model has {layers} layer; choosing K needs at least 2")
         first = min(5, layers) if self.k_from is None else self.k_from
         if not 2 <= first <= layers:
-            raise RequestError(f"--k-from {first} is outside 2..{layers}: K is the first layer without vision tokens")
+            raise RequestError(f"--k-from is {first}; it must be 2 to {layers}, the first layer without vision tokens")
         return tuple(range(first, layers + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was measured: `rows` has a JSON object an item; `skipped` are the items that could not be asked."""
+    """`results` has one JSON object per item; `skipped` has one line per item that could not be asked."""
 
     ks: tuple[int, ...]
-    rows: tuple[dict[str, Any], ...]
+    results: tuple[dict[str, Any], ...]
     skipped: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
-    """Rough needs of a measurement, of bytes, seconds and multiply-accumulates as FLOPs."""
+class CalibrationForecast:
+    """Estimated cost of a measurement: FLOPs, seconds and bytes of memory."""
 
     flops: float
     seconds: float
     memory: int
 
 
-def forecast(source: Source, asked: Sequence[PreparedItem], options: CalibrationOptions) -> Forecast:
-    """What measuring will take, by the matrices' arithmetic and the speed of one of them here: a rough figure."""
+def forecast(source: Source, items: Sequence[PreparedItem], options: CalibrationOptions) -> CalibrationForecast:
+    """Estimate the cost of a measurement from its matrix products and the speed of one of them on this machine."""
     size, text = model_size(source.config, source.name), source.config.text
     ks, vision = options.ks(text.layers), source.config.vision_tokens
-    macs, longest = 0, max(len(one.ids) for one in asked) + options.max_new_tokens
-    for one in asked:
-        rows = len(one.ids) + options.max_new_tokens
-        text_rows = rows - vision * len(one.item.images)
-        tail_layers = sum(text.layers - k + 1 for k in ks)
-        macs += size.decoder.layer_macs * (rows * text.layers + text_rows * tail_layers)
+    macs, longest = 0, max(len(prepared.ids) for prepared in items) + options.max_new_tokens
+    for prepared in items:
+        tokens = len(prepared.ids) + options.max_new_tokens
+        text_tokens = tokens - vision * len(prepared.item.images)
+        withdrawn_layers = sum(text.layers - k + 1 for k in ks)
+        macs += size.decoder.layer_macs * (tokens * text.layers + text_tokens * withdrawn_layers)
         macs += size.decoder.head_macs * (1 + options.max_new_tokens) * (1 + len(ks))
-        macs += (size.vision.parameters if size.vision else 0) * vision * len(one.item.images)
+        macs += (size.vision.parameters if size.vision else 0) * vision * len(prepared.item.images)
     largest = 4 * max(size.decoder.head_macs, size.decoder.layer_macs)
-    tails = 4 * text.hidden * len(ks) * (longest - vision)
-    batch = min(options.batch, len(asked)) * (4 * text.hidden * longest + tails)
-    memory = EXPORT_BASE + 2 * largest + batch + 4 * tails * max(1, text.ffn // text.hidden) + 12 * LOGITS
+    withdrawn = 4 * text.hidden * len(ks) * (longest - vision)
+    batch = min(options.batch, len(items)) * (4 * text.hidden * longest + withdrawn)
+    memory = EXPORT_BASE + 2 * largest + batch + 4 * withdrawn * max(1, text.ffn // text.hidden) + 12 * LOGITS
     if options.max_new_tokens:
         memory += RUN_BASE + 4 * size.decoder.parameters + 8 * text.layers * text.kv_heads * text.head_dim * longest
-    seconds = 2 * macs / product_speed(text.hidden, text.ffn, longest) + 2 * LAYER_SECONDS * text.layers * len(asked)
-    return Forecast(2 * macs, seconds, memory)
+    seconds = 2 * macs / product_speed(text.hidden, text.ffn, longest) + 2 * LAYER_SECONDS * text.layers * len(items)
+    return CalibrationForecast(2 * macs, seconds, memory)
 
 
 def calibrate(
     source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Report = lambda *_: None
 ) -> Measurement:
-    """Measure every item that `out`/samples.jsonl does not hold yet, and write it there; an equal item counts once.
+    """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once.
 
     Raises:
         RequestError: nothing to measure, or `out` holds a measurement of another model or with other options.
         ExportError: `out` cannot be written.
 
     """
-    asked, skipped = prepare(source, data, options.max_new_tokens)
+    askable, skipped = prepare(source, data, options.max_new_tokens)
     ks = options.ks(source.config.text.layers)
     with contextlib.ExitStack() as stack:
-        journal = stack.enter_context(Journal(out / "samples.jsonl", _identity(source, options)))
-        items = {one.item.digest(): one for one in asked}
-        todo = [item for item in items if item not in journal.rows]
-        answers = todo and options.max_new_tokens
+        journal = stack.enter_context(ResultJournal(out / "samples.jsonl", _identity(source, options)))
+        items = {prepared.item.digest(): prepared for prepared in askable}
+        missing = [digest for digest in items if digest not in journal.results]
+        answers = missing and options.max_new_tokens
         model = stack.enter_context(answering(source, out / ".answering", report)) if answers else None
         measure = _Measure(source, model, ks, options)
-        batches = [todo[i : i + options.batch] for i in range(0, len(todo), options.batch)]
+        batches = [missing[i : i + options.batch] for i in range(0, len(missing), options.batch)]
         total, done = len(batches) * source.config.text.layers, 0
 
         def layer(count: int) -> None:
@@ -133,10 +135,10 @@ def calibrate(
             report("measuring", done, total)
 
         for batch in batches:
-            rows = measure.batch([items[item] for item in batch], layer)
-            journal.add(dict(zip(batch, rows, strict=True)))
-        found = tuple(_sound(journal.rows[item], len(ks)) for item in items)
-        return Measurement(ks, found, tuple(skipped))
+            results = measure.batch([items[digest] for digest in batch], layer)
+            journal.add(dict(zip(batch, results, strict=True)))
+        checked = tuple(_checked(journal.results[digest], len(ks)) for digest in items)
+        return Measurement(ks, checked, tuple(skipped))
 
 
 def _identity(source: Source, options: CalibrationOptions) -> dict[str, Any]:
@@ -144,19 +146,19 @@ def _identity(source: Source, options: CalibrationOptions) -> dict[str, Any]:
     return {"model": [source.fingerprint, source.version()], "set of options": kept}
 
 
-def _sound(row: dict[str, Any], count: int) -> dict[str, Any]:
-    """A row as it was measured, also where it has been read from a file."""
+def _checked(result: dict[str, Any], count: int) -> dict[str, Any]:
+    """The result of one item, which may have been read from a file; RequestError where it is incomplete."""
     lengths = {"kl": count, "kl_reverse": count, "top1": count, "agree": 1 + count, "right": 1 + count}
     for name, length in lengths.items():
-        value = row.get(name, ())
+        value = result.get(name, ())
         numbers = isinstance(value, list) and len(value) == length and all(isinstance(v, int | float) for v in value)
         if not numbers and not (value is None and length > count):
             raise RequestError(f"samples.jsonl is damaged: an item has no {name} for every K; remove the file")
-    return row
+    return result
 
 
 class _Measure:
-    """One batch after the other; an item's results do not depend on its batch."""
+    """Measures batches; an item's result does not depend on its batch."""
 
     def __init__(self, source: Source, model: Model | None, ks: tuple[int, ...], options: CalibrationOptions) -> None:
         self._source, self._model, self._ks, self._options = source, model, ks, options
@@ -165,35 +167,39 @@ class _Measure:
 
     @torch.inference_mode()
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Measure some items; `layer` gets 1 a decoder layer."""
-        answers = [self._answer(one) for one in batch]
-        features = [self._features(one.item) for one in batch]
-        # First each item with the model's own answer behind it, then those with the right one that it did not give.
-        told: list[NDArray[np.int64]] = [np.array(answer.token_ids if answer else (), np.int64) for answer in answers]
-        forced = {i: one.wanted for i, one in enumerate(batch) if one.wanted is not None and not _met(one, answers[i])}
+        """The results of some items; calls `layer(1)` after each decoder layer."""
+        answers = [self._answer(prepared) for prepared in batch]
+        features = [self._features(prepared.item) for prepared in batch]
+        # First each item followed by the model's own answer; then, where that is wrong, followed by the right one.
+        own: list[NDArray[np.int64]] = [np.array(answer.token_ids if answer else (), np.int64) for answer in answers]
+        forced = {
+            i: prepared.answer_ids
+            for i, prepared in enumerate(batch)
+            if prepared.answer_ids is not None and not _is_right(prepared, answers[i])
+        }
         samples = [
             Sample(np.append(batch[i].ids, tokens[:-1]), features[i], max(1, len(tokens)))
-            for i, tokens in (*enumerate(told), *forced.items())
+            for i, tokens in (*enumerate(own), *forced.items())
         ]
         meter = AttentionMeter(samples[: len(batch)], self._source.config) if self._options.attention else None
         hidden = self._reference.hidden(samples, [None, *self._ks], layer, meter)
         right = dict(zip(forced, hidden[len(batch) :], strict=True))
-        rows = []
-        for i, (one, answer) in enumerate(zip(batch, answers, strict=True)):
-            row: dict[str, Any] = {"answer": answer.text if answer else None, **self._next_token(hidden[i])}
-            row["agree"] = self._along(hidden[i], told[i]) if answer else None
-            row["right"] = None if one.wanted is None else row["agree"]
+        results = []
+        for i, (prepared, answer) in enumerate(zip(batch, answers, strict=True)):
+            result: dict[str, Any] = {"answer": answer.text if answer else None, **self._next_token(hidden[i])}
+            result["agree"] = self._along(hidden[i], own[i]) if answer else None
+            result["right"] = None if prepared.answer_ids is None else result["agree"]
             if i in forced:
-                row["right"] = self._along(right[i], forced[i])
-            rows.append(row | ({"attention": meter.shares(i)} if meter else {}))
-        return rows
+                result["right"] = self._along(right[i], forced[i])
+            results.append(result | ({"attention": meter.shares(i)} if meter else {}))
+        return results
 
-    def _answer(self, one: PreparedItem) -> Answer | None:
+    def _answer(self, prepared: PreparedItem) -> Answer | None:
         """The full model's own answer."""
         if self._model is None:
             return None
-        with self._model.open(list(one.item.images)) as images:
-            return images.ask(one.item.question, None, Options(self._options.max_new_tokens))
+        with self._model.open(list(prepared.item.images)) as conversation:
+            return conversation.ask(prepared.item.question, None, Options(self._options.max_new_tokens))
 
     def _features(self, item: Item) -> Tensor:
         pixels = np.stack([preprocess(load_image(image), self._source.image) for image in item.images])
@@ -212,26 +218,28 @@ class _Measure:
         return {"kl": kl.tolist(), "kl_reverse": reverse.tolist(), "top1": top1.tolist()}
 
     def _along(self, hidden: dict[int | None, Tensor], tokens: NDArray[np.int64]) -> list[bool]:
-        """For none and every K whether the likeliest next token is the given one all along; any end token will do."""
-        wanted, rows = torch.from_numpy(tokens), self._stack(hidden)
-        likeliest = torch.cat([part.argmax(-1) for part in self._logits(rows.flatten(0, 1))]).reshape(rows.shape[:2])
-        ends = torch.isin(likeliest, self._end_ids) & torch.isin(wanted, self._end_ids)
-        same: list[bool] = ((likeliest == wanted) | ends).all(-1).tolist()
+        """For none and every K, whether greedy decoding gives `tokens`; all end tokens count as equal."""
+        expected, states = torch.from_numpy(tokens), self._stack(hidden)
+        likeliest = torch.cat([part.argmax(-1) for part in self._logits(states.flatten(0, 1))]).reshape(
+            states.shape[:2]
+        )
+        ends = torch.isin(likeliest, self._end_ids) & torch.isin(expected, self._end_ids)
+        same: list[bool] = ((likeliest == expected) | ends).all(-1).tolist()
         return same
 
     def _stack(self, hidden: dict[int | None, Tensor]) -> Tensor:
         """[1 + K's, last, hidden], no withdrawal first."""
         return torch.stack([hidden[k] for k in (None, *self._ks)])
 
-    def _logits(self, rows: Tensor) -> Iterator[Tensor]:
-        """Logits of rows [n, hidden], a bounded number at a time."""
+    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Logits of hidden states [n, hidden], a bounded number at a time."""
         step = max(1, LOGITS // self._source.config.text.vocab)
-        for start in range(0, len(rows), step):
-            yield self._reference.head(rows[start : start + step])
+        for start in range(0, len(hidden), step):
+            yield self._reference.head(hidden[start : start + step])
 
 
-def _met(one: PreparedItem, answer: Answer | None) -> bool:
-    """Whether the whole answer is the right one, capitals and the last full stop apart."""
-    if answer is None or answer.stopped != "end" or one.item.answer is None:
+def _is_right(prepared: PreparedItem, answer: Answer | None) -> bool:
+    """Whether the whole answer is the right one; case and the last full stop are ignored."""
+    if answer is None or answer.stopped != "end" or prepared.item.answer is None:
         return False
-    return plain(answer.text) == plain(one.item.answer)
+    return plain(answer.text) == plain(prepared.item.answer)

@@ -24,8 +24,8 @@ def draw_report(report: Mapping[str, Any], folder: Path) -> list[Path]:
     return [folder / name for name in drawings]
 
 
-def _band(axes: Any, ks: Sequence[int], found: Sequence[Mapping[str, float]], middle: str, label: str) -> None:
-    values, low, high = ([max(f[name], FLOOR) for f in found] for name in (middle, "low", "high"))
+def _band(axes: Any, ks: Sequence[int], intervals: Sequence[Mapping[str, float]], middle: str, label: str) -> None:
+    values, low, high = ([max(interval[name], FLOOR) for interval in intervals] for name in (middle, "low", "high"))
     line = axes.plot(ks, values, marker="o", markersize=3, label=label)[0]
     axes.fill_between(ks, low, high, alpha=0.15, color=line.get_color())
 
@@ -70,13 +70,13 @@ def _accuracy(figure: Any, report: Mapping[str, Any]) -> None:
 
 
 def _attention(figure: Any, report: Mapping[str, Any]) -> None:
-    found = report["attention"]
+    means = report["attention"]
     layers, steps = figure.subplots(1, 2)
-    for i, kind in enumerate(found["kinds"]):
-        line = layers.plot(range(1, len(found["answer"]) + 1), [100 * a[i] for a in found["answer"]], label=kind)[0]
-        by_question = [100 * a[i] for a in found["question"]]
+    for i, kind in enumerate(means["kinds"]):
+        line = layers.plot(range(1, len(means["answer"]) + 1), [100 * a[i] for a in means["answer"]], label=kind)[0]
+        by_question = [100 * a[i] for a in means["question"]]
         layers.plot(range(1, len(by_question) + 1), by_question, linestyle=":", color=line.get_color())
-        steps.plot(range(1, len(found["steps"]) + 1), [100 * a[i] for a in found["steps"]], marker=".", label=kind)
+        steps.plot(range(1, len(means["steps"]) + 1), [100 * a[i] for a in means["steps"]], marker=".", label=kind)
     layers.set(xlabel="layer (dotted: from the question's tokens)", ylabel="attention from the answer to ..., %")
     steps.set(xlabel="output token, mean over the layers")
     for axes in (layers, steps):

@@ -1,4 +1,4 @@
-"""A model to measure, from a checkpoint or a bundle: weights for the plain reference, its text, its answers."""
+"""A model to measure, opened from a checkpoint or a bundle: weights for the plain reference, text, answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel(Source):
-    """A model and what it was opened from: the plan of an export of its checkpoint, or a bundle."""
+    """A model and its origin: the plan of an export of its checkpoint, or a bundle."""
 
     origin: Plan | Bundle
 
@@ -58,14 +58,14 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
     if not set(parts) <= set(FULL):
         raise BundleError(
-            f"{bundle.folder.name} holds {'/'.join(dict.fromkeys(parts))} weights, and the plain reference reads whole "
+            f"{bundle.folder.name} holds {'/'.join(dict.fromkeys(parts))} weights, but measuring needs floating-point "
             f"ones; measure the checkpoint it was made from instead: --model {manifest.model.name} without --bundle"
         )
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.files:
         if file.startswith("weights/"):
-            found = bundle.header(file).tensors
-            tensors |= {canonical_name(name): info for name, info in found.items()}
+            stored = bundle.header(file).tensors
+            tensors |= {canonical_name(name): info for name, info in stored.items()}
     checkpoint, model = Checkpoint(bundle.folder, plain(manifest.model), tensors, None), config_of(manifest)
     for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)):
         checkpoint.require(name, shape)
@@ -85,7 +85,7 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
 
 @contextmanager
 def answering(source: OpenedModel, folder: Path, report: Report) -> Iterator[Model]:
-    """The model as the runtime answers with it; a checkpoint becomes a bundle in `folder` for as long as this lasts."""
+    """The model as the runtime answers with it; a checkpoint is exported to a temporary bundle in `folder`."""
     if isinstance(source.origin, Bundle):
         yield load(source.origin.folder)
         return

@@ -1,7 +1,7 @@
 """Questions about images to calibrate and train on: a JSONL file, LLaVA's conversations, or drawn scenes.
 
-A data file is hostile until read: bounded in size, its images inside one folder. What cannot be used is skipped,
-counted and named; when it is more than `MAX_SKIPPED` of the items, nothing is measured.
+A data file is untrusted: its size is bounded, and its images lie inside one directory. Items that cannot be used are
+skipped and reported; when they exceed `MAX_SKIPPED` of all items, nothing is measured.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class Item:
     def digest(self) -> str:
         """A sha256 that changes with the texts, and with the content, or size and time, of the images.
 
-        Raises ImageError for a file that has gone.
+        Raises ImageError for a file that has been removed.
         """
-        found = hashlib.sha256(repr((self.question, self.answer)).encode("utf-8", "surrogatepass"))
+        digest = hashlib.sha256(repr((self.question, self.answer)).encode("utf-8", "surrogatepass"))
         for image in self.images:
             if isinstance(image, Image.Image):
-                found.update(repr(image.size).encode() + image.tobytes())
+                digest.update(repr(image.size).encode() + image.tobytes())
             elif isinstance(image, Path):
                 status = _stat(image)
-                found.update(f"{image}\0{status.st_size}\0{status.st_mtime_ns}".encode("utf-8", "surrogateescape"))
-        return found.hexdigest()
+                digest.update(f"{image}\0{status.st_size}\0{status.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Usable items, and a line on each that is not."""
+    """Usable items, and one line for each item that is not."""
 
     source: str
     items: tuple[Item, ...]
@@ -67,54 +67,54 @@ class Data:
         if self.skipped and (not self.items or len(self.skipped) > MAX_SKIPPED * total):
             raise RequestError(
                 f"{len(self.skipped)} of {total} items of {self.source} cannot be used, the limit is "
-                f"{MAX_SKIPPED:.0%}; mend the data, or name the images' folder with --images. First: {self.skipped[0]}"
+                f"{MAX_SKIPPED:.0%}; fix the data, or give the image directory with --images. First: {self.skipped[0]}"
             )
         if not self.items:
             raise RequestError(f"{self.source} is empty; give at least one question about an image")
 
 
 def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> Data:
-    """At most `samples` items, drawn by `seed` and left in order, of a file, a folder with one, or "scenes".
+    """At most `samples` items, drawn by `seed` and kept in order, of a file, a directory with one, or "scenes".
 
     A JSONL file has lines {"image": name or list, "question", "answer"?}; LLaVA's format is a list of {"image",
-    "conversations"}, of which the first question and answer count. Names are relative to `images`, which is the
-    file's folder when not given. Every image is decoded once here, so that no long work meets a bad one later.
+    "conversations"}, of which the first question and answer count. Names are relative to `images`, by default the
+    file's directory. Every image is decoded once here, so that a bad one stops the work before it starts.
 
     Raises:
-        RequestError: the source is missing, empty or no such file, or too many of its items cannot be used.
+        RequestError: the source is missing or empty, or too many of its items cannot be used.
 
     """
     if samples < 1:
-        raise RequestError(f"--samples is {samples}; give at least 1")
+        raise RequestError(f"--samples is {samples}; it must be at least 1")
     if source == SCENES:
         return Data("the drawn scenes", scene_items(samples))
     file = _data_file(Path(source).expanduser())
     folder = (file.parent if images is None else images.expanduser()).resolve()
     if not folder.is_dir():
-        raise RequestError(f"the folder of images {folder} is no directory; name it with --images")
+        raise RequestError(f"the image path {folder} is not a directory; give one with --images")
     items, skipped = list[Item](), list[str]()
-    for where, record in _drawn(_records(file), samples, seed):
+    for label, record in _drawn(_records(file), samples, seed):
         try:
             items.append(_item(record if not isinstance(record, bytes) else _line(record), folder))
         except (RequestError, ImageError) as e:
-            skipped.append(f"{where}: {e}")
+            skipped.append(f"{label}: {e}")
     return Data(file.name, tuple(items), tuple(skipped))
 
 
 def scene_items(count: int) -> tuple[Item, ...]:
-    """`count` drawn scenes with a question each; the same ones always, and none that the demo model was trained on."""
+    """`count` drawn scenes with a question each: always the same ones, and none that the demo model was trained on."""
     from vtx.exporter.data.scenes import ask_some, photograph, random_scene
 
     rng, items = random.Random(SCENES_SEED), list[Item]()
     for _ in range(count):
         scene = random_scene(rng)
-        asked = ask_some(scene, 1, rng)[0]
-        items.append(Item((photograph(scene, rng),), asked.question, asked.answer))
+        drawn = ask_some(scene, 1, rng)[0]
+        items.append(Item((photograph(scene, rng),), drawn.question, drawn.answer))
     return tuple(items)
 
 
 def plain(answer: str) -> str:
-    """An answer as it is compared: capitals, spaces and the last full stop apart."""
+    """An answer normalised for comparison: case, spaces and the last full stop are ignored."""
     return " ".join(answer.casefold().split()).rstrip(" .!")
 
 
@@ -122,25 +122,25 @@ def _stat(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except OSError as e:
-        raise ImageError(f"image {path} has gone since it was read ({e.strerror}); put it back") from e
+        raise ImageError(f"image {path} was removed after it was first read ({e.strerror}); restore it") from e
 
 
 def _data_file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    found = sorted(p for p in path.iterdir() if p.suffix == ".jsonl")
-    if len(found) != 1:
-        raise RequestError(f"{path} holds {len(found)} .jsonl files; name the file itself")
-    return found[0]
+    files = sorted(p for p in path.iterdir() if p.suffix == ".jsonl")
+    if len(files) != 1:
+        raise RequestError(f"{path} holds {len(files)} .jsonl files, and there must be one; name the file itself")
+    return files[0]
 
 
 def _records(file: Path) -> list[tuple[str, Any]]:
-    """(where, parsed record) of a JSON list, or (where, raw line) of a JSONL file."""
+    """(label, parsed record) of a JSON list, or (label, raw line) of a JSONL file."""
     raw = read_named(file, MAX_FILE, error=RequestError)
     if raw.lstrip()[:1] != b"[":
         return [(f"line {n}", line) for n, line in enumerate(raw.splitlines(), 1) if line.strip()]
     if len(raw) > MAX_LIST_FILE:
-        raise RequestError(f"{file.name} holds {len(raw):,} bytes of JSON, the limit is {MAX_LIST_FILE:,}; take a part")
+        raise RequestError(f"{file.name} holds {len(raw):,} bytes of JSON, the limit is {MAX_LIST_FILE:,}; split it")
     return [(f"item {n}", record) for n, record in enumerate(parse_json(raw, file.name, error=RequestError), 1)]
 
 
@@ -159,7 +159,7 @@ def _line(raw: bytes) -> Any:
 def _item(record: Any, folder: Path) -> Item:
     """Raises RequestError or ImageError for a record that cannot be used."""
     if not isinstance(record, dict):
-        raise RequestError(f"a JSON {type(record).__name__} is no object with image and question")
+        raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
     names = record.get("image")
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -177,16 +177,16 @@ def _item(record: Any, folder: Path) -> Item:
 
 
 def _turns(record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Question and answer as they stand, or those of the first two turns of a conversation."""
+    """The fields question and answer, or those of the first two turns of a conversation."""
     turns = record.get("conversations")
     if turns is None:
         return record.get("question"), record.get("answer")
-    spoken: dict[str, str] = {}
+    by_role: dict[str, str] = {}
     for turn in turns if isinstance(turns, list) else ():
-        who, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if isinstance(who, str) and isinstance(text, str):
-            spoken.setdefault(who, text.replace(f"{_MARKER}\n", "").replace(f"\n{_MARKER}", "").replace(_MARKER, ""))
-    return spoken.get("human"), spoken.get("gpt")
+        role, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        if isinstance(role, str) and isinstance(text, str):
+            by_role.setdefault(role, text.replace(f"{_MARKER}\n", "").replace(f"\n{_MARKER}", "").replace(_MARKER, ""))
+    return by_role.get("human"), by_role.get("gpt")
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -195,7 +195,7 @@ def _inside(folder: Path, name: str) -> Path:
         if path.is_relative_to(folder):
             return path
     except (OSError, ValueError, RuntimeError) as e:
-        raise RequestError(f"image {shown(name)} is no file name") from e
+        raise RequestError(f"image {shown(name)} is not a file name") from e
     raise RequestError(f"image {shown(name)} lies outside {folder}")
 
 

@@ -1,4 +1,4 @@
-"""Results written down as they come, so that an interrupted measurement can go on."""
+"""Results saved as they are measured, so that an interrupted measurement can resume."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vtx.runtime.errors import ExportError, RequestError
 MAX_BYTES = 1 << 30
 
 
-class Journal:
-    """A JSONL file: a line that says what is measured and how, then one an item. `rows` has the items by digest.
+class ResultJournal:
+    """A JSONL file: a line that identifies the measurement, then one line per item. `results` are keyed by item digest.
 
-    What a kill left of a line is dropped; a file about something else is refused. One process may write at a time.
+    An incomplete last line is dropped; a file of another measurement is refused. One process may write at a time.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self._path, self._identity = path, json.loads(json.dumps(identity))
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> ResultJournal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
@@ -42,10 +42,10 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, rows: Mapping[str, dict[str, Any]]) -> None:
-        """Write the results of some items, all of them on the disk when this returns."""
-        self._write(b"".join(_line({"item": item, **row}) for item, row in rows.items()))
-        self.rows.update(rows)
+    def add(self, results: Mapping[str, dict[str, Any]]) -> None:
+        """Write the results of some items; they are on disk when this returns."""
+        self._write(b"".join(_line({"item": item, **result}) for item, result in results.items()))
+        self.results.update(results)
 
     def _lock(self) -> None:
         try:
@@ -54,8 +54,9 @@ class Journal:
             raise RequestError(f"another process is writing {self._path}; wait for it, or name another --out") from e
 
     def _resume(self) -> None:
-        if os.fstat(self._file.fileno()).st_size > MAX_BYTES:
-            raise RequestError(f"{self._path} is over {MAX_BYTES:,} bytes; name another --out")
+        size = os.fstat(self._file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise RequestError(f"{self._path} has {size:,} bytes, the limit is {MAX_BYTES:,}; name another --out")
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         self._file.truncate(whole)
@@ -67,17 +68,17 @@ class Journal:
         self._check_identity(lines[0])
         if not all("item" in line for line in lines[1:]):
             raise RequestError(f"{self._path} is damaged; remove it, or name another --out")
-        self.rows = {line["item"]: {k: v for k, v in line.items() if k != "item"} for line in lines[1:]}
+        self.results = {line["item"]: {k: v for k, v in line.items() if k != "item"} for line in lines[1:]}
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
-        found = parse_json(line, f"a line of {self._path}", error=RequestError)
-        if not isinstance(found, dict) or not (isinstance(found.get("item"), str) or "model" in found):
-            raise RequestError(f"{self._path} is damaged or something else; remove it, or name another --out")
-        return found
+        value = parse_json(line, f"a line of {self._path}", error=RequestError)
+        if not isinstance(value, dict) or not (isinstance(value.get("item"), str) or "model" in value):
+            raise RequestError(f"{self._path} is damaged or is not a measurement; remove it, or name another --out")
+        return value
 
-    def _check_identity(self, found: Mapping[str, Any]) -> None:
+    def _check_identity(self, identity: Mapping[str, Any]) -> None:
         for part, value in self._identity.items():
-            if found.get(part) != value:
+            if identity.get(part) != value:
                 raise RequestError(
                     f"{self._path} belongs to a measurement with another {part}; remove it, or name another --out"
                 )

@@ -1,4 +1,4 @@
-"""Items of data as the model reads them: the prompt's tokens, and those of the right answer behind it."""
+"""Items of data as the model reads them: the prompt's tokens, and those of the right answer after it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from vtx.exporter.data.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message, Part
 
-MAX_REFERENCE = 32  # tokens; what is longer is no answer that could be met word for word
+MAX_REFERENCE = 32  # tokens; a longer answer is never matched word for word
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedItem:
-    """An item as the model reads it: `ids` [n] of the prompt; `wanted` [m] of the right answer, its end included."""
+    """An item as the model reads it: `ids` [n] of the prompt, `answer_ids` [m] of the right answer and its end."""
 
     item: Item
     ids: NDArray[np.int64]
-    wanted: NDArray[np.int64] | None
+    answer_ids: NDArray[np.int64] | None
 
 
 def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[PreparedItem], list[str]]:
-    """Tokenise every item; those that cannot be asked, or do not fit the context, are named instead.
+    """Tokenise every item; those that cannot be asked, or do not fit the context, are reported instead.
 
     Raises:
-        RequestError: too many of them.
+        RequestError: too many items cannot be used.
 
     """
-    asked, skipped, room = [], list(data.skipped), source.context - max(max_new_tokens, MAX_REFERENCE)
+    prepared, skipped, room = [], list(data.skipped), source.context - max(max_new_tokens, MAX_REFERENCE)
     for number, item in enumerate(data.items, 1):
         try:
             ids = source.text.prompt(messages(item), source.config.vision_tokens)
@@ -39,15 +39,19 @@ def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[Prepa
             skipped.append(f"question {number}: {e}")
             continue
         if len(ids) <= room:
-            wanted = answer_ids(source, item, ids)
-            asked.append(
-                PreparedItem(item, ids, wanted if wanted is not None and len(wanted) <= MAX_REFERENCE else None)
-            )
+            answer = answer_ids(source, item, ids)
+            short = answer is not None and len(answer) <= MAX_REFERENCE
+            prepared.append(PreparedItem(item, ids, answer if short else None))
         else:
-            skipped.append(f"question {number}: {len(ids)} tokens, {room} fit the context of {source.context}")
-    if len(skipped) > MAX_SKIPPED * (len(asked) + len(skipped)):
-        raise RequestError(f"{len(skipped)} of {len(asked) + len(skipped)} items cannot be used. Last: {skipped[-1]}")
-    return asked, skipped
+            skipped.append(
+                f"question {number}: {len(ids)} tokens, the limit is {room} of a context of {source.context}"
+            )
+    if len(skipped) > MAX_SKIPPED * (len(prepared) + len(skipped)):
+        raise RequestError(
+            f"{len(skipped)} of {len(prepared) + len(skipped)} items cannot be used, the limit is {MAX_SKIPPED:.0%}; "
+            f"fix or remove them. Last: {skipped[-1]}"
+        )
+    return prepared, skipped
 
 
 def messages(item: Item) -> list[Message]:
@@ -57,7 +61,7 @@ def messages(item: Item) -> list[Message]:
 
 
 def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The right answer's tokens after the prompt `ids`, an end token last, where the template goes on with them."""
+    """The right answer's tokens after the prompt `ids`, an end token last; None where the template drops it."""
     if item.answer is None:
         return None
     text, answer = source.text, [Part(type="text", text=item.answer)]
@@ -68,9 +72,9 @@ def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np
         return None
     if not np.array_equal(whole[: len(ids)], ids):
         return None
-    wanted = whole[len(ids) :]
-    ends = np.flatnonzero(np.isin(wanted, text.settings.end_ids))
-    wanted = wanted[: ends[0]] if len(ends) else wanted
-    while len(wanted) and not text.decode(wanted[-1:]).strip():  # some templates print a space behind the answer
-        wanted = wanted[:-1]
-    return np.append(wanted, np.array(text.settings.end_ids[:1], np.int64)) if len(wanted) else None
+    tokens = whole[len(ids) :]
+    ends = np.flatnonzero(np.isin(tokens, text.settings.end_ids))
+    tokens = tokens[: ends[0]] if len(ends) else tokens
+    while len(tokens) and not text.decode(tokens[-1:]).strip():  # some templates print a space after the answer
+        tokens = tokens[:-1]
+    return np.append(tokens, np.array(text.settings.end_ids[:1], np.int64)) if len(tokens) else None

@@ -94,7 +94,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SceneQuestion:
     """One question about a scene: `kind` is a key of `KINDS`."""
 
     kind: str
@@ -240,10 +240,10 @@ def _exists_part(scene: Scene, rng: random.Random) -> tuple[str, str]:
     """Whether a shape of any colour, or a colour in any shape, is there."""
     by_shape = rng.random() < 0.5
     present = {t.shape if by_shape else t.color for t in scene.things}
-    absent = [word for word in (SHAPES if by_shape else COLORS) if word not in present]
-    word = rng.choice(sorted(present) if rng.random() < 0.5 or not absent else absent)
-    noun = word if by_shape else f"{word} {_thing(rng)}"
-    return _ask_whether(rng, noun, _plural(noun) if by_shape else noun + "s"), "yes" if word in present else "no"
+    absent = [name for name in (SHAPES if by_shape else COLORS) if name not in present]
+    name = rng.choice(sorted(present) if rng.random() < 0.5 or not absent else absent)
+    noun = name if by_shape else f"{name} {_thing(rng)}"
+    return _ask_whether(rng, noun, _plural(noun) if by_shape else noun + "s"), "yes" if name in present else "no"
 
 
 def _ask_whether(rng: random.Random, name: str, plural: str) -> str:
@@ -299,17 +299,19 @@ def _as_typed(question: str, rng: random.Random) -> str:
     return question + ("?" if rng.random() < 0.7 else "")
 
 
-def ask(scene: Scene, kind: str, rng: random.Random) -> Item | None:
+def ask(scene: Scene, kind: str, rng: random.Random) -> SceneQuestion | None:
     """A question of `kind` about `scene`, or None where the scene has no clear answer to one."""
     pair = KINDS[kind](scene, rng)
-    return Item(kind, _as_typed(pair[0], rng), pair[1]) if pair else None
+    return SceneQuestion(kind, _as_typed(pair[0], rng), pair[1]) if pair else None
 
 
-def ask_some(scene: Scene, count: int, rng: random.Random, weights: dict[str, float] | None = None) -> list[Item]:
+def ask_some(
+    scene: Scene, count: int, rng: random.Random, weights: dict[str, float] | None = None
+) -> list[SceneQuestion]:
     """`count` questions of kinds drawn by `weights` (even when not given)."""
     kinds = list(KINDS)
     odds = [weights[k] if weights else 1.0 for k in kinds]
-    items: list[Item] = []
+    items: list[SceneQuestion] = []
     while len(items) < count:
         item = ask(scene, rng.choices(kinds, odds)[0], rng)
         if item:

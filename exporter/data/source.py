@@ -23,6 +23,6 @@ class Source:
     context: int
 
     def version(self) -> list[list[str | int]]:
-        """Name, bytes and time of change of each file of weights."""
+        """Name, size in bytes and modification time of each weight file."""
         files = sorted({info.file for info in self.checkpoint.tensors.values()})
         return [[f.name, (s := f.stat()).st_size, s.st_mtime_ns] for f in files]

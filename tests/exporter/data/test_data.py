@@ -41,9 +41,9 @@ def read(source: str, images: Path | None = None, samples: int = 100) -> Data:
 
 
 def test_lines_become_items_in_their_order(folder: Path) -> None:
-    found = read(lines(folder, good(3)))
-    assert found.items == tuple(Item((folder / f"{n}.png",), f"what is {n}?", str(n)) for n in range(3))
-    assert not found.skipped
+    usable = read(lines(folder, good(3)))
+    assert usable.items == tuple(Item((folder / f"{n}.png",), f"what is {n}?", str(n)) for n in range(3))
+    assert not usable.skipped
 
 
 def test_an_item_may_have_several_images_and_no_answer(folder: Path) -> None:
@@ -62,7 +62,7 @@ def test_images_lie_in_the_named_folder_or_beside_the_file(folder: Path, tmp_pat
     assert len(read(source, folder).items) == 2
     with pytest.raises(RequestError, match=r"2 of 2 items .*--images.*does not exist"):
         read(source)
-    with pytest.raises(RequestError, match="no directory"):
+    with pytest.raises(RequestError, match="is not a directory"):
         read(source, folder / "none")
 
 
@@ -124,7 +124,7 @@ def test_a_digest_changes_with_question_answer_and_image(folder: Path) -> None:
         ({"image": "/etc/passwd", "question": "?"}, "outside"),
         ({"image": "link.png", "question": "?"}, "outside"),
         ({"image": "loop", "question": "?"}, "image"),
-        ({"image": "a\0b", "question": "?"}, "no file name"),
+        ({"image": "a\0b", "question": "?"}, "is not a file name"),
         ({"image": "", "question": "?"}, "directory"),
         ({"image": "text.png", "question": "?"}, "not an image"),
         ({"image": "1.png"}, "no question"),
@@ -136,7 +136,7 @@ def test_a_digest_changes_with_question_answer_and_image(folder: Path) -> None:
         ({"image": [], "question": "?"}, "names no image"),
         ({"image": [1], "question": "?"}, "names no image"),
         ({"image": ["1.png"] * 65, "question": "?"}, "65 images"),
-        ([1], "no object"),
+        ([1], "is not an object"),
         ("a" * (1 << 20), "limit is 1,048,576"),
     ],
 )
@@ -146,11 +146,11 @@ def test_an_unusable_item_is_skipped_and_named(folder: Path, tmp_path_factory: A
     (folder / "link.png").symlink_to(outside)
     (folder / "loop").symlink_to("loop")
     (folder / "text.png").write_text("no picture")
-    found = read(lines(folder, [*good(5), record]))
-    assert len(found.items) == 5
-    assert len(found.skipped) == 1
-    assert found.skipped[0].startswith("line 6: ")
-    assert reason in found.skipped[0]
+    usable = read(lines(folder, [*good(5), record]))
+    assert len(usable.items) == 5
+    assert len(usable.skipped) == 1
+    assert usable.skipped[0].startswith("line 6: ")
+    assert reason in usable.skipped[0]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_large_files_are_refused_before_they_are_read(folder: Path, monkeypatch:
     with pytest.raises(RequestError, match="limit is 100"):
         read(str(path))
     monkeypatch.setattr(data, "MAX_FILE", 100)
-    with pytest.raises(RequestError, match="at most 100"):
+    with pytest.raises(RequestError, match="the limit for such a file is 100"):
         read(lines(folder, good(3)))
 
 
