@@ -13,7 +13,7 @@ READY := .venv/.ready
 DEMO := build/demo
 FUZZ ?= 20000
 
-.PHONY: help setup demo test test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
+.PHONY: help setup demo test test-all test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -37,7 +37,10 @@ demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model, ask it about 
 $(DEMO)/vtx.json: | $(READY)
 	$(BIN)/vtx-export --k 16 --precision fp16 --out $(DEMO)
 
-test: lint types imports pytest ## everything CI runs
+test: lint types imports pytest ## every check but the slow tests
+
+test-all: lint types imports ## every check, slow tests included: what CI runs
+	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -49,8 +52,8 @@ types: $(READY) ## mypy --strict
 imports: $(READY) ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
-pytest: $(READY) ## the tests, one process a core
-	$(BIN)/pytest --numprocesses auto --dist loadfile
+pytest: $(READY) ## the tests that are not slow, one process per core
+	$(BIN)/pytest --numprocesses auto --dist loadfile -m "not slow"
 
 test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; skipped in one line elsewhere
 	$(BIN)/pytest -m gpu -rs

@@ -427,6 +427,7 @@ def test_an_export_that_cannot_be_done_is_one_line(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "taken"]
 
 
+@pytest.mark.slow
 def test_what_transformers_has_to_say_about_a_model_stays_out_of_the_one_line(
     tiny_checkpoint: Make, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def transformers_ids(judge: Reference, asked: Sequence[Asked]) -> list[list[int]
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
+@pytest.mark.slow
 def test_ids_without_withdrawal_equal_those_of_transformers(
     models: dict[str, Model], judge: Reference, asked: list[Asked]
 ) -> None:
@@ -102,6 +103,7 @@ def test_ids_without_withdrawal_equal_those_of_transformers(
     assert found == transformers_ids(judge, asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("k", [None, 16])
 def test_answers_about_new_scenes_are_right(
@@ -116,6 +118,7 @@ def test_answers_about_new_scenes_are_right(
     assert len(wrong) <= (1 - LEAST_RIGHT) * PAIRS, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [None, 16])
 def test_every_kind_is_right_in_capitals_and_with_or_without_a_question_mark(
     models: dict[str, Model], asked: list[Asked], k: int | None

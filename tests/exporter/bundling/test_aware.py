@@ -183,6 +183,7 @@ def stated_search(
     return errors, factors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 @pytest.mark.parametrize("tiny", [MHA, GQA], ids=["mha", "gqa"])
 def test_the_search_finds_what_a_plain_statement_over_transformers_rows_finds(

@@ -261,6 +261,7 @@ def quantised_tensors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "share"), [("weights", 0.3), ("weights", 0.8), ("reference", 0.5), ("checksums", 0)])
 def test_the_same_export_goes_on_without_doing_a_finished_tensor_again(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, share: float
@@ -498,6 +499,7 @@ def exporter(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) ->
     runner.close()
 
 
+@pytest.mark.slow
 def test_killed_at_twenty_random_moments_an_export_leaves_nothing_that_loads(
     tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter
 ) -> None:
@@ -532,6 +534,7 @@ def opens(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_killed_in_its_last_moments_an_export_leaves_a_whole_bundle_old_or_new(
     tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter
 ) -> None:
@@ -552,6 +555,7 @@ def test_killed_in_its_last_moments_an_export_leaves_a_whole_bundle_old_or_new(
     assert names(tmp_path) == ["b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_stops_an_export_and_leaves_at_most_a_hidden_folder_to_go_on_from(
     tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter, sent: int, status: int

@@ -47,6 +47,7 @@ def plan(bundle: Bundle, card: str, dialect: str = "trt") -> EnginePlan:
     return plan_engines(bundle, TARGETS[card], release, module.__version__, dialect)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_becomes_engines(precision: str, bundles: Callable[[str], Bundle]) -> None:
     bundle = bundles(precision)
@@ -62,6 +63,7 @@ def test_every_precision_becomes_engines(precision: str, bundles: Callable[[str]
     assert all(outcome.built is None for outcome in build_engines(plan(bundle, cards[0]), IGNORE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dialect", "precision"), [("trt", "fp32"), ("trt", "fp16"), ("trt", "bf16"), ("plain", "fp16")]
 )
@@ -95,6 +97,7 @@ def test_the_network_that_is_built_keeps_types_and_caches(precision: str, bundle
     assert (trt.LayerType.DEQUANTIZE in held) == (m.precision in ("int8", "int4"))
 
 
+@pytest.mark.slow
 def test_narrow_weights_stay_narrow_in_the_engine(tmp_path: Path) -> None:
     """The demo is too small to tell weights from kernels, so two products of [2048, 4096] each."""
     sizes = {precision: _wide(tmp_path, precision) for precision in ("fp16", "int8", "int4")}

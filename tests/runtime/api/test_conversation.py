@@ -323,6 +323,7 @@ def test_many_threads_over_one_conversation_wait_for_each_other(model: Model, fr
         assert [fresh[pair][0].token_ids for pair in asked] == list(answers)
 
 
+@pytest.mark.slow
 def test_a_thousand_questions_leave_memory_flat_and_ids_the_same(model: Model) -> None:
     process, options = psutil.Process(), Options(max_new_tokens=6, ignore_eos=True)
     seen: dict[Any, tuple[int, ...]] = {}

@@ -194,6 +194,7 @@ def test_a_chat_keeps_what_its_first_turn_kept(model: Model) -> None:
     assert turns[2].kv_slots[0] - turns[2].kv_slots[-1] == turns[0].kv_slots[0] - turns[0].kv_slots[-1]
 
 
+@pytest.mark.slow
 def test_hundreds_of_questions_leave_memory_flat(model: Model, tau: float) -> None:
     process, resident = psutil.Process(), 0
     words = [f"{DUAL},tau={tau}", "none", "fastv:k=3", "cls"]

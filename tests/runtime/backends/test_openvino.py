@@ -290,6 +290,7 @@ def test_caches_share_their_stage_s_weights(models: Get) -> None:
 # --- one prompt after another ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_questions_at_every_order_of_k_equal_fresh_ones(
     model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
 ) -> None:

@@ -170,6 +170,7 @@ def test_reductions_work_where_caches_grow(
     same_answers(open_model(folder), load(folder, device="cpu", threads=THREADS), word)
 
 
+@pytest.mark.slow
 def test_a_conversation_over_caches_that_grow_goes_on(grown: Path) -> None:
     ours, reference = open_model(grown), load(grown, device="cpu", threads=THREADS)
     with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
@@ -198,6 +199,7 @@ def test_slots_of_a_growing_cache_come_back_where_they_are_put(slots: list[int],
         np.testing.assert_allclose(ours_rows, theirs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_conversation_goes_on_with_what_it_has(exported: Path, device: Gpu) -> None:
     ours, reference = open_model(exported), load(exported, device="cpu", threads=THREADS)
     with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:

@@ -353,6 +353,7 @@ def test_malformed_messages_are_refused(messages: Any) -> None:
         TEXTS["bytes", "chatml"].prompt(messages, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "first"])
 def test_odd_and_huge_questions_are_answered(kind: str) -> None:
     text = TEXTS[kind, "chatml"]

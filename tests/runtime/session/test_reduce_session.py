@@ -275,6 +275,7 @@ def test_attention_that_is_nan_is_an_error_and_drops_nothing(
 # --- memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_shrinking_and_restoring_hold_nothing_that_grows(model: Model, prompts: list[Prompt]) -> None:
     session, process = Session(model.backend, model.manifest), psutil.Process()
 

@@ -123,6 +123,7 @@ def test_the_context_can_be_filled_to_its_last_slot(model: Model, prompts: list[
 # --- one prompt after another ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_questions_at_every_order_of_k_equal_fresh_ones(
     model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
 ) -> None:
