@@ -37,9 +37,9 @@ AWARE = {"int8, activation-aware": ("int8", "int8", None), "int4, activation-awa
 
 def export(folder: Path, precision: str, vision: str | None, kv: str | None, measured: Data | None) -> Path:
     from vtx.exporter.bundling.export import plan_export, run_export
-    from vtx.exporter.bundling.options import Aware, ExportOptions
+    from vtx.exporter.bundling.options import ActivationAware, ExportOptions
 
-    ks, aware = tuple(k for k in KS if k), Aware(measured) if measured else None
+    ks, aware = tuple(k for k in KS if k), ActivationAware(measured) if measured else None
     options = ExportOptions(
         ks=ks, precision=precision, vision_precision=vision, kv_precision=kv, dialects=("ort", "plain"), aware=aware
     )

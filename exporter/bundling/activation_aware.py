@@ -1,4 +1,4 @@
-"""Activation-aware scaling: what the questions of some data put through the decoder, and the factors it gives.
+"""Activation-aware scaling: the activations of some questions in the decoder, and the factors found from them.
 
 One pass of the plain reference, a layer in memory at a time; each layer's factors are settled before the next is read.
 """
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.bundling.options import Aware
+from vtx.exporter.bundling.options import ActivationAware
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
-from vtx.exporter.weights.awq import ROWS, find_factors, tried
+from vtx.exporter.weights.awq import TOKENS, find_factors, tried
 from vtx.exporter.weights.quantize import scheme
 from vtx.exporter.weights.scaling import Channels, Floats, quantised_channels
 from vtx.runtime.backends.memory import returning_memory
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from vtx.exporter.reference.model import Sample
 
-SAMPLES = 8  # questions that are measured; at 7B each takes a minute or more on two cores
+SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
 FACTORS = ".factors.safetensors"
 NORM = "layernorm.weight"
 Report = Callable[[str, int, int], None]
@@ -37,27 +37,27 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Factors of channels by the weight that takes their inverse, and how they were found, for the bundle's record."""
+    """Channel factors by the weight that takes their inverse, and how they were measured, for the bundle's record."""
 
     by_source: Mapping[str, Floats]
     record: Mapping[str, Any]
 
     def write(self, path: Path) -> None:
-        tensors = {name: np.ascontiguousarray(found) for name, found in self.by_source.items()}
+        tensors = {name: np.ascontiguousarray(factors) for name, factors in self.by_source.items()}
         write_safetensors(path, tensors, {"record": json.dumps(self.record)})
 
     @classmethod
     def read(cls, path: Path) -> Factors:
         header = read_header(path)
-        found = {name: np.array(open_tensor(info)) for name, info in header.tensors.items()}
-        return cls(found, json.loads(header.metadata["record"]))
+        factors = {name: np.array(open_tensor(info)) for name, info in header.tensors.items()}
+        return cls(factors, json.loads(header.metadata["record"]))
 
 
-def measure_factors(plan: Plan, aware: Aware, report: Report) -> Factors:
+def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Factors:
     """Run the reference over the items of `aware` and find every layer's factors. `report` gets (phase, done, total).
 
     Raises:
-        RequestError: too many items cannot be asked.
+        RequestError: too many items cannot be used.
         CheckpointError: the model computes NaN or infinity.
 
     """
@@ -67,12 +67,12 @@ def measure_factors(plan: Plan, aware: Aware, report: Report) -> Factors:
     from vtx.exporter.reference.model import Reference
     from vtx.exporter.weights.tensors import CheckpointWeights
 
-    asked, skipped = prepare(plan.source(), aware.data, 0)
+    questions, skipped = prepare(plan.source(), aware.data, 0)
     reference, layers = Reference(plan.checkpoint, plan.config), plan.config.text.layers
     report("activations", 0, layers)
     with torch.inference_mode(), returning_memory():
-        samples = [_sample(reference, plan, one) for one in asked]
-        search = _Search(plan, samples, CheckpointWeights(plan.checkpoint).read)
+        samples = [_sample(reference, plan, question) for question in questions]
+        search = _FactorSearch(plan, samples, CheckpointWeights(plan.checkpoint).read)
         done = 0
 
         def layer(count: int) -> None:
@@ -84,33 +84,33 @@ def measure_factors(plan: Plan, aware: Aware, report: Report) -> Factors:
         reference.hidden(samples, [None], layer, feed=search.take)
     record = {
         "data": aware.data.source,
-        "items": len(asked),
+        "items": len(questions),
         "skipped": len(skipped),
         "rows": sum(len(sample.ids) for sample in samples),
         "alpha": {kind: round(float(np.mean(alphas)), 3) for kind, alphas in search.alphas.items()},
     }
-    return Factors(search.found, record)
+    return Factors(search.factors, record)
 
 
-def _sample(reference: Any, plan: Plan, asked: Any) -> Sample:
+def _sample(reference: Any, plan: Plan, question: Any) -> Sample:
     from vtx.exporter.reference.model import Sample
     from vtx.runtime.vision.image import load_image
     from vtx.runtime.vision.preprocess import preprocess
 
-    pixels = np.stack([preprocess(load_image(image), plan.image) for image in asked.item.images])
-    ids = asked.ids if asked.wanted is None else np.concatenate([asked.ids, asked.wanted])
+    pixels = np.stack([preprocess(load_image(image), plan.image) for image in question.item.images])
+    ids = question.ids if question.wanted is None else np.concatenate([question.ids, question.wanted])
     return Sample(ids, reference.features(pixels))
 
 
 @dataclass(slots=True)
 class _Taken:
-    """What has gone into the readers of some channels: mean magnitudes [in], and a part of the rows."""
+    """The inputs of the readers of some channels: mean magnitudes [in], and a sample of the inputs [tokens, in]."""
 
     sizes: Tensor | float = 0.0
-    rows: list[Floats] = field(default_factory=list)
+    inputs: list[Floats] = field(default_factory=list)
 
 
-class _Search:
+class _FactorSearch:
     """The factors of one layer after the other, while the reference passes through them."""
 
     def __init__(self, plan: Plan, samples: Sequence[Sample], read: Callable[..., Tensor]) -> None:
@@ -119,37 +119,37 @@ class _Search:
         is_vision = [sample.ids == plan.config.image_token_id for sample in samples]
         self._shares, self._drawn = shares(is_vision), drawn(is_vision)
         self._taken: dict[str, _Taken] = {}
-        self.found: dict[str, Floats] = {}
+        self.factors: dict[str, Floats] = {}
         self.alphas: dict[str, list[float]] = {}
 
-    def take(self, layer: int, number: int, name: str, rows: Tensor) -> None:
-        """Keep what is needed of the `rows` that sample `number` brings to the matrix `name` of `layer`."""
+    def take(self, layer: int, number: int, name: str, inputs: Tensor) -> None:
+        """Accumulate the `inputs` [n, in] that sample `number` brings to the matrix `name` of `layer`."""
         taken = self._taken.setdefault(f"text.layers.{layer - 1}.{name}.weight", _Taken())
-        taken.sizes = taken.sizes + self._shares[number] @ rows.abs()
-        taken.rows.append(rows[self._drawn[number]].numpy())
+        taken.sizes = taken.sizes + self._shares[number] @ inputs.abs()
+        taken.inputs.append(inputs[self._drawn[number]].numpy())
 
     def settle(self, layer: int) -> None:
-        """Find the factors of a layer that all samples have passed, and forget its rows."""
+        """Find the factors of a layer that all samples have passed, and drop its inputs."""
         for group in quantised_channels(self._config, layer, self._precision):
             alpha, factors = self._find(group, self._taken[group.readers[0]])
             self.alphas.setdefault(group.source.split(".", 3)[3], []).append(alpha)
             if alpha:
-                self.found[group.source] = self._as_stored(group.source, factors)
+                self.factors[group.source] = self._as_stored(group.source, factors)
         self._taken.clear()
 
     def _find(self, group: Channels, taken: _Taken) -> tuple[float, Floats]:
         sizes = np.asarray(taken.sizes)
         if not np.isfinite(sizes).all():
             raise CheckpointError(
-                f"the rows that enter {group.readers[0]} are NaN or infinite on the calibration's items; export "
-                "without --activation-aware to learn which weight is, or to do without the measurement"
+                f"the inputs of {group.readers[0]} are NaN or infinite on the calibration's items; export "
+                "without --activation-aware: that checks every weight, and measures no activations"
             )
         matrices = [self._read(name, tried(self._stored[name].shape[0])).numpy() for name in group.readers]
         for name, matrix in zip(group.readers, matrices, strict=True):
             check_finite(matrix, name)
-        found = scheme(self._precision, matrices[0].shape)
-        assert found is not None
-        return find_factors(group, sizes, np.concatenate(taken.rows), matrices, found)
+        storage = scheme(self._precision, matrices[0].shape)
+        assert storage is not None
+        return find_factors(group, sizes, np.concatenate(taken.inputs), matrices, storage)
 
     def _as_stored(self, source: str, factors: Floats) -> Floats:
         """The factors of a norm as they are once its weight is rounded, so that none of them is lost to rounding."""
@@ -159,19 +159,19 @@ class _Search:
 
 
 def exact_factors(norm: Floats, factors: Floats, dtype: str) -> Floats:
-    """Factors near `factors` that divide `norm` into numbers that `dtype`, safetensors' word, holds exactly."""
+    """Factors near `factors` that divide `norm` into numbers that `dtype`, named as in safetensors, holds exactly."""
     from vtx.exporter.weights.writing import narrow_bf16
 
     divided = norm / factors
     with np.errstate(over="ignore"):
         stored = widen_bf16(narrow_bf16(divided)) if dtype == "BF16" else divided.astype(np.float16).astype(np.float32)
     good = (stored != 0) & np.isfinite(stored)
-    found: Floats = np.where(good, norm / np.where(good, stored, 1), 1).astype(np.float32)
-    return found
+    exact: Floats = np.where(good, norm / np.where(good, stored, 1), 1).astype(np.float32)
+    return exact
 
 
 def shares(is_vision: Sequence[NDArray[np.bool_]]) -> list[Tensor]:
-    """What each row of each sample counts for: all text rows one half, all image rows the other."""
+    """The weight of each token of each sample: all text tokens together one half, all image tokens the other."""
     import torch
 
     whole = np.concatenate(is_vision)
@@ -181,10 +181,10 @@ def shares(is_vision: Sequence[NDArray[np.bool_]]) -> list[Tensor]:
 
 
 def drawn(is_vision: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.int64]]:
-    """Of each sample the rows to compute products of: `ROWS` in all, half of them text where there is as much."""
+    """The tokens of each sample to compute products of: `TOKENS` in all, half of them text where there is enough."""
     whole, rng = np.concatenate(is_vision), np.random.default_rng(0)
-    text = rng.permutation(np.flatnonzero(~whole))[: ROWS // 2]
-    kept = np.sort(np.concatenate([text, rng.permutation(np.flatnonzero(whole))[: ROWS - len(text)]]))
+    text = rng.permutation(np.flatnonzero(~whole))[: TOKENS // 2]
+    kept = np.sort(np.concatenate([text, rng.permutation(np.flatnonzero(whole))[: TOKENS - len(text)]]))
     ends = np.cumsum([len(kinds) for kinds in is_vision])
     return [
         part - start for part, start in zip(np.split(kept, np.searchsorted(kept, ends))[:-1], [0, *ends], strict=False)

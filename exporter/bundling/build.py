@@ -1,4 +1,4 @@
-"""Filling the folder of a bundle: text files, graphs, weights, golden vectors, and the manifest last."""
+"""Filling the staging directory of a bundle: text files, graphs, weights, golden vectors, and the manifest last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.vision import build_vision
-from vtx.exporter.weights.journal import JOURNAL, PROBE, Journal
+from vtx.exporter.weights.journal import JOURNAL, PROBE, ExportJournal
 from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import CheckpointWeights
@@ -56,8 +56,8 @@ KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "in
 Report = Callable[[str, int, int], None]
 
 
-def fill(folder: Path, plan: Plan, journal: Journal, report: Report) -> None:
-    """Write everything of the bundle into `folder` that `journal` has not; `report` gets (phase, done, total)."""
+def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> None:
+    """Write the parts of the bundle that `journal` lacks into `folder`; `report` gets (phase, done, total)."""
     started = time.time()
     _write_text(folder, plan)
     _write_graphs(folder, plan, report)
@@ -129,7 +129,7 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
 
 
 def write_first_layer(path: Path, plan: Plan, dialect: str) -> None:
-    """Write the graph of a stage of one layer, as a sample of the work that graphs are."""
+    """Write the graph of a stage of one layer, to time the writing of graphs."""
     text, kv = plan.config.text, _kv_element(plan, dialect)
     written = make_dialect(dialect, plan.precisions.decoder, plan.max_context, kv)
     builder = Builder("stage", plan.weights.stored, path.parent, written)
@@ -142,19 +142,19 @@ def _kv_element(plan: Plan, dialect: str) -> ir.DataType:
 
 
 def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
-    """Write the weights of the gates that are used, and say where they lie."""
+    """Write the weights of the gates that are used. Returns their locations."""
     if plan.gates is None:
         return {}
     tensors: dict[str, NDArray[np.float32]] = {}
     for k in plan.gated_ks:
         tensors.update(zip(gate_tensors(k), plan.gates.by_k[k], strict=True))
     write_safetensors(folder / GATES, tensors, plan.gates.metadata)
-    places = read_header(folder / GATES).tensors.values()
-    return {p.name: StoredTensor(GATES, p.offset, p.nbytes, p.dtype, p.shape) for p in places}
+    infos = read_header(folder / GATES).tensors.values()
+    return {info.name: StoredTensor(GATES, info.offset, info.nbytes, info.dtype, info.shape) for info in infos}
 
 
-def _factors(folder: Path, plan: Plan, journal: Journal, report: Report) -> Factors | None:
-    """The factors on channels where they were asked for: those of an interrupted export, else measured now."""
+def _factors(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> Factors | None:
+    """The channel factors of --activation-aware: those of an interrupted export, else measured now."""
     if plan.options.aware is None:
         return None
     path = folder / FACTORS

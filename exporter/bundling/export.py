@@ -1,6 +1,6 @@
-"""From a checkpoint to a bundle: check, plan, say what it will take, write beside the target, rename.
+"""From a checkpoint to a bundle: check, plan, write to a staging directory, rename.
 
-Nothing stands at `out` until the bundle is complete; the manifest is the last file written into it.
+`out` does not exist until the bundle is complete; the manifest is the last file written into it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vtx.exporter.bundling.staging import (
     set_back_after_killed,
     sync,
 )
-from vtx.exporter.weights.journal import Journal, begin
+from vtx.exporter.weights.journal import ExportJournal, begin
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
@@ -37,19 +37,19 @@ def run_export(
     force: bool,
     report: Report,
     say: Callable[[str], None] = lambda _: None,
-    begun: Callable[[Path, Journal], None] | None = None,
+    begun: Callable[[Path, ExportJournal], None] | None = None,
     sign: SigningKey | None = None,
 ) -> Bundle:
-    """Write the bundle `out`. `report` gets (phase, done, total) as the work goes on, `say` a line for the user.
+    """Write the bundle `out`. `report` gets (phase, done, total) as the work proceeds, `say` a line for the user.
 
-    `begun` is called with the staging directory and the journal once the work can begin, as to forecast its time.
+    `begun` is called with the staging directory and the journal before the work begins, for a forecast of its time.
     `sign` is the key that signs the manifest once it is complete.
 
-    An export that is interrupted leaves a hidden folder beside `out`; the same export goes on from there.
+    An interrupted export leaves its hidden staging directory beside `out`; the same export resumes there.
 
     Raises:
         ExportError: `out` exists, the disk is too small or full; nothing is left behind.
-        RequestError: no thresholds retain what was asked for; nothing is left behind.
+        RequestError: no thresholds retain that number of tokens; nothing is left behind.
         CheckpointError: a weight is NaN, or a file changed underway.
 
     """
@@ -61,14 +61,14 @@ def run_export(
             check_target(out, force)
             there = left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
         needed = plan.prediction.disk - _linkable(plan, out.parent) - there
-        check_disk(out.parent, needed, what="the bundle", cure="or choose another --out")
+        check_disk(out.parent, needed, purpose="the bundle", fix="or choose another --out")
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
     key = key_of(plan)
     with building(out, lambda folder: can_resume(folder, key), say) as folder:
-        journal = Journal(folder)
-        if journal.found_work:
-            say("going on with an export that was interrupted: what it finished is kept")
+        journal = ExportJournal(folder)
+        if journal.has_work:
+            say("resuming an interrupted export; its finished parts are kept")
         else:
             begin(folder, key)
         if begun is not None:
@@ -85,7 +85,7 @@ def run_export(
 
 
 def _linkable(plan: Plan, folder: Path) -> int:
-    """Bytes that need no room, because they are linked: whole files on the same disk."""
+    """Bytes that take no disk space because they are linked: whole files on the same disk."""
     device = folder.stat().st_dev
     return sum(file.size for file in plan.weights.files if file.whole and file.source.stat().st_dev == device)
 

@@ -1,4 +1,4 @@
-"""What an export is asked for, checked as far as that needs no checkpoint."""
+"""The options of an export, checked as far as possible without the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vtx.exporter.bundling.predict import QUESTION_ROWS
+from vtx.exporter.bundling.predict import QUESTION_TOKENS
 from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.data.items import Data
@@ -20,8 +20,8 @@ DEMO = "demo"
 
 
 @dataclass(frozen=True, slots=True)
-class Aware:
-    """The questions whose activations decide."""
+class ActivationAware:
+    """The questions whose activations choose the channel factors."""
 
     data: Data
 
@@ -29,8 +29,8 @@ class Aware:
         """Raise RequestError where no matrix of the decoder is quantised."""
         if precision in FULL:
             raise RequestError(
-                f"--activation-aware changes what rounding to integers loses, and {precision} weights are not rounded "
-                "to integers; add --precision int4 or int8, or leave it out"
+                f"--activation-aware lowers the error of rounding to integers, and {precision} weights are not rounded; "
+                "add --precision int4 or int8, or leave it out"
             )
 
     def digest(self) -> str:
@@ -44,9 +44,9 @@ class ExportOptions:
 
     `dialects` are the operator sets to write the graphs in.
     "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
-    `calibration` says how K was chosen where it was measured; it is kept in the record. `reductions` are words of
-    methods that leave out vision rows, the first one the default; `retain` says how many rows its thresholds are to
-    keep. `aware` names questions by whose activations the channels of quantised matrices are scaled.
+    `calibration` records how K was chosen where it was measured. `reductions` are the specs of methods that drop image
+    tokens, the first one the default; `retain` is the number of tokens that its thresholds are to keep. `aware` holds
+    the questions by whose activations the channels of quantised matrices are scaled.
     """
 
     model: str = DEMO
@@ -62,28 +62,28 @@ class ExportOptions:
     head_precision: str | None = None
     kv_precision: str | None = None
     retain: Retain | None = None
-    aware: Aware | None = None
+    aware: ActivationAware | None = None
 
     def __post_init__(self) -> None:
         precisions = self.precisions()
         if self.aware is not None:
             self.aware.check(precisions.decoder)
         if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
-            asked = ", ".join(self.dialects)
-            raise RequestError(f"dialects {asked}: name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
+            names = ", ".join(self.dialects)
+            raise RequestError(f"--dialect is {names}; name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
         if self.max_context is not None and self.max_context < 2:
-            raise RequestError(f"--max-context is {self.max_context}; give at least 2")
+            raise RequestError(f"--max-context is {self.max_context}; it must be at least 2")
         if self.ks == "auto" and self.gates is None:
             raise RequestError(
-                "--k auto needs something to choose by; add --gates FILE (vtx-train-gate makes one) for a K per "
-                "question or --calibration DATA for one K, or name K"
+                "--k auto needs gates or a calibration; add --gates FILE (from vtx-train-gate) for a K per question, "
+                "--calibration DATA for one K, or name K"
             )
 
     def precisions(self) -> Precisions:
-        """What was asked for, filled up with the defaults."""
+        """The precisions named, with defaults for the others."""
         return Precisions.choose(self.precision, self.vision_precision, self.head_precision, self.kv_precision)
 
-    def measured_rows(self, config: ModelConfig) -> tuple[int, ...]:
-        """Rows of each prompt whose activations are measured, roughly."""
+    def measured_tokens(self, config: ModelConfig) -> tuple[int, ...]:
+        """Approximate number of tokens of each prompt whose activations are measured."""
         items = self.aware.data.items if self.aware else ()
-        return tuple(config.vision_tokens * len(item.images) + QUESTION_ROWS for item in items)
+        return tuple(config.vision_tokens * len(item.images) + QUESTION_TOKENS for item in items)

@@ -1,4 +1,4 @@
-"""Disk, memory and time of an export, said before it starts and measured after it."""
+"""Disk, memory and time of an export, predicted before it starts and measured after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
 from vtx.exporter.graphs.decoder import layer_tensors
-from vtx.exporter.weights.awq import OUTPUTS, ROWS
+from vtx.exporter.weights.awq import OUTPUTS, TOKENS
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.backends.memory import answering_memory, resident_bytes
@@ -22,10 +22,10 @@ from vtx.runtime.units import size
 
 # What Python, PyTorch, transformers and onnx_ir take before any weight is touched.
 EXPORT_BASE = 385 << 20
-QUESTION_ROWS = 64  # of the golden prompt beside the image
+QUESTION_TOKENS = 64  # of the golden prompt beside the image
 LAYER_GRAPH = 12_000  # bytes of a layer, the decoder's or the tower's, in a dialect's graphs: 10 to 11 thousand
 OTHER_FILES = 64_000  # bytes: the manifest, the configuration, headers, graphs without layers
-PASSAGE_ROWS = 256  # of the prompt that the scales of int8 K and V are measured on, beside the image
+PASSAGE_TOKENS = 256  # of the prompt that the scales of int8 K and V are measured on, beside the image
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ def predict(
     small: int,
     measured: Sequence[int] = (),
 ) -> Prediction:
-    """What an export and a run on the CPU will need. `run_memory` is with a prompt of one image, K = none.
+    """Disk and memory of an export, and memory of a run on the CPU with a prompt of one image and no withdrawal.
 
-    `small`: bytes of the files beside the weights; `measured`: rows of each prompt whose activations are measured.
+    `small`: bytes of the files beside the weights; `measured`: tokens of each prompt whose activations are measured.
     """
     text = config.text
     slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
@@ -69,14 +69,14 @@ def predict(
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
         for name, tensor in plan.stored.items()
-        if text.tied or name != EMBEDDING  # which stays in its file and is read a row at a time
+        if text.tied or name != EMBEDDING  # an untied table stays in its file and is read a row at a time
     )
     disk = sum(file.size for file in plan.files) + small
-    rows = config.vision_tokens + PASSAGE_ROWS if kv_dtype == "int8" else SEEN_ROWS + QUESTION_ROWS
+    tokens = config.vision_tokens + PASSAGE_TOKENS if kv_dtype == "int8" else SEEN_ROWS + QUESTION_TOKENS
     return Prediction(
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=EXPORT_BASE + max(_writing(plan), _checking(text, rows), _measuring(text, measured)),
+        export_memory=EXPORT_BASE + max(_writing(plan), _checking(text, tokens), _measuring(text, measured)),
         run_memory=resident + answering,
         kv_full=slot * text.layers,
         work=sum(file.work for file in plan.files),
@@ -84,30 +84,30 @@ def predict(
 
 
 def _writing(plan: WeightPlan) -> int:
-    """While weights are written: the largest tensor, mapped, and what becomes of it."""
+    """While weights are written: the largest tensor, mapped, and its new form."""
     rewritten = [entry for file in plan.files if not file.whole for entry in file.entries]
     return max((entry.source.nbytes + entry.end - entry.place.offset for entry in rewritten), default=0)
 
 
-def _checking(text: TextConfig, rows: int) -> int:
-    """While the reference computes: the largest matrix of a layer, stored and as float32, and the rows in it."""
+def _checking(text: TextConfig, tokens: int) -> int:
+    """While the reference computes: a layer's largest matrix, stored and as float32, and its hidden states."""
     matrix = text.hidden * max(text.ffn, text.heads * text.head_dim)
-    return (4 + 2 + 4) * matrix + 4 * 4 * rows * text.ffn
+    return (4 + 2 + 4) * matrix + 4 * 4 * tokens * text.ffn
 
 
-def _measuring(text: TextConfig, rows: Sequence[int]) -> int:
-    """While activations are measured: a layer as float32 and its largest matrix as stored, the rows, the search."""
-    if not rows:
+def _measuring(text: TextConfig, tokens: Sequence[int]) -> int:
+    """While activations are measured: a layer as float32 and its largest matrix as stored, hidden states, search."""
+    if not tokens:
         return 0
     matrices = sum(prod(shape) for _, shape in layer_tensors(text, 1))
     widest = max(text.ffn, text.heads * text.head_dim, text.hidden)
-    passing = 4 * max(rows) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(rows) * text.hidden
-    search = 4 * widest * (6 * OUTPUTS + 2 * ROWS)
+    passing = 4 * max(tokens) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(tokens) * text.hidden
+    search = 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
     return 4 * matrices + 2 * text.hidden * widest + passing + search
 
 
 def check_memory(prediction: Prediction, limit: int | None) -> None:
-    """Raise ExportError when an export is expected to need more memory than `limit` bytes."""
+    """Raise ExportError when an export would need more memory than `limit` bytes."""
     if limit is not None and prediction.export_memory > limit:
         raise ExportError(
             f"the export needs about {size(prediction.export_memory)} of memory, --max-memory allows {size(limit)}; "
@@ -115,11 +115,13 @@ def check_memory(prediction: Prediction, limit: int | None) -> None:
         )
 
 
-def check_disk(folder: Path, needed: int, *, what: str, cure: str) -> None:
-    """Raise ExportError, naming `what` needs the room and the `cure`, when `folder` has not `needed` bytes free."""
+def check_disk(folder: Path, needed: int, *, purpose: str, fix: str) -> None:
+    """Raise ExportError, which names the `purpose` and the `fix`, when `folder` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ExportError(f"{what} needs {size(needed)} of disk, {folder} has {size(free)} free; free some, {cure}")
+        raise ExportError(
+            f"{purpose} needs {size(needed)} of disk, {folder} has {size(free)} free; free some space, {fix}"
+        )
 
 
 def peak_memory() -> int:

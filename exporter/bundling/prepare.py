@@ -1,4 +1,4 @@
-"""An export before it begins: options, every check that needs no weight, and the plan that comes of them."""
+"""An export before it begins: options, every check that needs no weight, and the resulting plan."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user should know before the export begins."""
+        """Warnings to show before the export begins."""
         skipped = self.options.aware.data.skipped if self.options.aware else ()
         return *(self.gates.warnings if self.gates else ()), *(f"skipped {line}" for line in skipped)
 
@@ -112,7 +112,7 @@ def plan_export(options: ExportOptions) -> Plan:
     Raises:
         CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError where vtx
             does not export this kind of model.
-        RequestError: a K out of range, a reduction's word, or a context the model was not made for.
+        RequestError: a K out of range, a wrong reduction, or a context larger than the model's.
         DeviceError: a library of the [export] extra is missing.
 
     """
@@ -125,7 +125,9 @@ def plan_export(options: ExportOptions) -> Plan:
     ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
     _check_ks(ks, config.text.layers)
     if gates and not set(ks) & set(gates.by_k):
-        raise RequestError(f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one")
+        raise RequestError(
+            f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"
+        )
     reductions = plan_reductions(options.reductions, config)
     if options.retain is not None:
         options.retain.check(options.reductions)
@@ -149,7 +151,7 @@ def plan_export(options: ExportOptions) -> Plan:
     texts = len(tokenizer.encode("utf-8", "replace")) + len(template.encode("utf-8", "replace"))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
     small = small_files(config, context, len(ks), len(options.dialects), texts + gates_bytes)
-    prediction = predict(config, weights, context, precisions.kv_dtype, small, options.measured_rows(config))
+    prediction = predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config))
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
         precisions, reductions,
@@ -157,7 +159,7 @@ def plan_export(options: ExportOptions) -> Plan:
 
 
 def _check_libraries() -> None:
-    """See now that what the last step of an export needs is there."""
+    """Fail now if a library that the last step of an export needs is missing."""
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
             raise DeviceError(f'exporting needs {name}; pip install "vtx-edge[export]"')
@@ -171,25 +173,25 @@ def demo_checkpoint() -> Path:
 def _check_ks(ks: Sequence[int], layers: int) -> None:
     for k in ks:
         if not 2 <= k <= layers:
-            raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+            raise RequestError(f"K = {k} is outside 2..{layers}; K is the first layer without vision tokens")
     if len(set(ks)) != len(ks):
-        raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each once")
+        raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each only once")
 
 
-def _context(asked: int | None, config: ModelConfig) -> int:
+def _context(requested: int | None, config: ModelConfig) -> int:
     most = config.text.max_positions
-    context = min(DEFAULT_CONTEXT, most) if asked is None else asked
+    context = min(DEFAULT_CONTEXT, most) if requested is None else requested
     if context > most:
-        raise RequestError(f"--max-context {context} is beyond the {most} positions the model was made for; lower it")
+        raise RequestError(f"--max-context is {context}; the model has {most} positions; lower it")
     if context <= config.vision_tokens + 1:
         raise RequestError(
-            f"--max-context {context} does not hold one image of {config.vision_tokens} tokens and a question; raise it"
+            f"--max-context is {context}; one image takes {config.vision_tokens} tokens and a question more; raise it"
         )
     return context
 
 
 def load_template(path: Path) -> str:
-    """A chat template from a file of the user's."""
+    """The chat template in a file."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

@@ -1,4 +1,4 @@
-"""What the reductions named at export ask of the bundle, checked against the model before anything is written."""
+"""The reductions named at export and what they need of the bundle, checked against the model before any writing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vtx.runtime.policies.spec import parse, to_spec
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
-    """The canonical specs, the default first, and what all of them together need."""
+    """The canonical specs, the default first, and their needs together."""
 
     specs: tuple[str, ...] = ()
     needs: Needs = Needs()  # noqa: RUF009 - frozen
@@ -26,16 +26,16 @@ class Reductions:
         return sorted({*ks, *self.needs.boundaries})
 
 
-def plan_reductions(asked: Sequence[str], config: ModelConfig) -> Reductions:
+def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
     """Read and check the specs of `--reduce`.
 
     Raises:
         RequestError: an unknown reduction or option, a layer that the model does not have, one variant named twice.
-        UnsupportedModelError: the model's vision tower cannot give what a reduction looks at.
+        UnsupportedModelError: the model's vision tower lacks an input of a reduction.
 
     """
     needs, specs = Needs(), list[str]()
-    for text in asked:
+    for text in texts:
         parts = parse(text)
         check_depth(parts, config.text.layers)
         _check_tower(parts, config)
@@ -54,7 +54,7 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
         if (needs.attention or needs.last_attention) and vision.family != "clip":
             raise UnsupportedModelError(
                 f"{part.name} ranks patches by the class token's attention, and a {vision.family} tower has no class "
-                "token; use dual attention without key rows (mustdrop:...,key=0), lsm or fastv"
+                "token; use mustdrop without key tokens (mustdrop:...,key=0), lsm or fastv"
             )
         if needs.merging and vision.grid < SIDE:
             raise UnsupportedModelError(
@@ -63,16 +63,16 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
             )
         if needs.merging and 0 in config.feature_layers:
             raise UnsupportedModelError(
-                f"{part.name} merges patches after the tower's first layer, and the model also uses the rows before "
-                "it (vision_feature_layer 0), which would not match; leave merging out (mustdrop:...,tau=off)"
+                f"{part.name} merges patches after the tower's first layer, and the model also uses the hidden "
+                "states before it (vision_feature_layer 0); leave merging out (mustdrop:...,tau=off)"
             )
 
 
 def _check_both(needs: Needs, config: ModelConfig) -> None:
-    """One vision graph serves all variants, so merging of one meets the attention that another looks at."""
+    """One vision graph serves all variants, so the merging of one changes the attention that another reads."""
     too_early = needs.attention and max(config.feature_layers) < 2
     if needs.merging and (too_early or (needs.last_attention and config.vision.layers < 2)):
         raise UnsupportedModelError(
-            "the model uses one layer of its tower: patches merge after it and the class token looks at them before; "
-            "leave out merging (tau=off) or key rows (key=0)"
+            "merging and the class token's attention need two layers of the tower, and the model uses one; "
+            "leave out merging (tau=off) or key tokens (key=0)"
         )

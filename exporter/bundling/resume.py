@@ -31,5 +31,5 @@ def key_of(plan: Plan) -> str:
         sources.append([file.name, str(file.source), status.st_size, status.st_mtime_ns, header])
     options = replace(plan.options, retain=None, aware=None)  # the first settles the manifest only
     aware = plan.options.aware.digest() if plan.options.aware else None
-    told = [plan.checkpoint.fingerprint(), str(options), list(plan.ks), plan.template, sources, aware]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    identity = [plan.checkpoint.fingerprint(), str(options), list(plan.ks), plan.template, sources, aware]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()

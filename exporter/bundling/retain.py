@@ -1,4 +1,4 @@
-"""The thresholds of a reduction that keep a wanted number of image tokens, measured with the new bundle."""
+"""The search for thresholds of a reduction that keep a given number of image tokens, run on the new bundle."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from vtx.runtime.policies import Reduction, parse, to_spec
 
 Report = Callable[[str, int, int], None]
 SAMPLES = 20
-STEPS = 24  # specs that are tried at most
+STEPS = 24  # the most specs that are tried
 USUAL_STEPS = 10
-CLOSE = 0.5  # rows; nearer than this nothing more is tried
+CLOSE = 0.5  # tokens; the search stops when it is this near
 DIGITS = 4  # of a threshold
-OPEN, SHUT = 0.0, 2.0  # thresholds under which no image token leaves, and as many as can
+OPEN, SHUT = 0.0, 2.0  # thresholds that drop no image token, and as many as possible
 
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """`tokens`: image rows of a prompt, mean over the layers after pruning and over the questions of `data`."""
+    """`tokens`: image tokens of a prompt, mean over the layers after pruning and over the questions of `data`."""
 
     tokens: float
     data: Data
@@ -37,14 +37,12 @@ class Retain:
         """Raise RequestError unless there are thresholds to look for."""
         part = _with_thresholds(parse(specs[0])) if specs else None
         if part is None:
-            raise RequestError(
-                "--retain needs a reduction with thresholds; put --reduce mustdrop:192 or the like first"
-            )
+            raise RequestError("--retain needs a first --reduce with thresholds; name one such as mustdrop:192")
         if not all(getattr(part, name) for name in part.thresholds):
             names = " and ".join(part.thresholds)
-            raise RequestError(f"--retain scales {names} of {part.name} by one factor; give each a start above 0")
+            raise RequestError(f"--retain scales {names} of {part.name} by one factor; start each above 0")
         if not 0 < self.tokens < math.inf:
-            raise RequestError(f"--retain is {self.tokens}; give a number of vision tokens above 0")
+            raise RequestError(f"--retain is {self.tokens}; it must be a number of vision tokens above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +54,23 @@ class Settled:
     factor: float
 
 
-def settle(folder: Path, wanted: Retain, report: Report) -> Settled:
+def settle(folder: Path, retain: Retain, report: Report) -> Settled:
     """Find the thresholds with the bundle in `folder` and write the spec with them into its manifest.
 
     Raises:
-        RequestError: the thresholds cannot keep so many, or so few.
+        RequestError: no thresholds keep that number of tokens.
 
     """
     model = load(folder)
     manifest = model.manifest
-    settled = _Search(model, wanted, parse(manifest.reductions[0]), report).find()
+    settled = _ThresholdSearch(model, retain, parse(manifest.reductions[0]), report).find()
     record = {
-        "asked": wanted.tokens,
+        "asked": retain.tokens,
         "found": settled.tokens,
         "factor": settled.factor,
         "start": manifest.reductions[0],
-        "data": wanted.data.source,
-        "questions": len(wanted.data.items),
+        "data": retain.data.source,
+        "questions": len(retain.data.items),
     }
     changed = dataclasses.replace(
         manifest,
@@ -87,42 +85,42 @@ def _with_thresholds(parts: Sequence[Reduction]) -> Reduction | None:
     return next((part for part in parts if part.thresholds), None)
 
 
-class _Search:
+class _ThresholdSearch:
     """Bisection on the logarithm of the factor; the mean falls as the factor grows."""
 
-    def __init__(self, model: Model, wanted: Retain, parts: Sequence[Reduction], report: Report) -> None:
+    def __init__(self, model: Model, retain: Retain, parts: Sequence[Reduction], report: Report) -> None:
         part = _with_thresholds(parts)
         assert part is not None
-        self._model, self._wanted, self._parts, self._part = model, wanted, parts, part
+        self._model, self._retain, self._parts, self._part = model, retain, parts, part
         self._report, self._tried = report, 0
 
     def find(self) -> Settled:
         most, least = (self._mean(self._spec(dict.fromkeys(self._part.thresholds, limit))) for limit in (OPEN, SHUT))
-        if not least <= self._wanted.tokens <= most:
+        if not least <= self._retain.tokens <= most:
             raise RequestError(
-                f"--retain {self._wanted.tokens:g} cannot be reached: on {self._wanted.data.source} the thresholds of "
-                f"{self._part.name} keep from {least:.1f} to {most:.1f} vision tokens; name a number between, or "
-                "change key=, layers= or tau="
+                f"--retain {self._retain.tokens:g} cannot be reached: on {self._retain.data.source} the thresholds of "
+                f"{self._part.name} keep from {least:.1f} to {most:.1f} vision tokens; name a number in that "
+                "range, or change key=, layers= or tau="
             )
         best = self._try(1.0)
         low, high = self._bracket(best)
-        while self._tried < STEPS and abs(best.tokens - self._wanted.tokens) > CLOSE and high / low > 1.001:
+        while self._tried < STEPS and abs(best.tokens - self._retain.tokens) > CLOSE and high / low > 1.001:
             middle = self._try(math.sqrt(low * high))
-            low, high = (middle.factor, high) if middle.tokens > self._wanted.tokens else (low, middle.factor)
-            best = min(best, middle, key=lambda settled: abs(settled.tokens - self._wanted.tokens))
+            low, high = (middle.factor, high) if middle.tokens > self._retain.tokens else (low, middle.factor)
+            best = min(best, middle, key=lambda settled: abs(settled.tokens - self._retain.tokens))
         self._report("thresholds", 1, 1)
         return best
 
     def _bracket(self, start: Settled) -> tuple[float, float]:
-        """Factors that keep more than wanted and no more than wanted."""
-        wanted = self._wanted.tokens
+        """Two factors, of which the first keeps more tokens than the target and the second no more."""
+        target = self._retain.tokens
         lowest, highest = 1e-6, SHUT / min(getattr(self._part, name) for name in self._part.thresholds)
         tried, last = start, start.factor
-        while (tried.tokens > wanted) == (start.tokens > wanted) and lowest < tried.factor < highest:
+        while (tried.tokens > target) == (start.tokens > target) and lowest < tried.factor < highest:
             last = tried.factor
-            factor = min(last * 4, highest) if start.tokens > wanted else max(last / 4, lowest)
+            factor = min(last * 4, highest) if start.tokens > target else max(last / 4, lowest)
             tried = self._try(factor)
-        return (last, tried.factor) if start.tokens > wanted else (tried.factor, last)
+        return (last, tried.factor) if start.tokens > target else (tried.factor, last)
 
     def _try(self, factor: float) -> Settled:
         starts = {name: getattr(self._part, name) for name in self._part.thresholds}
@@ -135,8 +133,8 @@ class _Search:
         return to_spec([changed if part is self._part else part for part in self._parts])
 
     def _mean(self, reduce: str) -> float:
-        """Image rows under a spec, mean over layers after pruning and over the questions."""
-        items, total = self._wanted.data.items, 0.0
+        """Image tokens under a spec, mean over layers after pruning and over the questions."""
+        items, total = self._retain.data.items, 0.0
         for number, item in enumerate(items):
             self._report("thresholds", self._tried * len(items) + number, (STEPS + 2) * len(items))
             with self._model.open(list(item.images)) as images:

@@ -1,6 +1,6 @@
-"""The place of a bundle on disk: built in a hidden sibling, moved there when complete, never half there.
+"""The staging directory of a bundle: a hidden sibling of the output directory, renamed to it when complete.
 
-Exports to one place lock each other out, and what a killed one left is cleared by the next.
+Exports to the same output directory lock each other out; the next export clears what a killed one left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_target(out: Path, force: bool) -> None:
         raise ExportError(f"{out} exists already; --force replaces it, or name another --out")
     replaceable = out.is_dir() and not out.is_symlink() and ((out / MANIFEST).is_file() or not any(out.iterdir()))
     if not replaceable:
-        raise ExportError(f"{out} is there and is no bundle, so --force does not replace it; name another --out")
+        raise ExportError(f"{out} is not a bundle, so --force does not replace it; name another --out")
 
 
 def make_folder(folder: Path) -> None:
@@ -36,14 +36,14 @@ def make_folder(folder: Path) -> None:
 
 
 def set_back_after_killed(out: Path) -> None:
-    """Put back the bundle that a killed export had set aside."""
+    """Restore the bundle that a killed export had set aside."""
     for old in out.parent.glob(f".{glob.escape(out.name)}.replaced-*"):
         _set_back(old, out)
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """No other export makes or moves directories in `folder` meanwhile, where the file system has locks."""
+    """Keep other exports from making or moving directories in `folder`, where the file system has locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
@@ -68,15 +68,15 @@ def _lock(folder: Path) -> int | None:
 
 
 @contextmanager
-def building(out: Path, goes_on: Callable[[Path], bool], say: Callable[[str], None]) -> Iterator[Path]:
-    """A hidden sibling of `out` to build in: what an interrupted export left where `goes_on` agrees, else a new one.
+def building(out: Path, can_resume: Callable[[Path], bool], say: Callable[[str], None]) -> Iterator[Path]:
+    """A hidden sibling of `out` to build in: an interrupted export's where `can_resume` allows, else a new one.
 
-    An interruption leaves it there for the next export to that place; an error leaves nothing.
+    An interruption leaves it for the next export to `out`; an error leaves nothing.
     """
     folder, lock, keep = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None, False
     try:
         with alone_in(out.parent):
-            left = _left_by_another(out, goes_on, say)
+            left = _left_by_another(out, can_resume, say)
             if left:
                 folder, lock = left
             else:
@@ -98,42 +98,44 @@ def building(out: Path, goes_on: Callable[[Path], bool], say: Callable[[str], No
             os.close(lock)
 
 
-def _left_by_another(out: Path, goes_on: Callable[[Path], bool], say: Callable[[str], None]) -> tuple[Path, int] | None:
-    """The folder of an interrupted export that can go on, and its lock; every other one is removed."""
-    found: tuple[Path, int] | None = None
+def _left_by_another(
+    out: Path, can_resume: Callable[[Path], bool], say: Callable[[str], None]
+) -> tuple[Path, int] | None:
+    """The directory of an interrupted export that can be resumed, and its lock; every other one is removed."""
+    resumable: tuple[Path, int] | None = None
     for folder in sorted(out.parent.glob(f".{glob.escape(out.name)}.partial-*")):
         lock = _lock(folder)
         if lock is None:
             continue
-        if found is None and goes_on(folder):
-            found = folder, lock
+        if resumable is None and can_resume(folder):
+            resumable = folder, lock
             continue
-        if found is None:
-            say("an interrupted export to this place was of another kind or another checkpoint; starting afresh")
+        if resumable is None:
+            say("the interrupted export here had other options or another checkpoint; starting afresh")
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-    return found
+    return resumable
 
 
 def left_bytes(out: Path, names: Collection[str]) -> int:
     """Bytes on the disk of the files `names` that interrupted exports to `out` left.
 
-    An export goes on with them, or removes them before it writes.
+    An export resumes with them, or removes them before it writes.
     """
     total = 0
     for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
         lock = _lock(folder)
         if lock is None:
-            continue  # at work just now
+            continue  # in use
         total += sum(512 * (folder / name).stat().st_blocks for name in names if (folder / name).is_file())
         os.close(lock)
     return total
 
 
 def put_in_place(folder: Path, out: Path, force: bool) -> None:
-    """Rename the complete bundle to its place; what stood there is removed only after.
+    """Rename the complete bundle to `out`; the one it replaces is removed only afterwards.
 
-    Without `force` the rename fails where another export was quicker.
+    Without `force` the rename fails where another export finished first.
     """
     old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}")
     try:
@@ -148,13 +150,13 @@ def put_in_place(folder: Path, out: Path, force: bool) -> None:
         _set_back(old, out)
         if old.exists() and not out.exists():
             raise ExportError(
-                f"the disk refuses to rename: the bundle that stood at {out} is whole, and is now {old}; "
-                "move it back, or export again, which does so first"
+                f"the disk refuses to rename: the former bundle {out} is intact, and is now {old}; "
+                "move it back, or export again, which restores it first"
             )
 
 
 def _set_back(old: Path, out: Path) -> None:
-    """Put the bundle `old` back to `out` where nothing took its place, else remove it."""
+    """Rename the bundle `old` back to `out` where that is free, else remove it."""
     with suppress(OSError):
         old.rename(out)
     if old.exists() and (out / MANIFEST).is_file():
@@ -162,13 +164,13 @@ def _set_back(old: Path, out: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """See the files onto the disk before the rename that makes them a bundle."""
+    """Sync all files to the disk before the rename that makes them a bundle."""
     for path in [*folder.rglob("*"), folder]:
         sync_file(path)
 
 
 def sync_file(path: Path) -> None:
-    """See a file or a directory onto the disk."""
+    """Sync a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

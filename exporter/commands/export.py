@@ -20,10 +20,10 @@ from vtx.runtime.terminal.last import home, remember, remembered
 
 if TYPE_CHECKING:
     from vtx.exporter.bundling.export import Plan
-    from vtx.exporter.bundling.options import Aware
+    from vtx.exporter.bundling.options import ActivationAware
     from vtx.exporter.bundling.retain import Retain
     from vtx.exporter.data.items import Data
-    from vtx.exporter.weights.journal import Journal
+    from vtx.exporter.weights.journal import ExportJournal
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import SigningKey
 
@@ -158,11 +158,11 @@ def _retain(tokens: float, calibration: str | None, *, demo: bool) -> Retain:
     return Retain(tokens, _questions("--retain counts on", calibration, SAMPLES, demo=demo))
 
 
-def _aware(calibration: str | None, *, demo: bool) -> Aware:
+def _aware(calibration: str | None, *, demo: bool) -> ActivationAware:
     from vtx.exporter.bundling.activation_aware import SAMPLES
-    from vtx.exporter.bundling.options import Aware
+    from vtx.exporter.bundling.options import ActivationAware
 
-    return Aware(_questions("--activation-aware measures", calibration, SAMPLES, demo=demo))
+    return ActivationAware(_questions("--activation-aware measures", calibration, SAMPLES, demo=demo))
 
 
 def _questions(purpose: str, calibration: str | None, samples: int, *, demo: bool) -> Data:
@@ -178,7 +178,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     import time
 
     from vtx.exporter.bundling.predict import peak_memory
-    from vtx.exporter.bundling.progress import export_bars
+    from vtx.exporter.commands.progress import export_bars
     from vtx.exporter.estimate.forecast import forecast as forecast_export
     from vtx.runtime.report.inspect import INT8_KV
     from vtx.runtime.units import duration, size
@@ -196,7 +196,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         note(f"reduces:   {spec}")
     with export_bars() as bars:
 
-        def begun(folder: Path, journal: Journal) -> None:
+        def begun(folder: Path, journal: ExportJournal) -> None:
             nonlocal expected, started
             forecast = forecast_export(plan, folder, journal)
             expected, started = forecast.seconds, time.monotonic()

@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 
 from vtx.exporter.bundling.build import write_first_layer
-from vtx.exporter.bundling.options import Aware
-from vtx.exporter.bundling.predict import PASSAGE_ROWS, QUESTION_ROWS
+from vtx.exporter.bundling.options import ActivationAware
+from vtx.exporter.bundling.predict import PASSAGE_TOKENS, QUESTION_TOKENS
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.retain import USUAL_STEPS, Retain
 from vtx.exporter.estimate.flops import attention_macs, encode_flops, prefill_flops
@@ -32,8 +32,8 @@ from vtx.exporter.estimate.rates import (
 )
 from vtx.exporter.estimate.sizes import ModelSize, model_size
 from vtx.exporter.reference.golden import golden_ids
-from vtx.exporter.weights.awq import ALPHAS, OUTPUTS, ROWS
-from vtx.exporter.weights.journal import PROBE, Journal
+from vtx.exporter.weights.awq import ALPHAS, OUTPUTS, TOKENS
+from vtx.exporter.weights.journal import PROBE, ExportJournal
 from vtx.exporter.weights.plan import WeightFile
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.exporter.weights.writing import THREADS
@@ -58,7 +58,7 @@ class Forecast:
         return sum(self.phases.values())
 
 
-def forecast(plan: Plan, folder: Path, journal: Journal) -> Forecast:
+def forecast(plan: Plan, folder: Path, journal: ExportJournal) -> Forecast:
     """Measure in `folder`, for well under a second, and say what the rest of the export after `journal` will take."""
     try:
         return Forecast(_phases(plan, folder, journal))
@@ -66,7 +66,7 @@ def forecast(plan: Plan, folder: Path, journal: Journal) -> Forecast:
         (folder / PROBE).unlink(missing_ok=True)
 
 
-def _phases(plan: Plan, folder: Path, journal: Journal) -> dict[str, float]:
+def _phases(plan: Plan, folder: Path, journal: ExportJournal) -> dict[str, float]:
     left = [file for file in plan.weights.files if file.name not in journal.files]
     disk = measure_disk(folder, [file.source for file in left], sum(file.size for file in left))
     paces = measure_paces(plan.weights.files, folder)
@@ -92,7 +92,7 @@ def _graphs(plan: Plan, folder: Path) -> float:
     return layers * sum(seconds_of(partial(write_first_layer, probe, plan, dialect)) for dialect in dialects)
 
 
-def _file(file: WeightFile, folder: Path, journal: Journal, paces: Mapping[Form, Pace], disk: Disk) -> float:
+def _file(file: WeightFile, folder: Path, journal: ExportJournal, paces: Mapping[Form, Pace], disk: Disk) -> float:
     """The processor and the disk work side by side, and the slower one counts."""
     standing = len(journal.tensors.get(file.name, []))
     again = file.entries[standing - 1].end if standing else 0
@@ -144,16 +144,16 @@ def _products(plan: Plan, sizes: ModelSize) -> float:
     seconds = flops / _speed(size.hidden, size.ffn, rows)
     seeing = encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.rows)
     if plan.precisions.kv == "int8":
-        rows = image + PASSAGE_ROWS
+        rows = image + PASSAGE_TOKENS
         seconds += seeing + prefill_flops(size, [rows] * size.layers) / _speed(size.hidden, size.ffn, rows)
     return seconds + seeing + LAYER_SECONDS * (size.layers + max(tails, default=0) + tower.used)
 
 
-def _activations(plan: Plan, aware: Aware, sizes: ModelSize, paces: Mapping[Form, Pace]) -> float:
+def _activations(plan: Plan, aware: ActivationAware, sizes: ModelSize, paces: Mapping[Form, Pace]) -> float:
     """The reference over every question, each layer's weights read once, and a search that rounds a part of them."""
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
-    rows = plan.options.measured_rows(plan.config)
+    rows = plan.options.measured_tokens(plan.config)
     flops = sum(prefill_flops(size, [count] * size.layers) for count in rows)
     speed = _speed(size.hidden, size.ffn, max(rows))
     images = sum(len(item.images) for item in aware.data.items)
@@ -166,7 +166,7 @@ def _activations(plan: Plan, aware: Aware, sizes: ModelSize, paces: Mapping[Form
                 tried, pace = min(height, OUTPUTS), paces[form_of(file, entry)]
                 seconds += height * width * pace.read
                 seconds += len(ALPHAS) * THREADS * tried * pace.write * entry.source.nbytes / height
-                seconds += len(ALPHAS) * 2 * tried * ROWS * width / speed
+                seconds += len(ALPHAS) * 2 * tried * TOKENS * width / speed
     return seconds + LAYER_SECONDS * (size.layers * len(rows) + tower.used * images)
 
 
@@ -175,7 +175,7 @@ def _thresholds(retain: Retain, sizes: ModelSize) -> float:
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
     images = max(len(item.images) for item in retain.data.items)
-    rows = images * tower.image_tokens + QUESTION_ROWS
+    rows = images * tower.image_tokens + QUESTION_TOKENS
     flops = images * encode_flops(tower, 1) + prefill_flops(size, [rows] * size.layers)
     return USUAL_STEPS * len(retain.data.items) * flops / _speed(size.hidden, size.ffn, rows)
 

@@ -21,7 +21,7 @@ SOURCE = "F16"  # of the checkpoint; bfloat16 takes as much
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightGroup:
     """`count` weights of one `shape`, by a canonical name that stands for all of them."""
 
     name: str
@@ -43,19 +43,19 @@ def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, hea
     return replace(found, head=tied_head(head, table))
 
 
-def all_weights(model: ModelSize) -> Iterator[Weights]:
+def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
     """Every weight that an export writes."""
     size = model.decoder
-    yield Weights(EMBEDDING, (size.vocab, size.hidden))
+    yield WeightGroup(EMBEDDING, (size.vocab, size.hidden))
     yield from layer_weights(size)
-    yield Weights("text.norm.weight", (size.small_parameters,))
+    yield WeightGroup("text.norm.weight", (size.small_parameters,))
     if not size.tied:
         yield from head_weights(size)
     if model.vision is not None:
         yield from vision_weights(model.vision)
 
 
-def layer_weights(size: DecoderSize) -> Iterator[Weights]:
+def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
     """The matrices of all decoder layers."""
     q, kv, n = size.heads * size.head_dim, size.kv_heads * size.head_dim, size.layers
     for name, shape, count in (
@@ -65,29 +65,29 @@ def layer_weights(size: DecoderSize) -> Iterator[Weights]:
         ("mlp.up_proj", (size.ffn, size.hidden), 2 * n),
         ("mlp.down_proj", (size.hidden, size.ffn), n),
     ):
-        yield Weights(f"text.layers.0.{name}.weight", shape, count)
+        yield WeightGroup(f"text.layers.0.{name}.weight", shape, count)
 
 
-def head_weights(size: DecoderSize) -> Iterator[Weights]:
+def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
     """The output matrix, which may be the embedding table."""
-    yield Weights(EMBEDDING if size.tied else "head.weight", (size.vocab, size.hidden))
+    yield WeightGroup(EMBEDDING if size.tied else "head.weight", (size.vocab, size.hidden))
 
 
-def vision_weights(size: VisionSize) -> Iterator[Weights]:
+def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     """The exported part of the towers, and the projector."""
     hidden, layers = size.hidden, size.towers * size.used
     matrices = (
-        Weights("vision.encoder.layers.0.self_attn.q_proj.weight", (hidden, hidden), 4 * layers),
-        Weights("vision.encoder.layers.0.mlp.fc1.weight", (size.ffn, hidden), layers),
-        Weights("vision.encoder.layers.0.mlp.fc2.weight", (hidden, size.ffn), layers),
-        Weights("projector.linear_1.weight", (size.out, size.features * hidden)),
-        Weights("projector.linear_2.weight", (size.out, size.out)),
+        WeightGroup("vision.encoder.layers.0.self_attn.q_proj.weight", (hidden, hidden), 4 * layers),
+        WeightGroup("vision.encoder.layers.0.mlp.fc1.weight", (size.ffn, hidden), layers),
+        WeightGroup("vision.encoder.layers.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+        WeightGroup("projector.linear_1.weight", (size.out, size.features * hidden)),
+        WeightGroup("projector.linear_2.weight", (size.out, size.out)),
     )
     yield from matrices
-    yield Weights("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
+    yield WeightGroup("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
 
 
-def stored_bytes(weights: Iterable[Weights], precisions: Precisions, *, wide: bool = False) -> int:
+def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:
     """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32."""
     return sum(one.count * _stored(one, precisions, wide) for one in weights)
 
@@ -106,7 +106,7 @@ def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]
     return total
 
 
-def _stored(one: Weights, precisions: Precisions, wide: bool) -> int:
+def _stored(one: WeightGroup, precisions: Precisions, wide: bool) -> int:
     dtype, scheme = precisions.stored(one.name, one.shape, SOURCE)
     if scheme is None:
         return prod(one.shape) * (4 if wide else DTYPES[dtype][0] // 8)
@@ -114,6 +114,6 @@ def _stored(one: Weights, precisions: Precisions, wide: bool) -> int:
     return rows * scheme.nbytes(width) + SCALE_BYTES * _scales(one, scheme)
 
 
-def _scales(one: Weights, scheme: Scheme) -> int:
+def _scales(one: WeightGroup, scheme: Scheme) -> int:
     rows, width = one.shape
     return rows * scheme.scales(width)

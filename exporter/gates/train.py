@@ -71,8 +71,8 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
     check_disk(
         work_folder,
         disk_bytes(source, work.missing()),
-        what="measuring",
-        cure="name another --work, or take fewer --items",
+        purpose="measuring",
+        fix="name another --work, or take fewer --items",
     )
     _measure(options, source, work, report)
     ks = tuple(range(2, source.config.text.layers + 1))

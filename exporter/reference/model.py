@@ -22,7 +22,7 @@ from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.precision import EMBEDDING
-from vtx.exporter.weights.tensors import CheckpointWeights, Weights
+from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 Report = Callable[[int], None]
@@ -60,7 +60,7 @@ class _Streams:
 class Reference:
     """A model as a function of images and token ids, in float32; `weights` are the checkpoint's unless given."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, weights: Weights | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, weights: WeightSource | None = None) -> None:
         self._weights, self._config = weights or CheckpointWeights(checkpoint), config
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 

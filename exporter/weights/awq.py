@@ -16,7 +16,7 @@ from vtx.exporter.weights.scaling import Channels, Floats
 
 ALPHAS = tuple(step / 10 for step in range(11))
 OUTPUTS = 256  # rows of a matrix that are tried, evenly spaced
-ROWS = 256  # of what was measured, that products are computed of
+TOKENS = 256  # of what was measured, that products are computed of
 LARGEST = 128.0  # factor, and its inverse: norms and rows stay far within half precision
 
 

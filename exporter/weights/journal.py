@@ -28,7 +28,7 @@ class Written:
     crc: int
 
 
-class Journal:
+class ExportJournal:
     """The finished parts of one export, read from `folder` and added to as the work goes on."""
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +41,7 @@ class Journal:
             self._take(line)
 
     @property
-    def found_work(self) -> bool:
+    def has_work(self) -> bool:
         return bool(self.files or self.tensors or self.factors)
 
     def add_file(self, name: str, record: FileRecord) -> None:

@@ -21,7 +21,7 @@ EVERY = slice(None)
 Rows = slice | NDArray[np.int64]
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Where a model's weights come from, by canonical name."""
 
     def rows(self, name: str) -> int:
@@ -34,7 +34,7 @@ class Weights(Protocol):
 
 
 class CheckpointWeights:
-    """`Weights` as a checkpoint holds them."""
+    """`WeightSource` as a checkpoint holds them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.tensors
@@ -48,7 +48,7 @@ class CheckpointWeights:
 
 
 class BundleWeights:
-    """`Weights` as a bundle under construction stores them: rounded, and dequantised where they are quantised."""
+    """`WeightSource` as a bundle under construction stores them: rounded, and dequantised where they are quantised."""
 
     def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
         self._folder, self._stored = folder, stored

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.loader import check_finite
-from vtx.exporter.weights.journal import Journal, Written
+from vtx.exporter.weights.journal import ExportJournal, Written
 from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
 
 
 def write_weights(
-    plan: WeightPlan, folder: Path, journal: Journal, report: Report, scalings: Mapping[str, Scaling] = NONE
+    plan: WeightPlan, folder: Path, journal: ExportJournal, report: Report, scalings: Mapping[str, Scaling] = NONE
 ) -> dict[str, FileRecord]:
     """Write all weight files under `folder` but what `journal` has; `report` gets the source bytes of each block.
 
@@ -154,7 +154,7 @@ def _rewrite(
     file: WeightFile,
     target: Path,
     pool: ThreadPoolExecutor,
-    journal: Journal,
+    journal: ExportJournal,
     report: Report,
     scalings: Mapping[str, Scaling],
 ) -> str:

@@ -26,7 +26,7 @@ from vtx.exporter.bundling import activation_aware as measuring
 from vtx.exporter.bundling import build
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
-from vtx.exporter.bundling.options import Aware, ExportOptions
+from vtx.exporter.bundling.options import ActivationAware, ExportOptions
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.data.items import Data, Item
@@ -36,7 +36,7 @@ from vtx.exporter.estimate.rates import Pace
 from vtx.exporter.reference.model import Reference
 from vtx.exporter.weights import writing
 from vtx.exporter.weights.awq import factors_of
-from vtx.exporter.weights.journal import Journal
+from vtx.exporter.weights.journal import ExportJournal
 from vtx.exporter.weights.plan import plan_weights
 from vtx.exporter.weights.quantize import dequantise, quantise, scheme
 from vtx.exporter.weights.scaling import Scaling, channels, scalings
@@ -77,7 +77,7 @@ class Scaled:
 
 
 def options(folder: Path, precision: str = "int4", data: Data = DATA, **more: Any) -> ExportOptions:
-    return ExportOptions(str(folder), (3,), precision, dialects=("ort",), aware=Aware(data), **more)
+    return ExportOptions(str(folder), (3,), precision, dialects=("ort",), aware=ActivationAware(data), **more)
 
 
 def change(folder: Path, target: Path, change: Callable[[str, np.ndarray], None]) -> Path:
@@ -191,7 +191,7 @@ def test_the_search_finds_what_a_plain_statement_over_transformers_rows_finds(
 ) -> None:
     folder = with_outliers(tiny_checkpoint(tiny), tmp_path / "ck")
     plan = plan_export(options(folder, precision))
-    found = measure_factors(plan, Aware(DATA), bundles.IGNORE)
+    found = measure_factors(plan, ActivationAware(DATA), bundles.IGNORE)
     assert (found.record["items"], found.record["data"]) == (3, "a few pictures")
     rows, vision = inputs_of_matrices(Judge(folder), DATA)
     assert found.record["rows"] == len(vision)
@@ -294,7 +294,7 @@ def test_a_bundle_computes_what_its_stored_weights_say_and_tells_how_they_came(
     assert (record["items"], record["skipped"], record["data"]) == (3, 0, "a few pictures")
     assert set(made.manifest.files) == {
         path.relative_to(made.folder).as_posix() for path in made.folder.rglob("*") if path.is_file()
-    } - {"vtx.json"}
+    } - {"vtx.json", "vtx.json.sha256"}
     shown = CliRunner().invoke(cli.inspect, [str(made.folder)])
     assert "activation-aware: channels scaled by what 3 questions" in shown.output
 
@@ -326,7 +326,7 @@ def test_a_file_with_a_scaled_tensor_is_written_anew(tiny_checkpoint: Make) -> N
     assert name in {entry.name for file in files if not file.whole for entry in file.entries}
 
 
-# ---- going on --------------------------------------------------------------------------------------------------------
+# ---- resuming --------------------------------------------------------------------------------------------------------
 
 
 def stopped(plan: Plan, out: Path) -> None:
@@ -356,7 +356,7 @@ def test_an_interrupted_export_goes_on_with_the_same_factors(
 def test_other_questions_or_none_start_afresh(tiny_checkpoint: Make, tmp_path: Path, other: Data | None) -> None:
     folder = tiny_checkpoint(GQA)
     stopped(plan_export(options(folder)), tmp_path / "b")
-    changed = replace(options(folder), aware=Aware(other) if other else None)
+    changed = replace(options(folder), aware=ActivationAware(other) if other else None)
     said: list[str] = []
     made = run_export(plan_export(changed), tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
     assert any("starting afresh" in line for line in said)
@@ -373,7 +373,7 @@ def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_p
 
     folder = change(tiny_checkpoint(Tiny(layers=3)), tmp_path / "ck", mute)
     plan = plan_export(options(folder))
-    found = measure_factors(plan, Aware(DATA), bundles.IGNORE).by_source
+    found = measure_factors(plan, ActivationAware(DATA), bundles.IGNORE).by_source
     norms = [factors for name, factors in found.items() if name.endswith("layernorm.weight")]
     assert norms
     assert all(factors[0] == factors[5] == 1 for factors in norms)
@@ -382,19 +382,19 @@ def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("text.layers.1.mlp.up_proj.weight", r"tensor text\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
-        ("text.embed_tokens.weight", r"rows that enter text\.layers\.0\..* are NaN or infinite.*without"),
+        ("text.embed_tokens.weight", r"inputs of text\.layers\.0\..* are NaN or infinite.*without"),
     ],
 )
-def test_nan_is_refused_and_nothing_is_left(tiny_checkpoint: Make, tmp_path: Path, name: str, says: str) -> None:
+def test_nan_is_refused_and_nothing_is_left(tiny_checkpoint: Make, tmp_path: Path, name: str, message: str) -> None:
     def spoil(tensor: str, values: np.ndarray) -> None:
         if tensor == name:
             values[:, 1] = np.nan
 
     folder = change(tiny_checkpoint(Tiny(layers=3)), tmp_path / "ck", spoil)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         bundles.export_with(options(folder), tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
@@ -409,9 +409,9 @@ def test_questions_that_do_not_fit_are_counted_and_too_many_refused(tiny_checkpo
     long = Item((random_image(9),), "what " * 300)
     few = Data("mixed", (*DATA.items, DATA.items[0], DATA.items[1], long))
     plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=few))
-    assert measure_factors(plan, Aware(few), bundles.IGNORE).record["skipped"] == 1
+    assert measure_factors(plan, ActivationAware(few), bundles.IGNORE).record["skipped"] == 1
     with pytest.raises(RequestError, match="cannot be used"):
-        measure_factors(plan, Aware(Data("mixed", (DATA.items[0], long))), bundles.IGNORE)
+        measure_factors(plan, ActivationAware(Data("mixed", (DATA.items[0], long))), bundles.IGNORE)
 
 
 def export(checkpoint: Path, out: Path, *arguments: str) -> Any:
@@ -471,9 +471,9 @@ def test_the_forecast_of_time_counts_the_reading_and_the_search_until_factors_ar
     monkeypatch.setattr(forecasting, "product_speed", lambda *_: 1e18)
     monkeypatch.setattr(forecasting, "measure_paces", lambda *_: defaultdict(lambda: Pace(1.0, 1.0)))
     elements = sum(np.prod(tensor.shape) for name, tensor in plan.weights.stored.items() if is_read(name))
-    phases = forecasting.forecast(plan, tmp_path, Journal(tmp_path)).phases
+    phases = forecasting.forecast(plan, tmp_path, ExportJournal(tmp_path)).phases
     assert phases["activations"] == pytest.approx(elements * (1 + 11 * writing.THREADS * 4), rel=1e-3)
-    journal = Journal(tmp_path)
+    journal = ExportJournal(tmp_path)
     journal.add_factors()
     assert "activations" not in forecasting.forecast(plan, tmp_path, journal).phases
 

@@ -177,7 +177,7 @@ def test_force_does_not_replace_what_is_no_bundle(tiny_checkpoint: Make, tmp_pat
         out.write_text("years of work")
     else:
         out.symlink_to(tmp_path / ("real" if kind == "link" else "nothing"))
-    with pytest.raises(ExportError, match="no bundle"):
+    with pytest.raises(ExportError, match="is not a bundle"):
         run(plan(tiny_checkpoint()), out, force=True)
     assert names(tmp_path) == ["b", "real"]
     if kind == "directory":
@@ -235,7 +235,7 @@ def test_what_stops_an_export_leaves_what_was_there_and_at_most_a_hidden_folder(
     assert not force or Bundle.open(out).manifest.variants == (5,)
 
 
-# ---- going on --------------------------------------------------------------------------------------------------------
+# ---- resuming --------------------------------------------------------------------------------------------------------
 
 
 def interrupted(plan_: Plan, out: Path, phase: str, share: float) -> None:
@@ -273,7 +273,7 @@ def test_the_same_export_goes_on_without_doing_a_finished_tensor_again(
     first = set(seen)
     seen.clear()
     made = run_export(plan_, tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
-    assert any("going on" in line for line in said)
+    assert any("resuming" in line for line in said)
     assert made.manifest.files == whole.files
     assert len(first & set(seen)) <= 1, "only the tensor that was not finished is done again"
     assert first | set(seen) == {name for name, tensor in plan_.weights.stored.items() if tensor.scales}

@@ -102,7 +102,7 @@ def test_every_dialect_has_what_reductions_need(tiny_checkpoint: Checkpoints, tm
 
 
 @pytest.mark.parametrize(
-    ("tiny", "words", "error", "says"),
+    ("tiny", "specs", "error", "message"),
     [
         (Tiny(), ("mustdorp",), RequestError, "no reduction is called 'mustdorp'"),
         (Tiny(), ("mustdrop:193",), RequestError, "no preset '193'"),
@@ -115,15 +115,20 @@ def test_every_dialect_has_what_reductions_need(tiny_checkpoint: Checkpoints, tm
         (Tiny(vision="siglip"), ("mustdrop:192,layers=2",), UnsupportedModelError, "key=0"),
         (Tiny(image=28), ("lsm",), UnsupportedModelError, "2 x 2"),
         (Tiny(feature_layer=(0, 2)), ("lsm",), UnsupportedModelError, "vision_feature_layer 0"),
-        (Tiny(feature_layer=1), ("lsm", "cls"), UnsupportedModelError, "one layer of its tower"),
+        (Tiny(feature_layer=1), ("lsm", "cls"), UnsupportedModelError, "two layers of the tower"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_written(
-    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, words: tuple[str, ...], error: type[VtxError], says: str
+    tiny_checkpoint: Checkpoints,
+    tmp_path: Path,
+    tiny: Tiny,
+    specs: tuple[str, ...],
+    error: type[VtxError],
+    message: str,
 ) -> None:
-    with pytest.raises(error, match=says) as caught:
-        make(tiny_checkpoint(tiny), tmp_path / "b", *words)
+    with pytest.raises(error, match=message) as caught:
+        make(tiny_checkpoint(tiny), tmp_path / "b", *specs)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 

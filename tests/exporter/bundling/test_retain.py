@@ -45,15 +45,15 @@ def options(checkpoint: Path, tokens: float, *words: str) -> ExportOptions:
     )
 
 
-def mean(bundle: Bundle, word: str) -> float:
+def mean(bundle: Bundle, spec: str) -> float:
     """Image rows after pruning, mean over layers and questions, counted from what each layer held."""
-    model, found = load(bundle.folder, threads=THREADS), []
+    model, kept = load(bundle.folder, threads=THREADS), []
     for item in DATA.items:
         with model.open(list(item.images)) as image:
-            answer = image.ask(item.question, None, Options(max_new_tokens=1), reduce=word)
+            answer = image.ask(item.question, None, Options(max_new_tokens=1), reduce=spec)
         held = answer.stats.vision_tokens_kept
-        found.append(np.mean([*held[1:], held[-1]]))
-    return float(np.mean(found))
+        kept.append(np.mean([*held[1:], held[-1]]))
+    return float(np.mean(kept))
 
 
 @pytest.mark.parametrize("tokens", [25, 45, 75])
@@ -64,12 +64,12 @@ def test_the_thresholds_found_keep_what_was_asked_for(
     bundle = run_export(
         plan_export(options(tiny_checkpoint(TINY), tokens, WORD, other)), tmp_path / "b", force=False, report=IGNORE
     )
-    word, kept = bundle.manifest.reductions
+    spec, kept = bundle.manifest.reductions
     assert kept == other
-    assert "layers=2/4" in word
-    assert "key=0.1" in word
+    assert "layers=2/4" in spec
+    assert "key=0.1" in spec
     record = bundle.manifest.record["retain"]
-    assert mean(bundle, word) == pytest.approx(record["found"], abs=0.02)
+    assert mean(bundle, spec) == pytest.approx(record["found"], abs=0.02)
     assert record["found"] == pytest.approx(tokens, abs=2.5)
     assert (record["asked"], record["questions"], record["data"]) == (tokens, 3, "a few pictures")
     assert load(tmp_path / "b", threads=THREADS).manifest == bundle.manifest
@@ -85,15 +85,15 @@ def test_a_number_out_of_reach_is_refused_with_the_range_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("word", "tokens", "says"),
-    [("fastv", 20, "put --reduce mustdrop"), ("mustdrop:gamma=0,layers=2", 20, "above 0"), (WORD, -1, "above 0"),
+    ("spec", "tokens", "message"),
+    [("fastv", 20, "such as mustdrop"), ("mustdrop:gamma=0,layers=2", 20, "above 0"), (WORD, -1, "above 0"),
      (WORD, float("nan"), "above 0")],
 )  # fmt: skip
 def test_without_thresholds_to_look_for_nothing_begins(
-    tiny_checkpoint: Checkpoints, word: str, tokens: float, says: str
+    tiny_checkpoint: Checkpoints, spec: str, tokens: float, message: str
 ) -> None:
-    with pytest.raises(RequestError, match=says):
-        plan_export(options(tiny_checkpoint(TINY), tokens, word))
+    with pytest.raises(RequestError, match=message):
+        plan_export(options(tiny_checkpoint(TINY), tokens, spec))
 
 
 def test_the_command_needs_data_for_a_model_of_the_user_s(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:

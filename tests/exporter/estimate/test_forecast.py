@@ -18,12 +18,12 @@ from tests.support.bundles import IGNORE, copy
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.bundling.progress import ALL, Bars
+from vtx.exporter.commands.progress import ALL, Bars
 from vtx.exporter.estimate import forecast as forecasting
 from vtx.exporter.estimate import rates
 from vtx.exporter.estimate.forecast import Forecast, forecast
 from vtx.exporter.estimate.rates import Disk, Pace, cached_share, form_of, measure_disk, measure_paces, product_speed
-from vtx.exporter.weights.journal import PROBE, Journal
+from vtx.exporter.weights.journal import PROBE, ExportJournal
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.units import duration
 
@@ -79,7 +79,7 @@ def test_weights_cost_their_source_bytes_and_golden_vectors_their_elements(
     tiny_checkpoint: Make, tmp_path: Path
 ) -> None:
     plan_ = plan(tiny_checkpoint())
-    phases = forecast(plan_, tmp_path, Journal(tmp_path)).phases
+    phases = forecast(plan_, tmp_path, ExportJournal(tmp_path)).phases
     entries = [entry for file in plan_.weights.files for entry in file.entries]
     assert phases["weights"] == pytest.approx(WRITE * sum(entry.source.nbytes for entry in entries), rel=1e-6)
     read = sum(prod(entry.source.shape) for entry in entries if "embed_tokens" not in entry.name)
@@ -90,7 +90,7 @@ def test_weights_cost_their_source_bytes_and_golden_vectors_their_elements(
 @pytest.mark.usefixtures("known_rates")
 def test_layers_from_the_first_k_on_are_read_twice(tiny_checkpoint: Make, tmp_path: Path) -> None:
     none, at_3 = (
-        forecast(plan_, tmp_path, Journal(tmp_path)).phases["reference"]
+        forecast(plan_, tmp_path, ExportJournal(tmp_path)).phases["reference"]
         for plan_ in (plan(tiny_checkpoint()), plan(tiny_checkpoint(), ks=(5, 3)))
     )
     layers = plan(tiny_checkpoint()).config.text.layers
@@ -105,7 +105,7 @@ def test_a_disk_slower_than_the_processor_decides(
 ) -> None:
     plan_ = plan(tiny_checkpoint())
     monkeypatch.setattr(forecasting, "measure_disk", lambda *_: replace(DISK, write=1e-3))
-    phases = forecast(plan_, tmp_path, Journal(tmp_path)).phases
+    phases = forecast(plan_, tmp_path, ExportJournal(tmp_path)).phases
     assert phases["weights"] == pytest.approx(1e3 * sum(file.size for file in plan_.weights.files), rel=1e-6)
 
 
@@ -114,7 +114,7 @@ def test_a_linked_file_is_not_written(tiny_checkpoint: Make, tmp_path: Path, mon
     folder = copy(tiny_checkpoint(Tiny(dtype="float32")), tmp_path / "checkpoint")
     plan_ = plan(folder, "fp32")
     monkeypatch.setattr(forecasting, "measure_disk", lambda *_: replace(DISK, write=1e-9))
-    phases = forecast(plan_, tmp_path, Journal(tmp_path)).phases
+    phases = forecast(plan_, tmp_path, ExportJournal(tmp_path)).phases
     assert all(file.whole for file in plan_.weights.files)
     assert phases["weights"] < 1e3 * WRITE * sum(file.size for file in plan_.weights.files)
 
@@ -127,7 +127,7 @@ def test_what_an_interrupted_export_has_written_is_not_counted_again(tiny_checkp
     plan_, out = plan(tiny_checkpoint()), tmp_path / "b"
     whole = expected(plan_, out, stopping_at("weights", 0.5))
     [left] = tmp_path.glob(".b.partial-*")
-    [written] = Journal(left).tensors.values()
+    [written] = ExportJournal(left).tensors.values()
     [file] = plan_.weights.files
     rest = WRITE * sum(entry.source.nbytes for entry in file.entries[len(written) :])
     assert 0 < rest < whole["weights"]
@@ -165,7 +165,7 @@ def test_every_form_of_a_plan_is_measured_and_nothing_is_left(
     paces = measure_paces(plan_.weights.files, tmp_path)
     assert set(paces) == {form_of(file, entry) for file in plan_.weights.files for entry in file.entries}
     assert all(pace.write > 0 and pace.read > 0 for pace in paces.values())
-    found = forecast(plan_, tmp_path, Journal(tmp_path))
+    found = forecast(plan_, tmp_path, ExportJournal(tmp_path))
     assert found.seconds == pytest.approx(sum(found.phases.values()))
     assert all(seconds > 0 for seconds in found.phases.values())
     assert list(tmp_path.iterdir()) == []
@@ -179,7 +179,7 @@ def test_bytes_that_no_graph_uses_are_not_taken_for_weights(tiny_checkpoint: Mak
     write_safetensors(path, {"a.position_ids": np.full(4096, -1, np.int64), **tensors}, {"format": "pt"})
     plan_ = plan(folder, "fp16")
     assert plan_.weights.files[0].whole
-    assert forecast(plan_, tmp_path, Journal(tmp_path)).seconds > 0
+    assert forecast(plan_, tmp_path, ExportJournal(tmp_path)).seconds > 0
 
 
 def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:

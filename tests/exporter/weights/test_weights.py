@@ -23,7 +23,7 @@ from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.loader import canonical_name, open_checkpoint
 from vtx.exporter.weights import writing
-from vtx.exporter.weights.journal import Journal
+from vtx.exporter.weights.journal import ExportJournal
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.bundle.safetensors import TensorInfo, read_header, read_tensor
@@ -46,7 +46,7 @@ def written(folder: Path, target: Path, precision: str) -> dict[str, np.ndarray]
     """The weights as a bundle's graphs will find them, by canonical name."""
     plan_ = plan(folder, precision)
     target.mkdir()
-    write_weights(plan_, target, Journal(target), lambda _: None)
+    write_weights(plan_, target, ExportJournal(target), lambda _: None)
     found = {}
     for name, stored in plan_.stored.items():
         info = TensorInfo(name, stored.dtype, tuple(stored.shape), target / stored.file, stored.offset, stored.nbytes)

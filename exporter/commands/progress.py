@@ -1,4 +1,4 @@
-"""What an export shows while it works: a bar a phase, the bytes that are done, and the time that is left in all."""
+"""The progress bars of an export: one for each phase, with the bytes done and the time left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def export_bars() -> Iterator[Bars]:
 
 
 class Bars:
-    """The state of all phases; called with (phase, done, total) as the work goes on."""
+    """The state of all phases; called with (phase, done, total) as the work proceeds."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._start = progress, time.monotonic()
@@ -36,7 +36,7 @@ class Bars:
         self._expected: dict[str, float] = {}
 
     def expect(self, seconds: Mapping[str, float]) -> None:
-        """Show these phases from now on, each with the time that it is expected to take."""
+        """Show these phases, each with its expected time."""
         self._expected, self._start = dict(seconds), time.monotonic()
         for phase in (*seconds, ALL):
             self._add(phase, None)
@@ -52,7 +52,7 @@ class Bars:
         self._show_left()
 
     def left(self, phase: str) -> float:
-        """Seconds that a phase still needs: by its pace, else as was expected of it."""
+        """Seconds that a phase still needs: by its pace, else by its expected time."""
         task = self._task(phase)
         if task.finished:
             return 0.0
