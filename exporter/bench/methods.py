@@ -12,7 +12,7 @@ from vtx.exporter.bench.measure import K
 from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import Worker
 from vtx.exporter.data.items import Data, Item, plain
-from vtx.exporter.estimate.flops import prefill_flops, scheduled_rows
+from vtx.exporter.estimate.flops import make_schedule, prefill_flops
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
@@ -161,7 +161,7 @@ class Trial:
     def _flops(self, answer: Answer, text: int) -> int:
         """FLOPs of the tower and of a prompt of `text` tokens beside the vision rows that each layer had."""
         vision = self._worker.count_vision(split(self._calls)[0])
-        return vision + prefill_flops(self._worker.decoder, scheduled_rows(answer.stats.vision_tokens_kept, text=text))
+        return vision + prefill_flops(self._worker.decoder, make_schedule(answer.stats.vision_tokens_kept, text=text))
 
 
 def _found(answer: Answer, flops: int, item: Item, *, same: bool) -> Found:

@@ -29,7 +29,7 @@ class ActivationAware:
         """Raise RequestError where no matrix of the decoder is quantised."""
         if precision in FULL:
             raise RequestError(
-                f"--activation-aware lowers the error of rounding to integers, and {precision} weights are not rounded; "
+                f"--activation-aware lowers the error of integer weights, and {precision} weights are not rounded; "
                 "add --precision int4 or int8, or leave it out"
             )
 

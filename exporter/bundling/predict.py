@@ -86,7 +86,7 @@ def predict(
 def _writing(plan: WeightPlan) -> int:
     """While weights are written: the largest tensor, mapped, and its new form."""
     rewritten = [entry for file in plan.files if not file.whole for entry in file.entries]
-    return max((entry.source.nbytes + entry.end - entry.place.offset for entry in rewritten), default=0)
+    return max((entry.source.nbytes + entry.end - entry.target.offset for entry in rewritten), default=0)
 
 
 def _checking(text: TextConfig, tokens: int) -> int:

@@ -90,7 +90,7 @@ def _show_machine(report: MachineReport, fits: list[Fits]) -> None:
     table("devices", ["--device", "answers here", ""], devices)
     for entry in fits:
         rows = [[model, *map(str, fits)] for model, fits in entry.models.items()]
-        title = f"models that fit into {size(entry.usable)} on {entry.place}, by calculation (vtx-plan)"
+        title = f"models that fit into {size(entry.usable)} on {entry.device}, by calculation (vtx-plan)"
         table(title, ["model", *PRECISIONS], rows)
 
 

@@ -1,4 +1,4 @@
-"""Which models fit into a device's memory, in which precision, and how deep the image may go."""
+"""Which models fit into a device's memory, in which precision, and up to which K."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vtx.runtime.host.machine import available_memory
 PRECISIONS = ("fp16", "int8", "int4")
 WORK = (64, 256)  # text tokens beside one image, and tokens of the answer
 EXPORTED = ("llava-1.5-7b", "llava-1.5-13b")  # the known models that vtx-export can export
-GPU_SHARE = 0.9  # of a GPU's memory, where no profile says how much of it the system takes
+GPU_SHARE = 0.9  # of a GPU's memory, where no profile gives the share of the system
 FLOATS = {"cpu": EXPANDED, "openvino": KEPT}  # bytes of a float in memory, by the device that answers
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One model in one precision: `deepest` is the largest K that fits, None where none is needed or none does."""
+    """One model in one precision: `deepest` is the largest K that fits, None where all or none fits."""
 
     model: str
     precision: str
@@ -37,15 +37,15 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """Every model that exports, in every precision, against `usable` bytes of one place."""
+    """Every model that exports, in every precision, against `usable` bytes of one device."""
 
-    place: str
+    device: str
     usable: int
     models: dict[str, tuple[Fit, ...]]
 
     def to_dict(self) -> dict[str, Any]:
         models = {name: [asdict(fit) for fit in fits] for name, fits in self.models.items()}
-        return {"place": self.place, "usable_bytes": self.usable, "models": models}
+        return {"place": self.device, "usable_bytes": self.usable, "models": models}
 
 
 def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
@@ -54,18 +54,18 @@ def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
     A Jetson's memory is shared, so it counts once, with the engines of its GPU.
     """
     profile = load_profile(device.profile) if device.profile else None
-    places = []
+    fits = []
     if device.gpus or device.jetson:
         memory = int(GPU_SHARE * device.gpus[0].memory) if device.gpus else 0
         name = device.gpus[0].name if device.gpus else "the Jetson"
         usable = profile.usable_bytes if profile else memory
-        places.append(Fits(profile.name if profile else name, usable, what_fits(profile, usable)))
+        fits.append(Fits(profile.name if profile else name, usable, what_fits(profile, usable)))
     free = available_memory()
     if not device.jetson and cpu_device and free is not None:
         cpu = load_profile("cpu")
-        place = f"this CPU with --device {cpu_device}"
-        places.append(Fits(place, free, what_fits(cpu, free, floats=FLOATS[cpu_device])))
-    return [place for place in places if place.usable]
+        cpu_name = f"this CPU with --device {cpu_device}"
+        fits.append(Fits(cpu_name, free, what_fits(cpu, free, floats=FLOATS[cpu_device])))
+    return [entry for entry in fits if entry.usable]
 
 
 def what_fits(

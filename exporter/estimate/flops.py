@@ -1,14 +1,14 @@
-"""Arithmetic and memory of a model as formulas: exact integers, from sizes and rows per layer.
+"""Arithmetic and memory of a model as formulas: exact integers, from sizes and tokens per layer.
 
-A policy enters as its schedule, the rows that each decoder layer computes at prefill: `full_rows` for Full,
-`withdrawn_rows` for VTW, `scheduled_rows` for whatever keeps some vision tokens in some layers. One
+A policy enters as its schedule, the tokens that each decoder layer computes at prefill: `full_schedule` for Full,
+`withdrawal_schedule` for VTW, `make_schedule` for methods that keep some vision tokens in some layers. One
 multiply-accumulate is two FLOPs. Two conventions are in print, and both are here under their names:
 
-    calflops   VTW's tables: matrices of the decoder and the head on every row, no attention products, no vision.
+    calflops   VTW's tables: matrices of the decoder and the head on every token, no attention products, no vision.
     total      DyVTE's tables: vision tower, projector, the decoder's matrices and its attention products
                (the whole square, as if it had no causal mask), no head.
 
-`prefill_flops` and `decode_flops` are neither: they are what the graphs of a bundle compute.
+`prefill_flops` and `decode_flops` are neither: they count what the graphs of a bundle compute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 from vtx.runtime.errors import RequestError
 
-MAX_ROWS = 1 << 24
+MAX_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class DecoderSize:
 
     @property
     def layer_macs(self) -> int:
-        """Multiply-accumulates of one layer's matrices for one row; also the number of their weights."""
+        """Multiply-accumulates of one layer's matrices for one token; also the number of their weights."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.ffn
 
@@ -80,8 +80,8 @@ class VisionSize:
     """A CLIP or SigLIP tower, and the projector behind it.
 
     One view is one pass of a tower: `patches` patches of `patch` x `patch` RGB pixels. `layers` are all layers
-    of the tower, `used` those up to the last feature layer, which alone are exported. `view_tokens` rows of
-    `features` hidden states are projected to `out` columns. One image takes `views` views and `image_tokens`
+    of the tower, `used` those up to the last feature layer, which alone are exported. `view_tokens` tokens of
+    `features` hidden states each are projected to `out` columns. One image takes `views` views and `image_tokens`
     tokens of the prompt. `towers` counts towers with weights of their own.
     """
 
@@ -106,18 +106,18 @@ class VisionSize:
             raise RequestError(f"{self.used} layers of a tower of {self.layers} cannot be used; correct the sizes")
 
     @property
-    def rows(self) -> int:
+    def tower_tokens(self) -> int:
         return self.patches + self.class_token
 
     @property
     def layer_macs(self) -> int:
         """One layer of the tower for one view, attention products included."""
-        return self.layer_macs_on(self.rows)
+        return self.layer_macs_on(self.tower_tokens)
 
-    def layer_macs_on(self, rows: int) -> int:
-        """One layer of the tower for `rows` rows."""
+    def layer_macs_on(self, tokens: int) -> int:
+        """One layer of the tower for that number of tokens."""
         h = self.hidden
-        return rows * (4 * h * h + 2 * h * self.ffn) + 2 * rows * rows * h
+        return tokens * (4 * h * h + 2 * h * self.ffn) + 2 * tokens * tokens * h
 
     @property
     def patch_macs(self) -> int:
@@ -126,10 +126,10 @@ class VisionSize:
     @property
     def projector_macs(self) -> int:
         """The two matrices of the projector for one view."""
-        return self.view_tokens * self.projector_row_macs
+        return self.view_tokens * self.projector_token_macs
 
     @property
-    def projector_row_macs(self) -> int:
+    def projector_token_macs(self) -> int:
         return self.features * self.hidden * self.out + self.out * self.out
 
     @property
@@ -137,7 +137,7 @@ class VisionSize:
         """Weights of the exported part of the towers, and of the projector."""
         h = self.hidden
         layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
-        embeddings = h * 3 * self.patch * self.patch + self.rows * h + (3 * h if self.class_token else h)
+        embeddings = h * 3 * self.patch * self.patch + self.tower_tokens * h + (3 * h if self.class_token else h)
         projector = self.features * h * self.out + self.out * self.out + self.projector_bias * 2 * self.out
         return self.towers * (self.used * layer + embeddings) + projector
 
@@ -150,80 +150,80 @@ def _check_sizes(size: DecoderSize | VisionSize, zero: str = "") -> None:
             raise RequestError(f"{type(size).__name__}.{field.name} is {value}, outside {least}..2147483647")
 
 
-# --- schedules: rows per layer --------------------------------------------------------------------
+# --- schedules: tokens per layer --------------------------------------------------------------------
 
 
-def full_rows(layers: int, *, text: int, vision: int) -> tuple[int, ...]:
+def full_schedule(layers: int, *, text: int, vision: int) -> tuple[int, ...]:
     """Every layer sees the `text` and the `vision` tokens."""
-    return scheduled_rows([vision] * layers, text=text)
+    return make_schedule([vision] * layers, text=text)
 
 
-def withdrawn_rows(layers: int, k: int | None, *, text: int, vision: int) -> tuple[int, ...]:
-    """VTW Eq. 5: layers 1..K-1 see all rows, layers K..N the text alone. None: no withdrawal.
+def withdrawal_schedule(layers: int, k: int | None, *, text: int, vision: int) -> tuple[int, ...]:
+    """VTW Eq. 5: layers 1..K-1 see all tokens, layers K..N the text alone. None: no withdrawal.
 
     Raises:
         RequestError: K is outside 2..layers.
 
     """
     if k is None:
-        return full_rows(layers, text=text, vision=vision)
+        return full_schedule(layers, text=text, vision=vision)
     if not 2 <= k <= layers:
-        raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
-    return scheduled_rows([vision] * (k - 1) + [0] * (layers - k + 1), text=text)
+        raise RequestError(f"K = {k} is outside 2..{layers}; K is the first layer without vision tokens")
+    return make_schedule([vision] * (k - 1) + [0] * (layers - k + 1), text=text)
 
 
-def scheduled_rows(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
-    """Rows per layer where layer l computes `kept[l - 1]` vision tokens beside the `text` tokens.
+def make_schedule(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
+    """Tokens per layer where layer l computes `kept[l - 1]` vision tokens beside the `text` tokens.
 
     Raises:
-        RequestError: a count is negative, or beyond 16,777,216 rows.
+        RequestError: a count is negative, or beyond 16,777,216 tokens.
 
     """
-    if text < 1 or min(kept, default=0) < 0 or text + max(kept, default=0) > MAX_ROWS:
-        raise RequestError(f"{text} text tokens and {max(kept, default=0)} vision tokens are outside 1..{MAX_ROWS}")
+    if text < 1 or min(kept, default=0) < 0 or text + max(kept, default=0) > MAX_TOKENS:
+        raise RequestError(f"{text} text tokens and {max(kept, default=0)} vision tokens are outside 1..{MAX_TOKENS}")
     return tuple(text + count for count in kept)
 
 
-def fastv_rows(layers: int, *, text: int, vision: int, after: int = 2, drop: float = 0.5) -> tuple[int, ...]:
+def fastv_schedule(layers: int, *, text: int, vision: int, after: int = 2, drop: float = 0.5) -> tuple[int, ...]:
     """FastV: the first `after` layers see all, the others the best (1 - `drop`) of the vision tokens."""
     kept = vision - int(vision * drop)
-    return scheduled_rows([vision] * after + [kept] * (layers - after), text=text)
+    return make_schedule([vision] * after + [kept] * (layers - after), text=text)
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
 
 
-def calflops(size: DecoderSize, rows: Sequence[int]) -> float:
+def calflops(size: DecoderSize, tokens: Sequence[int]) -> float:
     """VTW's convention, in FLOPs.
 
-    As in the tables, a layer's share of F(s) = 2s[N(4h^2 + 3hm) + vocab h] goes by the rows of that layer, and
+    As in the tables, a layer's share of F(s) = 2s[N(4h^2 + 3hm) + vocab h] goes by the tokens of that layer, and
     the head counts as spread over the layers.
     """
-    _check_layers(size, rows)
-    return 2 * sum(rows) * (size.layer_macs + size.head_macs / size.layers)
+    _check_layers(size, tokens)
+    return 2 * sum(tokens) * (size.layer_macs + size.head_macs / size.layers)
 
 
-def total_flops(size: DecoderSize, rows: Sequence[int], vision: VisionSize | None = None, views: int = 0) -> int:
+def total_flops(size: DecoderSize, tokens: Sequence[int], vision: VisionSize | None = None, views: int = 0) -> int:
     """DyVTE's convention, in FLOPs: `views` passes of the whole tower and the projector, then the decoder."""
-    return encode_flops(vision, views, whole=True) + 2 * _decoder_macs(size, rows)
+    return encode_flops(vision, views, whole=True) + 2 * _decoder_macs(size, tokens)
 
 
 def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False, merged: int = 0) -> int:
     """FLOPs of `views` passes of tower and projector: of the exported layers, or of the `whole` tower.
 
-    `merged`: rows of a view that merging windows takes away after the first layer (MustDrop section 3.3).
+    `merged`: tokens of a view that merging windows takes away after the first layer (MustDrop section 3.3).
     """
     if vision is None:
         return 0
     layers = vision.layers if whole else vision.used
-    later = max(0, layers - 1) * vision.layer_macs_on(vision.rows - merged)
-    projector = (vision.view_tokens - merged) * vision.projector_row_macs
+    later = max(0, layers - 1) * vision.layer_macs_on(vision.tower_tokens - merged)
+    projector = (vision.view_tokens - merged) * vision.projector_token_macs
     return 2 * views * (vision.patch_macs + min(layers, 1) * vision.layer_macs + later + projector)
 
 
-def prefill_flops(size: DecoderSize, rows: Sequence[int]) -> int:
-    """FLOPs of the decoder's graphs for a prompt in one chunk: all rows, and the head on the last one."""
-    return 2 * (_decoder_macs(size, rows) + size.head_macs)
+def prefill_flops(size: DecoderSize, tokens: Sequence[int]) -> int:
+    """FLOPs of the decoder's graphs for a prompt in one chunk: all tokens, and the head on the last one."""
+    return 2 * (_decoder_macs(size, tokens) + size.head_macs)
 
 
 def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
@@ -233,25 +233,25 @@ def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
     return 2 * (size.layers * size.layer_macs + attention + size.head_macs)
 
 
-def append_flops(size: DecoderSize, layers: int, rows: int, filled: int) -> int:
-    """FLOPs of `layers` layers for `rows` more rows where `filled` KV slots are filled before; the head left out."""
-    return 2 * layers * (rows * size.layer_macs + attention_macs(size, rows, filled + rows))
+def append_flops(size: DecoderSize, layers: int, tokens: int, filled: int) -> int:
+    """FLOPs of `layers` layers for `tokens` more tokens after `filled` filled KV slots, without the head."""
+    return 2 * layers * (tokens * size.layer_macs + attention_macs(size, tokens, filled + tokens))
 
 
-def attention_macs(size: DecoderSize, rows: int, slots: int) -> int:
-    """The two products of one layer's attention: `rows` queries on `slots` keys and values, no causal saving."""
-    return 2 * rows * slots * size.heads * size.head_dim
+def attention_macs(size: DecoderSize, tokens: int, slots: int) -> int:
+    """The two products of one layer's attention: `tokens` queries on `slots` keys and values, no causal saving."""
+    return 2 * tokens * slots * size.heads * size.head_dim
 
 
-def _decoder_macs(size: DecoderSize, rows: Sequence[int]) -> int:
-    _check_layers(size, rows)
-    return sum(count * size.layer_macs + attention_macs(size, count, count) for count in rows)
+def _decoder_macs(size: DecoderSize, tokens: Sequence[int]) -> int:
+    _check_layers(size, tokens)
+    return sum(count * size.layer_macs + attention_macs(size, count, count) for count in tokens)
 
 
-def _check_layers(size: DecoderSize, rows: Sequence[int]) -> None:
-    if len(rows) != size.layers:
+def _check_layers(size: DecoderSize, tokens: Sequence[int]) -> None:
+    if len(tokens) != size.layers:
         raise RequestError(
-            f"a schedule of {len(rows)} layers does not fit a model of {size.layers}; give one count per layer"
+            f"a schedule of {len(tokens)} layers does not fit a model of {size.layers}; give one count per layer"
         )
 
 
@@ -259,6 +259,6 @@ def _check_layers(size: DecoderSize, rows: Sequence[int]) -> None:
 
 
 def kv_bytes(size: DecoderSize, slots: Sequence[int], element_bytes: int) -> tuple[int, ...]:
-    """Bytes of the KV cache per layer when `slots` are filled: after a prefill, its rows per layer."""
+    """Bytes of the KV cache per layer when `slots` are filled: after a prefill, its tokens per layer."""
     _check_layers(size, slots)
     return tuple(count * size.slot_elements * element_bytes for count in slots)

@@ -1,4 +1,4 @@
-"""How long an export will take: its work as the plan has it, at the rates of this machine as it is now.
+"""The time an export will take: the work of its plan at the current rates of this machine.
 
 What an interrupted export has finished is left out. The rates hold while the machine is no busier than when they were
 measured, and the disk no slower.
@@ -43,7 +43,7 @@ from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.report.golden import SEEN_ROWS
 
-LEAST, WIDEST = 512, 1 << 22  # a side, and the weights, of the matrix that products are tried with
+LEAST, WIDEST = 512, 1 << 22  # the least side and the most weights of the matrix in product trials
 OTHER_FILES = 8  # of a bundle, beside graphs and weights
 
 
@@ -59,7 +59,7 @@ class Forecast:
 
 
 def forecast(plan: Plan, folder: Path, journal: ExportJournal) -> Forecast:
-    """Measure in `folder`, for well under a second, and say what the rest of the export after `journal` will take."""
+    """Measure in `folder`, for well under a second, and predict the time of the parts that `journal` lacks."""
     try:
         return Forecast(_phases(plan, folder, journal))
     finally:
@@ -85,27 +85,29 @@ def _phases(plan: Plan, folder: Path, journal: ExportJournal) -> dict[str, float
 
 
 def _graphs(plan: Plan, folder: Path) -> float:
-    """A layer of the tower is written as soon as one of the decoder."""
+    """A layer of the tower takes as long to write as one of the decoder."""
     layers, probe = plan.config.text.layers + max(plan.config.feature_layers), folder / PROBE
     dialects = plan.options.dialects
-    write_first_layer(probe, plan, dialects[0])  # what is loaded on the way is not counted with each layer
+    write_first_layer(probe, plan, dialects[0])  # imports must not count with each layer
     return layers * sum(seconds_of(partial(write_first_layer, probe, plan, dialect)) for dialect in dialects)
 
 
 def _file(file: WeightFile, folder: Path, journal: ExportJournal, paces: Mapping[Form, Pace], disk: Disk) -> float:
     """The processor and the disk work side by side, and the slower one counts."""
-    standing = len(journal.tensors.get(file.name, []))
-    again = file.entries[standing - 1].end if standing else 0
-    entries = file.entries[standing:]
+    finished = len(journal.tensors.get(file.name, []))
+    finished_bytes = file.entries[finished - 1].end if finished else 0
+    entries = file.entries[finished:]
     read = file.size if file.whole else sum(entry.source.nbytes for entry in entries)
     linked = file.whole and file.source.stat().st_dev == folder.stat().st_dev
     converting = sum(entry.source.nbytes * paces[form_of(file, entry)].write for entry in entries)
-    moving = read * (1 - cached_share(file.source)) / disk.read + (0 if linked else file.size - again) / disk.write
-    return max(converting, moving) + again / disk.read
+    moving = (
+        read * (1 - cached_share(file.source)) / disk.read + (0 if linked else file.size - finished_bytes) / disk.write
+    )
+    return max(converting, moving) + finished_bytes / disk.read
 
 
 def _reading(plan: Plan, paces: Mapping[Form, Pace], disk: Disk) -> float:
-    """Of the weights as float32 for the golden vectors: layers from the first K on twice, tables by rows alone.
+    """Of the weights as float32 for the golden vectors: layers from the first K on twice, tables by their rows alone.
 
     For the scales of int8 K and V once more.
     """
@@ -113,11 +115,11 @@ def _reading(plan: Plan, paces: Mapping[Form, Pace], disk: Disk) -> float:
     seconds, cold = 0.0, 0
     memory = available_memory() or 0
     for file in plan.weights.files:
-        kept = file.whole and plan.prediction.disk < memory  # what is written anew is sent to the disk at once
+        kept = file.whole and plan.prediction.disk < memory  # rewritten files are sent to the disk at once
         for entry in file.entries:
             if entry.name == EMBEDDING and not plan.config.text.tied:
                 continue
-            cold += 0 if kept else entry.place.nbytes
+            cold += 0 if kept else entry.target.nbytes
             times = (2 if _layer(entry.name) >= first else 1) + (plan.precisions.kv == "int8")
             seconds += times * prod(entry.source.shape) * paces[form_of(file, entry)].read
     return seconds + cold / disk.read
@@ -129,36 +131,35 @@ def _layer(name: str) -> int:
 
 
 def _products(plan: Plan, sizes: ModelSize) -> float:
-    """The products of golden vectors and scales, at the speed of the decoder's and of the tower's own.
-
-    And what each layer adds.
-    """
+    """The products of golden vectors and scales at the decoder's and the tower's speeds, and the cost per layer."""
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
     text = Text(parse_tokenizer(plan.tokenizer, CheckpointError), plan.template, plan.text)
     image = plan.config.vision_tokens
-    asked = len(golden_ids(text, image)) - image
-    rows, tails = min(image, SEEN_ROWS) + asked, [size.layers - k + 1 for k in plan.ks]
-    flops = prefill_flops(size, [rows] * size.layers)
-    flops += 2 * sum(tails) * (asked * size.layer_macs + attention_macs(size, asked, asked))
-    seconds = flops / _speed(size.hidden, size.ffn, rows)
-    seeing = encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.rows)
+    text_tokens = len(golden_ids(text, image)) - image
+    tokens, withdrawn_layers = min(image, SEEN_ROWS) + text_tokens, [size.layers - k + 1 for k in plan.ks]
+    flops = prefill_flops(size, [tokens] * size.layers)
+    flops += (
+        2 * sum(withdrawn_layers) * (text_tokens * size.layer_macs + attention_macs(size, text_tokens, text_tokens))
+    )
+    seconds = flops / _speed(size.hidden, size.ffn, tokens)
+    seeing = encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.tower_tokens)
     if plan.precisions.kv == "int8":
-        rows = image + PASSAGE_TOKENS
-        seconds += seeing + prefill_flops(size, [rows] * size.layers) / _speed(size.hidden, size.ffn, rows)
-    return seconds + seeing + LAYER_SECONDS * (size.layers + max(tails, default=0) + tower.used)
+        tokens = image + PASSAGE_TOKENS
+        seconds += seeing + prefill_flops(size, [tokens] * size.layers) / _speed(size.hidden, size.ffn, tokens)
+    return seconds + seeing + LAYER_SECONDS * (size.layers + max(withdrawn_layers, default=0) + tower.used)
 
 
 def _activations(plan: Plan, aware: ActivationAware, sizes: ModelSize, paces: Mapping[Form, Pace]) -> float:
     """The reference over every question, each layer's weights read once, and a search that rounds a part of them."""
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
-    rows = plan.options.measured_tokens(plan.config)
-    flops = sum(prefill_flops(size, [count] * size.layers) for count in rows)
-    speed = _speed(size.hidden, size.ffn, max(rows))
+    tokens = plan.options.measured_tokens(plan.config)
+    flops = sum(prefill_flops(size, [count] * size.layers) for count in tokens)
+    speed = _speed(size.hidden, size.ffn, max(tokens))
     images = sum(len(item.images) for item in aware.data.items)
     seconds = flops / speed
-    seconds += images * encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.rows)
+    seconds += images * encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.tower_tokens)
     for file in plan.weights.files:
         for entry in file.entries:
             if _layer(entry.name) and entry.scheme is not None:
@@ -167,20 +168,20 @@ def _activations(plan: Plan, aware: ActivationAware, sizes: ModelSize, paces: Ma
                 seconds += height * width * pace.read
                 seconds += len(ALPHAS) * THREADS * tried * pace.write * entry.source.nbytes / height
                 seconds += len(ALPHAS) * 2 * tried * TOKENS * width / speed
-    return seconds + LAYER_SECONDS * (size.layers * len(rows) + tower.used * images)
+    return seconds + LAYER_SECONDS * (size.layers * len(tokens) + tower.used * images)
 
 
 def _thresholds(retain: Retain, sizes: ModelSize) -> float:
-    """Each word that is tried answers every question with one token, its image seen anew; how many are tried varies."""
+    """Each spec tried answers every question with one token and encodes its image; the number of trials varies."""
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
     images = max(len(item.images) for item in retain.data.items)
-    rows = images * tower.image_tokens + QUESTION_TOKENS
-    flops = images * encode_flops(tower, 1) + prefill_flops(size, [rows] * size.layers)
-    return USUAL_STEPS * len(retain.data.items) * flops / _speed(size.hidden, size.ffn, rows)
+    tokens = images * tower.image_tokens + QUESTION_TOKENS
+    flops = images * encode_flops(tower, 1) + prefill_flops(size, [tokens] * size.layers)
+    return USUAL_STEPS * len(retain.data.items) * flops / _speed(size.hidden, size.ffn, tokens)
 
 
-def _speed(hidden: int, ffn: int, rows: int) -> float:
+def _speed(hidden: int, ffn: int, tokens: int) -> float:
     """FLOPs a second; what small products cost beside their arithmetic is counted with the layers."""
     hidden, ffn = max(LEAST, hidden), max(LEAST, ffn)
-    return product_speed(hidden, min(ffn, max(LEAST, WIDEST // hidden)), rows)
+    return product_speed(hidden, min(ffn, max(LEAST, WIDEST // hidden)), tokens)

@@ -1,4 +1,4 @@
-"""What a model will cost before anything is built: arithmetic, weights, caches, memory, and a guess at the time.
+"""The cost of a model before anything is built: arithmetic, weights, caches, memory, and an estimate of the time.
 
 Sizes come from a table of known models, from a checkpoint's `config.json` or from a bundle; formulas from
 `vtx.exporter.estimate.flops`, devices from `vtx.profiles`. `docs/plan.md` lists the assumptions and the JSON fields.
@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from vtx.exporter.estimate.flops import (
-    MAX_ROWS,
+    MAX_TOKENS,
     calflops,
     decode_flops,
     encode_flops,
     kv_bytes,
     prefill_flops,
     total_flops,
-    withdrawn_rows,
+    withdrawal_schedule,
 )
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.estimate.weights import (
@@ -47,17 +47,17 @@ SPREAD = 8  # rows of the table over K
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked: `text` and `vision` tokens of the prompt, and the tokens of the answer."""
+    """A question: `text` and `vision` tokens of the prompt, and the tokens of the answer."""
 
     text: int
     vision: int
     new_tokens: int
 
     def __post_init__(self) -> None:
-        if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > MAX_ROWS:
+        if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > MAX_TOKENS:
             raise RequestError(
-                f"{self.text} text, {self.vision} vision and {self.new_tokens} new tokens make no prompt of 1 to "
-                f"{MAX_ROWS} tokens; --sequence counts text and vision, --text what of it is no image"
+                f"{self.text} text, {self.vision} vision and {self.new_tokens} new tokens are not 1 to "
+                f"{MAX_TOKENS} tokens with text; --sequence counts text and vision tokens, --text the text tokens alone"
             )
 
     @property
@@ -165,7 +165,7 @@ def find_profile(name: str) -> Profile:
     """The profile called `name`.
 
     Raises:
-        RequestError: there is none, or its file is damaged; the message lists the known ones.
+        RequestError: no such profile, or its file is damaged; the message lists the known ones.
 
     """
     try:
@@ -197,7 +197,7 @@ def make_plan(
     are the bytes of a float in a CPU's memory, by its type: they differ by engine.
 
     Raises:
-        RequestError: a K is outside 2..layers, or a precision is none or not the tied head's.
+        RequestError: a K is outside 2..layers, a precision is unknown, or it differs from the tied head's.
 
     """
     views = model.views(workload.vision)
@@ -225,8 +225,8 @@ def _depth(
     floats: Mapping[str, int],
 ) -> DepthCost:
     size = model.decoder
-    slots = withdrawn_rows(size.layers, k, text=work.text, vision=work.vision)
-    full = withdrawn_rows(size.layers, None, text=work.text, vision=work.vision)
+    slots = withdrawal_schedule(size.layers, k, text=work.text, vision=work.vision)
+    full = withdrawal_schedule(size.layers, None, text=work.text, vision=work.vision)
     total, whole = (total_flops(size, s, model.vision, views) for s in (slots, full))
     return DepthCost(
         k=k,
@@ -265,18 +265,18 @@ def _cost(
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def activation_bytes(model: ModelSize, rows: Sequence[int], views: int, element_bytes: int) -> int:
-    """The larger of prefill's and the vision graph's intermediate rows, and one row of fp32 logits.
+def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int) -> int:
+    """The larger of prefill's and the vision graph's intermediate values, and the fp32 logits of one token.
 
-    A layer holds two residual rows, and q, k, v and their product or the three rows of the feed-forward block;
-    no square of attention scores, which fused kernels never write.
+    A layer holds two residual vectors a token, and q, k, v and their product or the three vectors of the feed-forward
+    block; no square of attention scores, which fused kernels never write.
     """
     size, vision = model.decoder, model.vision
     attention = size.head_dim * (2 * size.heads + 2 * size.kv_heads)
-    prefill = max(rows) * (2 * size.hidden + max(attention, 3 * size.ffn))
+    prefill = max(tokens) * (2 * size.hidden + max(attention, 3 * size.ffn))
     encode = 0
     if vision is not None:
-        encode = views * vision.rows * (2 * vision.hidden + max(4 * vision.hidden, 2 * vision.ffn))
+        encode = views * vision.tower_tokens * (2 * vision.hidden + max(4 * vision.hidden, 2 * vision.ffn))
     return element_bytes * max(prefill, encode) + 4 * size.vocab
 
 
@@ -288,7 +288,7 @@ def _widens(profile: Profile | None) -> bool:
 
 
 def latency(
-    model: ModelSize, views: int, rows: Sequence[int], precisions: Precisions, profile: Profile
+    model: ModelSize, views: int, schedule: Sequence[int], precisions: Precisions, profile: Profile
 ) -> dict[str, Phase]:
     """Roofline estimate of each phase: `vision`, `prefill` and `decode_per_token`.
 
@@ -298,12 +298,12 @@ def latency(
     size, wide = model.decoder, _widens(profile)
     peak = profile.fp32 if precisions.decoder == "fp32" or profile.fp16 is None else profile.fp16
     weights = stored_bytes([*layer_weights(size), *head_weights(size)], precisions, wide=wide)
-    cache = sum(kv_bytes(size, rows, KV_BYTES[precisions.kv_dtype]))
+    cache = sum(kv_bytes(size, schedule, KV_BYTES[precisions.kv_dtype]))
     tower = vision_weights(model.vision) if model.vision is not None and views else ()
     work = {
         "vision": (encode_flops(model.vision, views), stored_bytes(tower, precisions, wide=wide)),
-        "prefill": (prefill_flops(size, rows), weights + cache),
-        "decode_per_token": (decode_flops(size, rows), weights + cache),
+        "prefill": (prefill_flops(size, schedule), weights + cache),
+        "decode_per_token": (decode_flops(size, schedule), weights + cache),
     }
     return {phase: _roofline(flops, read, peak, profile.bandwidth) for phase, (flops, read) in work.items()}
 

@@ -24,7 +24,7 @@ def _fill(figure: Any, plan: Mapping[str, Any]) -> None:
         memory.plot(full, [depth["precisions"][name]["peak_bytes"] / 1e9 for depth in depths], marker="o", label=name)
     if plan["profile"]:
         memory.axhline(plan["profile"]["usable_bytes"] / 1e9, color="black", linestyle="--", label="usable")
-    for axis, what in ((work, "arithmetic of the prompt, TFLOPs"), (memory, "peak memory, GB")):
-        axis.set(xlabel="full layers (K - 1)", ylabel=what, ylim=(0, None))
+    for axis, title in ((work, "arithmetic of the prompt, TFLOPs"), (memory, "peak memory, GB")):
+        axis.set(xlabel="full layers (K - 1)", ylabel=title, ylim=(0, None))
         axis.legend()
     figure.suptitle(f"{plan['model']['name']}, {plan['text_tokens']} text and {plan['vision_tokens']} vision tokens")

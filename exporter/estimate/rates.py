@@ -1,4 +1,4 @@
-"""How fast this machine is at the work of an export, found by doing a little of it with the code that does it all."""
+"""The speed of this machine at the work of an export, measured by doing a little of it with the same code."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import BinaryIO
 import torch
 
 from vtx.exporter.weights.journal import PROBE
-from vtx.exporter.weights.plan import Entry, WeightFile, laid_out, place_of
+from vtx.exporter.weights.plan import Entry, WeightFile, laid_out, stored_tensor
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights
 from vtx.exporter.weights.writing import CHUNK, THREADS, forget, take_whole, write_tensor
 from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors
 
-ELEMENTS = 8 * CHUNK  # of a tensor that is tried
-TRIALS = 3  # of which the middle one counts: on a busy machine one of them may be held up
-DISK_SAMPLE = 16 << 20, 128 << 20  # bytes that the disk is tried with, by what is to be written and read
+ELEMENTS = 8 * CHUNK  # of a tensor, in one trial
+TRIALS = 3  # the median counts: on a busy machine one of them may be delayed
+DISK_SAMPLE = 16 << 20, 128 << 20  # bytes of the disk trial, least and most, by the size of the export
 DISK_SHARE = 32
-SPOTS = 128  # of a file, asked whether the system has them in memory
+SPOTS = 128  # of a file, checked for being in memory
 PRODUCT_S = 0.05
 LAYER_SECONDS = 0.002  # of a layer of the reference over one prompt beside its products: what small models cost
 
-Form = tuple[str, str, int, bool]  # safetensors' words before and after, bits of a quantised matrix, file taken whole
+Form = tuple[str, str, int, bool]  # safetensors dtypes before and after, bits of a quantised matrix, file taken whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Disk:
 
 
 def form_of(file: WeightFile, entry: Entry) -> Form:
-    """What the pace of a tensor depends on."""
+    """The properties of a tensor that decide its pace."""
     return entry.source.dtype, entry.dtype, entry.scheme.bits if entry.scheme else 0, file.whole
 
 
@@ -73,14 +73,14 @@ def _pace(file: WeightFile, entry: Entry, probe: Path, pool: ThreadPoolExecutor)
     trials = list[Pace]()
     for _ in range(1 + TRIALS):
         seconds, stored = write(file, part, probe, pool)
-        reading = seconds_of(lambda place=stored: BundleWeights(probe.parent, {"": place}).read(""))  # type: ignore[misc]
+        reading = seconds_of(lambda tensor=stored: BundleWeights(probe.parent, {"": tensor}).read(""))  # type: ignore[misc]
         trials.append(Pace(seconds, reading / max(1, prod(part.source.shape))))
     tried = trials[1:]  # the first finds nothing in memory
     return Pace(median(trial.write for trial in tried), median(trial.read for trial in tried))
 
 
 def _part(entry: Entry) -> Entry:
-    """The first rows of a tensor, one at least."""
+    """The first rows of a tensor, at least one."""
     shape = entry.source.shape
     width = max(1, prod(shape[1:]))
     part = (min(shape[0], max(1, ELEMENTS // width)), *shape[1:]) if shape else ()
@@ -89,13 +89,13 @@ def _part(entry: Entry) -> Entry:
 
 
 def _write_anew(_: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExecutor) -> tuple[float, StoredTensor]:
-    """Seconds a source byte, and where the part then lies."""
+    """Seconds per source byte, and the location of the part."""
     header, [entry] = laid_out(PROBE, [(part.name, part.source)], [(part.dtype, part.scheme)])
-    open_tensor(part.source).copy()  # out of the disk
+    open_tensor(part.source).copy()  # read it from the disk before the clock starts
     with probe.open("wb") as out:
         out.write(header)
         seconds = seconds_of(lambda: write_tensor(entry, out, hashlib.sha256(), pool, lambda _: None))
-    return seconds / max(1, part.source.nbytes), place_of(PROBE, entry)
+    return seconds / max(1, part.source.nbytes), stored_tensor(PROBE, entry)
 
 
 def _write_whole(file: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExecutor) -> tuple[float, StoredTensor]:
@@ -106,12 +106,12 @@ def _write_whole(file: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExe
     seconds = seconds_of(lambda: take_whole(start, probe, pool, lambda _: None))
     probe.unlink()
     write_safetensors(probe, {"": open_tensor(part.source).copy()}, None)
-    [place] = read_header(probe).tensors.values()
-    return seconds / start.size, StoredTensor(PROBE, place.offset, place.nbytes, part.dtype, part.source.shape)
+    [info] = read_header(probe).tensors.values()
+    return seconds / start.size, StoredTensor(PROBE, info.offset, info.nbytes, part.dtype, part.source.shape)
 
 
 def _start_of(file: WeightFile, size: int) -> WeightFile:
-    """A file that ends after `size` bytes, one at least."""
+    """The file cut off after `size` bytes, at least one."""
     size = min(file.size, max(1, size))
     entries = [
         replace(entry, source=replace(entry.source, nbytes=min(entry.source.nbytes, (size - entry.source.offset) & ~7)))
@@ -127,7 +127,7 @@ def measure_disk(folder: Path, sources: Iterable[Path], work: int) -> Disk:
     Disks are quick at first, so the sample grows with the bytes of the `work`.
     """
     size = min(DISK_SAMPLE[1], max(DISK_SAMPLE[0], work // DISK_SHARE))
-    cold = next((found for found in (_cold_spot(path, size) for path in sources) if found), None)
+    cold = next((spot for spot in (_cold_spot(path, size) for path in sources) if spot), None)
     probe, data = folder / PROBE, os.urandom(1 << 20)
     with probe.open("wb") as out:
         sync = seconds_of(lambda: _write(out, data[:4096], 1))
@@ -153,13 +153,13 @@ def _read(path: Path, start: int, size: int) -> None:
 
 
 def _cold_spot(path: Path, size: int) -> tuple[Path, int] | None:
-    """Where in a file `size` bytes begin that are not in memory, if there are such, by a sample."""
+    """The start in a file of `size` bytes that are not in memory, by a sample; None if there are none."""
     starts = range(0, max(0, path.stat().st_size - size), size)
     return next(((path, start) for start in starts if not any(_in_memory(path, [start, start + size // 2]))), None)
 
 
 def cached_share(path: Path) -> float:
-    """The share of a file that the system has in memory, by a sample; 0 where it does not say."""
+    """The share of a file that the system has in memory, by a sample; 0 where it does not report it."""
     size = path.stat().st_size
     return sum(_in_memory(path, [size * spot // SPOTS for spot in range(SPOTS)])) / SPOTS
 
@@ -169,15 +169,15 @@ def _in_memory(path: Path, starts: Iterable[int]) -> Iterator[bool]:
     byte = bytearray(1)
     with path.open("rb", buffering=0) as file:
         for start in starts:
-            found = False
+            cached = False
             with suppress(AttributeError, OSError):
-                found = os.preadv(file.fileno(), [byte], start, os.RWF_NOWAIT) > 0
-            yield found
+                cached = os.preadv(file.fileno(), [byte], start, os.RWF_NOWAIT) > 0
+            yield cached
 
 
-def product_speed(hidden: int, ffn: int, rows: int) -> float:
-    """FLOPs a second of a product [rows, hidden] x [hidden, ffn], whose weights are too many for processors' caches."""
-    a, b = torch.ones(rows, hidden), torch.ones(ffn, hidden)
+def product_speed(hidden: int, ffn: int, tokens: int) -> float:
+    """FLOPs a second of a product [tokens, hidden] x [hidden, ffn], whose weights exceed the processor's caches."""
+    a, b = torch.ones(tokens, hidden), torch.ones(ffn, hidden)
     torch.nn.functional.linear(a, b)
     start, taken = time.perf_counter(), list[float]()
     while time.perf_counter() - start < PRODUCT_S:

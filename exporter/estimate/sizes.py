@@ -42,7 +42,7 @@ class ModelSize:
         return self.decoder.parameters + (0 if self.vision is None else self.vision.parameters)
 
     def views(self, vision_tokens: int) -> int:
-        """Passes of the tower that `vision_tokens` in the prompt need, whole images taken."""
+        """Passes of the tower that `vision_tokens` in the prompt need, counted in whole images."""
         if self.vision is None:
             return 0
         return -(-vision_tokens // self.vision.image_tokens) * self.vision.views
@@ -69,7 +69,7 @@ def find_size(model: str) -> ModelSize:
     """Sizes of a known name, of a bundle's directory, or of a checkpoint's directory or `config.json`.
 
     Raises:
-        RequestError: none of these; the message lists the known names.
+        RequestError: `model` is none of these; the message lists the known names.
         BundleError: a damaged bundle.
         CheckpointError: a damaged configuration, or one that vtx does not export.
 
@@ -86,10 +86,10 @@ def find_size(model: str) -> ModelSize:
     config = path / "config.json" if path.is_dir() else path
     if not os.path.lexists(config):
         raise RequestError(
-            f"{model!r} is no known model ({', '.join(KNOWN)}), and no directory with a config.json or a bundle in it"
+            f"{model!r} is not a known model ({', '.join(KNOWN)}) or a directory with a config.json or a bundle"
         )
-    found = read_settings(path, "config.json") if path.is_dir() else read_json_object(config, MAX_CONFIG)
-    return config_size(found, config.absolute().parent.name)
+    settings = read_settings(path, "config.json") if path.is_dir() else read_json_object(config, MAX_CONFIG)
+    return config_size(settings, config.absolute().parent.name)
 
 
 def config_size(config: Mapping[str, Any], name: str) -> ModelSize:

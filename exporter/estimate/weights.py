@@ -1,6 +1,6 @@
-"""A model's weights as an export stores them: which there are, and their bytes in each precision.
+"""A model's weights as an export stores them: which ones, and their bytes in each precision.
 
-What is quantised, and how, `vtx.exporter.weights.precision` decides for exports and plans alike.
+`vtx.exporter.weights.precision` decides what is quantised, and how, for exports and plans alike.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class WeightGroup:
 
 
 def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, head: str | None = None) -> Precisions:
-    """What an export of `model` stores, with the defaults of vtx-export.
+    """The precisions that an export of `model` stores, with the defaults of vtx-export.
 
     Raises:
         RequestError: no such precision, or a tied head in another precision than its table.
 
     """
-    found = Precisions.choose(decoder, vision, head, None)
+    precisions = Precisions.choose(decoder, vision, head, None)
     if not model.decoder.tied:
-        return found
-    table, _ = found.stored(EMBEDDING, (model.decoder.vocab, model.decoder.hidden), SOURCE)
-    return replace(found, head=tied_head(head, table))
+        return precisions
+    table, _ = precisions.stored(EMBEDDING, (model.decoder.vocab, model.decoder.hidden), SOURCE)
+    return replace(precisions, head=tied_head(head, table))
 
 
 def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
@@ -89,7 +89,7 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
 
 def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:
     """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32."""
-    return sum(one.count * _stored(one, precisions, wide) for one in weights)
+    return sum(group.count * _stored(group, precisions, wide) for group in weights)
 
 
 def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:
@@ -98,22 +98,22 @@ def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]
     `floats` are the bytes of a float in its memory, by type: `EXPANDED` for onnxruntime, `KEPT` for OpenVINO.
     """
     total = 0
-    for one in all_weights(model):
-        if one.name == EMBEDDING and not model.decoder.tied:
+    for group in all_weights(model):
+        if group.name == EMBEDDING and not model.decoder.tied:
             continue
-        dtype, scheme = precisions.stored(one.name, one.shape, SOURCE)
-        total += one.count * resident_bytes(dtype, one.shape, _scales(one, scheme) if scheme else 0, floats)
+        dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
+        total += group.count * resident_bytes(dtype, group.shape, _scales(group, scheme) if scheme else 0, floats)
     return total
 
 
-def _stored(one: WeightGroup, precisions: Precisions, wide: bool) -> int:
-    dtype, scheme = precisions.stored(one.name, one.shape, SOURCE)
+def _stored(group: WeightGroup, precisions: Precisions, wide: bool) -> int:
+    dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
     if scheme is None:
-        return prod(one.shape) * (4 if wide else DTYPES[dtype][0] // 8)
-    rows, width = one.shape
-    return rows * scheme.nbytes(width) + SCALE_BYTES * _scales(one, scheme)
+        return prod(group.shape) * (4 if wide else DTYPES[dtype][0] // 8)
+    rows, width = group.shape
+    return rows * scheme.nbytes(width) + SCALE_BYTES * _scales(group, scheme)
 
 
-def _scales(one: WeightGroup, scheme: Scheme) -> int:
-    rows, width = one.shape
+def _scales(group: WeightGroup, scheme: Scheme) -> int:
+    rows, width = group.shape
     return rows * scheme.scales(width)

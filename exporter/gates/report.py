@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.common.plots import draw
 from vtx.exporter.data.intervals import mean_intervals, share_interval
-from vtx.exporter.estimate.flops import total_flops, withdrawn_rows
+from vtx.exporter.estimate.flops import total_flops, withdrawal_schedule
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.gates.fit import GateWeights, gate_odds
 from vtx.exporter.gates.measure import UNKNOWN
@@ -121,7 +121,7 @@ def _flops(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> float:
     work = [
         total_flops(
             size.decoder,
-            withdrawn_rows(held.layers, ks[column], text=int(text), vision=int(vision)),
+            withdrawal_schedule(held.layers, ks[column], text=int(text), vision=int(vision)),
             size.vision,
             size.views(int(vision)),
         )

@@ -1,7 +1,7 @@
 """The search for factors on channels that quantisation loses less with: AWQ (arXiv 2306.00978, Eq. 4 and 5).
 
-Channels that carry large rows get large factors, s = mean(|x|)^alpha, and so a finer grid. alpha is the one of a few
-with the least error of the quantised products on rows that were measured; 0 is among them and leaves matrices alone.
+Channels that carry large activations get large factors, s = mean(|x|)^alpha, and so a finer grid. alpha is the one of
+a few with the least error of the quantised products on measured inputs; 0 is among them and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from vtx.exporter.weights.scaling import Channels, Floats
 
 ALPHAS = tuple(step / 10 for step in range(11))
 OUTPUTS = 256  # rows of a matrix that are tried, evenly spaced
-TOKENS = 256  # of what was measured, that products are computed of
-LARGEST = 128.0  # factor, and its inverse: norms and rows stay far within half precision
+TOKENS = 256  # of those measured, whose products are computed
+LARGEST = 128.0  # factor, and its inverse: norms and hidden states stay far within half precision
 
 
 def tried(rows: int) -> NDArray[np.int64]:
@@ -26,35 +26,35 @@ def tried(rows: int) -> NDArray[np.int64]:
 
 
 def factors_of(sizes: Floats, alpha: float) -> Floats:
-    """Factors [channels] of mean magnitudes, 1 in the geometric mean; a channel that carries nothing keeps its size."""
+    """Factors [channels] of mean magnitudes, 1 in the geometric mean; a channel of zeros keeps its size."""
     alive = sizes > 0
     if not alive.any():
         return np.ones_like(sizes)
     logs = np.log(sizes, where=alive, out=np.zeros_like(sizes))
     logs[alive] -= logs[alive].mean()
-    found: Floats = np.clip(np.exp(alpha * logs), 1 / LARGEST, LARGEST).astype(np.float32)
-    return found
+    factors: Floats = np.clip(np.exp(alpha * logs), 1 / LARGEST, LARGEST).astype(np.float32)
+    return factors
 
 
 def find_factors(
-    channels: Channels, sizes: Floats, rows: Floats, matrices: Sequence[Floats], scheme: Scheme
+    channels: Channels, sizes: Floats, inputs: Floats, matrices: Sequence[Floats], scheme: Scheme
 ) -> tuple[float, Floats]:
     """Alpha and the factors of the source's channels that lose least.
 
-    `sizes` [in] are mean magnitudes of what `matrices`, some rows [n, in] of each reader, are multiplied with, and
-    `rows` [samples, in] a part of it.
+    `sizes` [in] are mean magnitudes of the inputs of `matrices`, some rows [n, in] of each reader; `inputs`
+    [tokens, in] is a sample of them.
 
     Raises:
         ExportError: a weight is so large that no scale reaches it.
 
     """
-    pooled, outputs = channels.pooled(sizes), [rows @ matrix.T for matrix in matrices]
+    pooled, outputs = channels.pooled(sizes), [inputs @ matrix.T for matrix in matrices]
 
     def error(alpha: float) -> float:
         wide, lost = channels.spread(factors_of(pooled, alpha)), 0.0
         for name, matrix, whole in zip(channels.readers, matrices, outputs, strict=True):
             restored = dequantise(*quantise(matrix * wide, scheme, name), scheme) / wide
-            lost += _lost(whole, rows @ restored.T)
+            lost += _lost(whole, inputs @ restored.T)
         return lost
 
     alpha = min(ALPHAS, key=error)
@@ -62,9 +62,9 @@ def find_factors(
 
 
 def _lost(whole: Floats, rounded: Floats) -> float:
-    """The share of a row's squared values that differs, mean over the rows.
+    """The share of a token's squared outputs that differs, mean over the tokens.
 
-    Each row counts alike, where Eq. 4 sums squared errors: a few rows of trained models are a thousand times larger.
+    Each token counts alike, where Eq. 4 sums squared errors: in trained models a few are a thousand times larger.
     """
     size = np.square(whole).sum(1)
     lost = np.divide(np.square(rounded - whole).sum(1), size, out=np.zeros_like(size), where=size > 0)

@@ -1,4 +1,4 @@
-"""The journal of an export: what it has finished, kept in its staging directory so that the same command can resume.
+"""The journal of an export: its finished parts, kept in its staging directory so that the same command can resume.
 
 Of each rewritten file it has a line per tensor with the CRC-32 of the tensor's bytes, since a machine that went down
 may have lost what a line records; a finished file was synced first.
@@ -16,12 +16,12 @@ from typing import Any
 from vtx.runtime.bundle.spec.manifest import FileRecord
 
 JOURNAL = ".journal"
-PROBE = ".probe"  # what the machine is measured with beforehand
+PROBE = ".probe"  # the file of the speed trials
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A tensor that stands in its file: the first byte after it, and the CRC-32 of its bytes, scales included."""
+    """A tensor written to its file: the first byte after it, and the CRC-32 of its bytes, scales included."""
 
     tensor: str
     end: int
@@ -29,7 +29,7 @@ class Written:
 
 
 class ExportJournal:
-    """The finished parts of one export, read from `folder` and added to as the work goes on."""
+    """The finished parts of one export, read from `folder` and appended to as the work proceeds."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL
@@ -38,7 +38,7 @@ class ExportJournal:
         self.golden = False
         self.factors = False
         for line in list(_lines(self._path))[1:]:
-            self._take(line)
+            self._read_line(line)
 
     @property
     def has_work(self) -> bool:
@@ -60,11 +60,11 @@ class ExportJournal:
         _append(self._path, {"factors": True})
 
     def remove(self) -> None:
-        """Leave in the folder only what belongs to the bundle."""
+        """Remove the files that do not belong to the bundle."""
         for path in (self._path, self._path.with_name(PROBE)):
             path.unlink(missing_ok=True)
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _read_line(self, line: dict[str, Any]) -> None:
         if "file" in line:
             self.files[line["file"]] = FileRecord(line["bytes"], line["sha256"])
         elif "of" in line:
@@ -88,7 +88,7 @@ def key_in(folder: Path) -> str | None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The journal's lines up to the first that is not whole."""
+    """The journal's lines up to the first incomplete one."""
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             value = json.loads(line)

@@ -1,7 +1,7 @@
-"""The plan of a bundle's weights: which file holds each tensor, in which form, and where.
+"""The plan of a bundle's weights: the file, the form and the offset of each tensor.
 
-A source file whose tensors all have the wanted type is taken whole, unless most of it is not needed; any other is
-rewritten tensor by tensor. All of it is known before a byte of a weight is read, so graphs can be built first.
+A source file whose tensors all have the right dtype is taken whole, unless most of it is not needed; any other is
+rewritten tensor by tensor. All of this is known before a byte of a weight is read, so graphs can be built first.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from vtx.exporter.weights.quantize import Scheme
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import TensorInfo, layout
 
-MOST_UNUSED = 2  # a file of more than so many times the bytes that are needed is rewritten without the rest
+MOST_UNUSED = 2  # a file larger than this multiple of the needed bytes is rewritten without the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor on its way: from `source` to `place`, as `dtype` ("I8" and "I4" with a scheme and `scales`)."""
+    """One tensor on its way: from `source` to `target`, as `dtype` ("I8" and "I4" with a scheme and `scales`)."""
 
     name: str
     source: TensorInfo
     dtype: str
-    place: TensorInfo
+    target: TensorInfo
     scheme: Scheme | None = None
     scales: TensorInfo | None = None
 
     @property
     def end(self) -> int:
         """The first byte of the file after this tensor."""
-        last = self.scales or self.place
+        last = self.scales or self.target
         return last.offset + last.nbytes
 
 
@@ -61,7 +61,7 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """All files, and where each tensor will lie in them, by canonical name."""
+    """All files, and the location of each tensor in them, by canonical name."""
 
     files: tuple[WeightFile, ...]
     stored: Mapping[str, StoredTensor]
@@ -77,12 +77,12 @@ def plan_weights(
     precisions: Precisions,
     scaled: Collection[str] = (),
 ) -> WeightPlan:
-    """Check that every needed tensor is there in its shape, and settle where it will lie.
+    """Check that every needed tensor is there in its shape, and lay out the files.
 
     A file that holds one of the tensors `scaled`, whose values will change, is not taken whole.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape than the configuration promises.
+        CheckpointError: a tensor is missing or has another shape than the configuration states.
 
     """
     by_source: dict[Path, list[tuple[str, TensorInfo]]] = {}
@@ -101,7 +101,7 @@ def plan_weights(
         else:
             header, entries = laid_out(name, tensors, forms)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
-        stored |= {entry.name: place_of(name, entry) for entry in entries}
+        stored |= {entry.name: stored_tensor(name, entry) for entry in entries}
     return WeightPlan(tuple(files), stored)
 
 
@@ -117,8 +117,8 @@ def laid_out(
             rows, width = info.shape
             specs.append((name, "I8" if scheme.bits == 8 else "U8", (rows, scheme.nbytes(width))))
             specs.append((f"{name}.scales", "F16", (rows, scheme.scales(width))))
-    header, places = layout(Path(file), specs)
-    by_name = {place.name: place for place in places}
+    header, targets = layout(Path(file), specs)
+    by_name = {target.name: target for target in targets}
     entries = (
         Entry(name, info, dtype, by_name[name], scheme, by_name.get(f"{name}.scales") if scheme else None)
         for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True)
@@ -126,8 +126,8 @@ def laid_out(
     return header, tuple(entries)
 
 
-def place_of(file: str, entry: Entry) -> StoredTensor:
-    """Where the bundle's `file` holds a tensor."""
-    place, scales = entry.place, entry.scales
+def stored_tensor(file: str, entry: Entry) -> StoredTensor:
+    """The location of a tensor in the bundle's `file`."""
+    target, scales = entry.target, entry.scales
     beside = StoredTensor(file, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None
-    return StoredTensor(file, place.offset, place.nbytes, entry.dtype, entry.source.shape, beside)
+    return StoredTensor(file, target.offset, target.nbytes, entry.dtype, entry.source.shape, beside)

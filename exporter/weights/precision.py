@@ -8,7 +8,7 @@ from vtx.exporter.weights.quantize import Scheme, scheme
 from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import RequestError
 
-FULL = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors' words; the other precisions are quantised
+FULL = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors dtypes; the other precisions are quantised
 KV_TYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 EMBEDDING = "text.embed_tokens.weight"
 
@@ -23,15 +23,15 @@ class Precisions:
     kv: str
 
     def __post_init__(self) -> None:
-        for part, found in (("", self.decoder), ("vision-", self.vision), ("head-", self.head)):
-            if found not in PRECISIONS:
-                raise RequestError(f"--{part}precision {found!r} is not among {', '.join(PRECISIONS)}")
+        for part, precision in (("", self.decoder), ("vision-", self.vision), ("head-", self.head)):
+            if precision not in PRECISIONS:
+                raise RequestError(f"--{part}precision {precision!r} is not among {', '.join(PRECISIONS)}")
         if self.kv not in KV_TYPES:
             raise RequestError(f"--kv-precision {self.kv!r} is not among {', '.join(KV_TYPES)}")
 
     @classmethod
     def choose(cls, decoder: str, vision: str | None, head: str | None, kv: str | None) -> Precisions:
-        """What was asked for; a quantised decoder goes with an int8 tower and head unless told otherwise."""
+        """The precisions named; a quantised decoder has an int8 tower and head by default."""
         quantised = decoder in PRECISIONS and decoder not in FULL
         return cls(
             decoder,
@@ -42,7 +42,7 @@ class Precisions:
 
     @property
     def kv_dtype(self) -> str:
-        """Numpy's word."""
+        """The numpy dtype of K and V."""
         return KV_TYPES[self.kv]
 
     def of(self, name: str) -> str:
@@ -51,17 +51,17 @@ class Precisions:
         return {"vision": self.vision, "projector": self.vision, "head": self.head}.get(part, self.decoder)
 
     def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
-        """How a tensor that a checkpoint holds as `source` is stored: safetensors' word, and a scheme if quantised.
+        """How a tensor that a checkpoint holds as `source` is stored: safetensors dtype, and a scheme if quantised.
 
-        Of a quantised part, what is no matrix, and the embedding table, which is read a row at a time, stays in
-        half precision as the checkpoint has it.
+        In a quantised part, tensors other than matrices, and the embedding table, which is read a row at a time,
+        stay in the checkpoint's half precision.
         """
         precision = self.of(name)
         if precision in FULL:
             return FULL[precision], None
-        found = scheme(precision, shape) if is_matrix(name, shape) else None
+        quantised = scheme(precision, shape) if is_matrix(name, shape) else None
         half = source if source in ("F16", "BF16") else "F16"
-        return ("I4" if found.bits == 4 else "I8", found) if found else (half, None)
+        return ("I4" if quantised.bits == 4 else "I8", quantised) if quantised else (half, None)
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -69,17 +69,17 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and "embed" not in name
 
 
-def tied_head(wanted: str | None, table: str) -> str:
-    """The precision of a head that is the embedding table, which is stored as `table` (safetensors' word).
+def tied_head(requested: str | None, table: str) -> str:
+    """The precision of a head that is the embedding table, which is stored as `table` (a safetensors dtype).
 
     Raises:
-        RequestError: another precision was asked for.
+        RequestError: another precision was requested.
 
     """
-    precision = {word: name for name, word in FULL.items()}[table]
-    if wanted not in (None, precision):
+    precision = {dtype: name for name, dtype in FULL.items()}[table]
+    if requested not in (None, precision):
         raise RequestError(
-            f"--head-precision {wanted} would store a weight twice: this model's head is its embedding table, "
+            f"--head-precision {requested} would store a weight twice: this model's head is its embedding table, "
             f"which stays {precision}; leave the option out"
         )
     return precision

@@ -17,7 +17,7 @@ from vtx.runtime.errors import ExportError
 
 BLOCK = 64
 MIN_BLOCK = 16
-INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the rows quantised block by block
+INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 LARGEST = float(np.finfo(np.float16).max)
 # Of the scale that reaches the block's largest weight. A Gaussian block of 64 is best served near 0.87.
@@ -71,11 +71,11 @@ def quantise(rows: Floats, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDA
     peak = np.abs(blocks).max(-1)
     if peak.size and float(peak.max()) > LARGEST * levels:
         raise ExportError(
-            f"tensor {name} holds {float(peak.max()):g}; int{scheme.bits} ends at {LARGEST * levels:g}; "
+            f"tensor {name} holds {float(peak.max()):g}, int{scheme.bits} reaches {LARGEST * levels:g} at most; "
             "export it with --precision fp32"
         )
-    found, scales = _search(blocks, peak / levels, -8 if scheme.bits == 4 else -levels, levels, RATIOS[scheme.bits])
-    flat = found.reshape(rows.shape)
+    integers, scales = _search(blocks, peak / levels, -8 if scheme.bits == 4 else -levels, levels, RATIOS[scheme.bits])
+    flat = integers.reshape(rows.shape)
     return (pack(flat) if scheme.bits == 4 else flat), scales
 
 
@@ -94,15 +94,15 @@ def _search(
             return integers.astype(np.int8), scales
         np.multiply(integers, wide, out=error)
         np.subtract(error, blocks, out=error)
-        found = np.einsum("nbk,nbk->nb", error, error)
-        better = found < best
-        best[better], chosen[better] = found[better], scales[better]
+        errors = np.einsum("nbk,nbk->nb", error, error)
+        better = errors < best
+        best[better], chosen[better] = errors[better], scales[better]
     _nearest(blocks, chosen.astype(np.float32)[..., None], low, high, integers)
     return integers.astype(np.int8), chosen
 
 
 def _usable(scales: Floats) -> NDArray[np.float16]:
-    """Scales as float16, none of them zero: 1 for a block of zeros, else at least the smallest number there is."""
+    """Scales as float16, none of them zero: 1 for a block of zeros, else at least the smallest float16."""
     narrow = np.maximum(scales, LEAST).astype(np.float16)
     narrow[scales == 0] = 1
     return narrow

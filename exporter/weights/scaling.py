@@ -1,7 +1,7 @@
-"""Factors on the channels between a decoder's matrices that leave what it computes as it is.
+"""Factors on the channels between a decoder's matrices that leave its results unchanged.
 
-A matrix W that reads rows x computes (W s)(x / s) for any factors s on its input channels. 1/s is folded into the
-weight that gives the rows their size, so graphs stay as they are: a norm's, or the output rows of the matrix before.
+A matrix W with inputs x computes (W s)(x / s) for any factors s on its input channels. 1/s is folded into the
+weight that scales these inputs, so graphs stay as they are: a norm's, or the output rows of the matrix before.
 AWQ (arXiv 2306.00978, Eq. 2 and section 4).
 """
 
@@ -21,7 +21,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Matrices that read the same rows, and the weight before them that takes the inverse factors.
+    """Matrices that read the same inputs, and the weight before them that takes the inverse factors.
 
     `width` input channels are read in heads of `head`; `sharing` neighbouring heads come from the same rows of
     `source`, and so share their factors.
@@ -39,13 +39,13 @@ class Channels:
 
     def pooled(self, sizes: Floats) -> Floats:
         """Sizes of the readers' channels [width] as means over those that share a factor [width / sharing]."""
-        found: Floats = sizes.reshape(-1, self.sharing, self.head).mean(1).reshape(-1)
-        return found
+        means: Floats = sizes.reshape(-1, self.sharing, self.head).mean(1).reshape(-1)
+        return means
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a weight [out, in] or [out] is multiplied by: `rows` [out], and `columns` [in] of a matrix."""
+    """The factors of a weight [out, in] or [out]: `rows` [out], and `columns` [in] of a matrix."""
 
     rows: Floats | None = None
     columns: Floats | None = None
@@ -60,7 +60,7 @@ class Scaling:
 
 
 def channels(c: TextConfig, layer: int) -> tuple[Channels, ...]:
-    """Of `layer`, counted from 1, every set of channels that factors can be put on."""
+    """Every set of channels of `layer`, counted from 1, that can take factors."""
     p, heads = f"text.layers.{layer - 1}", c.heads * c.head_dim
     qkv = tuple(f"{p}.self_attn.{part}_proj.weight" for part in "qkv")
     both = tuple(f"{p}.mlp.{part}_proj.weight" for part in ("gate", "up"))
@@ -73,14 +73,14 @@ def channels(c: TextConfig, layer: int) -> tuple[Channels, ...]:
 
 
 def scalings(c: TextConfig, factors: Mapping[str, Floats]) -> dict[str, Scaling]:
-    """What becomes of each weight, where `factors` has those of some sets of channels by the name of their source."""
+    """The scaling of each weight, where `factors` has those of some sets of channels by the name of their source."""
     rows, columns = dict[str, Floats](), dict[str, Floats]()
     for layer in range(1, c.layers + 1):
         for group in channels(c, layer):
             if group.source in factors:
-                found = factors[group.source]
-                columns |= dict.fromkeys(group.readers, group.spread(found))
-                rows |= dict.fromkeys((group.source, _bias(group.source)), np.reciprocal(found))
+                group_factors = factors[group.source]
+                columns |= dict.fromkeys(group.readers, group.spread(group_factors))
+                rows |= dict.fromkeys((group.source, _bias(group.source)), np.reciprocal(group_factors))
     return {name: Scaling(rows.get(name), columns.get(name)) for name in {*rows, *columns}}
 
 
@@ -91,7 +91,7 @@ def scaled_weights(c: TextConfig, precision: str) -> set[str]:
 
 
 def quantised_channels(c: TextConfig, layer: int, precision: str) -> Iterator[Channels]:
-    """Those of a layer's `channels` whose readers are quantised at `precision`."""
+    """The `channels` of a layer whose readers are quantised at `precision`."""
     return (group for group in channels(c, layer) if scheme(precision, (1, group.width)))
 
 

@@ -1,4 +1,4 @@
-"""Where a weight lies in a bundle: graphs point there, and the exporter writes there."""
+"""The location of a weight in a bundle: graphs point to it, and the exporter writes there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one weight lies in the bundle: `file` is relative to the bundle, `dtype` is safetensors' word.
+    """The location of one weight: `file` is relative to the bundle, `dtype` a safetensors dtype.
 
     A quantised matrix [out, in] is I8, or I4 with two to a byte, and has float16 `scales` [out, blocks of a row].
     """

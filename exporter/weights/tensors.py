@@ -1,4 +1,4 @@
-"""Weights as float32, some rows at a time: a checkpoint's, or those that a bundle's own files stand for."""
+"""Weights as float32, some rows at a time: a checkpoint's, or a bundle's dequantised ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from vtx.exporter.weights.quantize import Scheme, dequantise
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import TensorInfo, open_tensor
 
-CHUNK = 1 << 22  # elements that are widened at a time
+CHUNK = 1 << 22  # elements widened at a time
 EVERY = slice(None)
 Rows = slice | NDArray[np.int64]
 
 
 class WeightSource(Protocol):
-    """Where a model's weights come from, by canonical name."""
+    """The weights of a model, by canonical name."""
 
     def rows(self, name: str) -> int:
-        """How many rows a weight has."""
+        """The number of rows of a weight."""
         ...
 
     def read(self, name: str, rows: Rows = EVERY) -> Tensor:

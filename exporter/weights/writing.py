@@ -1,4 +1,4 @@
-"""Writing a bundle's weights: each source byte is read once, and checked, converted and hashed on the way."""
+"""Writing a bundle's weights: each source byte is read once, checked, converted and hashed in passing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCK = 1 << 23  # bytes of a file that is taken whole, at a time
 CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache
 THREADS = min(2, os.cpu_count() or 1)
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
-WORDS = {"F16": "fp16", "BF16": "bf16"}
+PRECISION_OF = {"F16": "fp16", "BF16": "bf16"}
 FICLONE = 0x40049409  # Linux: let a file share another's blocks, copied when one of them is written
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
 Report = Callable[[int], None]
@@ -40,7 +40,7 @@ NONE: Mapping[str, Scaling] = {}
 
 
 class Chunk(NamedTuple):
-    """Some of a tensor's `stored` bits, from row `start` on, or from that value where they are flat."""
+    """A part of a tensor's `stored` bits, from row `start`, or from value `start` where they are flat."""
 
     start: int
     stored: NDArray[Any]
@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 def write_weights(
     plan: WeightPlan, folder: Path, journal: ExportJournal, report: Report, scalings: Mapping[str, Scaling] = NONE
 ) -> dict[str, FileRecord]:
-    """Write all weight files under `folder` but what `journal` has; `report` gets the source bytes of each block.
+    """Write all weight files under `folder` that `journal` lacks; `report` gets the source bytes of each block.
 
     The weights that `scalings` names are multiplied first.
 
@@ -74,7 +74,7 @@ def write_weights(
                 )
             except OSError as e:
                 raise ExportError(
-                    f"cannot write {folder / file.name} ({e.strerror}); free some space and try again"
+                    f"cannot write {folder / file.name} ({e.strerror}); free some space and run the same command again"
                 ) from e
             journal.add_file(file.name, FileRecord(file.size, digest))
     return {file.name: journal.files[file.name] for file in plan.files}
@@ -116,7 +116,7 @@ def _read(source: BinaryIO, count: int, path: Path) -> bytes:
 def _shared(source: BinaryIO, path: Path, target: Path) -> bool:
     """Let `target` be the same bytes on the disk: a clone where the file system has them, else a hard link.
 
-    `source` is open and was found at `path`; a link to another file, put there meanwhile, is not taken.
+    `source` is `path`, opened; a link to another file that has replaced it is not kept.
     """
     try:
         with target.open("xb") as clone:
@@ -136,7 +136,7 @@ def _shared(source: BinaryIO, path: Path, target: Path) -> bool:
 
 
 def _segments(file: WeightFile) -> Iterator[tuple[Entry | None, int]]:
-    """A file from its first byte to its last: the tensors that are used, and what lies between (None), in bytes."""
+    """A file from its first byte to its last: the tensors that are used, and the gaps between them (None), in bytes."""
     at = 0
     for entry in sorted(file.entries, key=lambda e: e.source.offset):
         yield None, entry.source.offset - at
@@ -158,22 +158,22 @@ def _rewrite(
     report: Report,
     scalings: Mapping[str, Scaling],
 ) -> str:
-    """Write the file's tensors in their new form, but those that stand there. Returns its SHA-256."""
+    """Write the file's unfinished tensors in their new form. Returns its SHA-256."""
     header = file.header or b""
-    standing, digest = _standing(file, target, journal.tensors.get(file.name, []))
-    with target.open("r+b" if standing else "wb") as out:
-        if standing:
-            out.truncate(out.seek(file.entries[standing - 1].end))
-            report(sum(entry.source.nbytes for entry in file.entries[:standing]))
+    finished, digest = _finished(file, target, journal.tensors.get(file.name, []))
+    with target.open("r+b" if finished else "wb") as out:
+        if finished:
+            out.truncate(out.seek(file.entries[finished - 1].end))
+            report(sum(entry.source.nbytes for entry in file.entries[:finished]))
         else:
             out.write(header)
-        for entry in file.entries[standing:]:
+        for entry in file.entries[finished:]:
             crc = write_tensor(entry, out, digest, pool, report, scalings.get(entry.name))
             journal.add_tensor(file.name, Written(entry.name, entry.end, crc))
             forget(out)
         os.fsync(out.fileno())
-    found: str = digest.hexdigest()
-    return found
+    checksum: str = digest.hexdigest()
+    return checksum
 
 
 def write_tensor(
@@ -194,25 +194,25 @@ def write_tensor(
     return crc
 
 
-def _standing(file: WeightFile, target: Path, written: Sequence[Written]) -> tuple[int, Any]:
-    """How many of the file's tensors an interrupted export has left whole, and the hash up to there."""
+def _finished(file: WeightFile, target: Path, written: Sequence[Written]) -> tuple[int, Any]:
+    """The number of tensors that an interrupted export finished in the file, and the hash up to there."""
     count, digest = 0, hashlib.sha256(file.header or b"")
     with contextlib.suppress(OSError), target.open("rb") as source:
         source.seek(len(file.header or b""))
-        for entry, found in zip(file.entries, written, strict=False):
+        for entry, record in zip(file.entries, written, strict=False):
             after, crc = digest.copy(), 0
             for size in _pieces(entry.end - source.tell()):
                 data = source.read(size)
                 after.update(data)
                 crc = zlib.crc32(data, crc)
-            if (entry.name, entry.end, crc) != (found.tensor, found.end, found.crc):
+            if (entry.name, entry.end, crc) != (record.tensor, record.end, record.crc):
                 break
             digest, count = after, count + 1
     return count, digest
 
 
 def forget(out: BinaryIO) -> None:
-    """Keep written pages from crowding out what is still to be read."""
+    """Keep written pages from evicting those still to be read."""
     with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -268,8 +268,8 @@ def _converted(entry: Entry, scaling: Scaling | None, chunk: Chunk) -> Converted
         largest = float(np.abs(values).max())
         if largest > LARGEST[entry.dtype] and not _finite(out):
             raise ExportError(
-                f"tensor {entry.name} holds {largest:g}, {WORDS[entry.dtype]} ends at {LARGEST[entry.dtype]:g}; "
-                "export with --precision fp32"
+                f"tensor {entry.name} holds {largest:g}, {PRECISION_OF[entry.dtype]} reaches "
+                f"{LARGEST[entry.dtype]:g} at most; export with --precision fp32"
             )
     return out.tobytes(), b"", chunk.stored.nbytes
 

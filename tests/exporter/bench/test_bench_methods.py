@@ -27,7 +27,7 @@ from vtx.exporter.bench.stopwatch import timed
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.commands import bench as commands
-from vtx.exporter.estimate.flops import encode_flops, prefill_flops, scheduled_rows
+from vtx.exporter.estimate.flops import encode_flops, make_schedule, prefill_flops
 from vtx.exporter.estimate.sizes import bundle_size
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -125,7 +125,7 @@ def test_arithmetic_is_that_of_the_rows_of_each_layer(bundle: Path, methods: dic
     size = bundle_size(Bundle.open(bundle))
 
     def flops(kept: Sequence[int], merged: int = 0) -> float:
-        prompts = [prefill_flops(size.decoder, scheduled_rows(kept, text=text)) for text in texts]
+        prompts = [prefill_flops(size.decoder, make_schedule(kept, text=text)) for text in texts]
         return encode_flops(size.vision, 1, merged=merged) + sum(prompts) / len(prompts)
 
     assert methods["none"]["flops"] == pytest.approx(flops([V] * 8))

@@ -72,11 +72,11 @@ def test_a_cpu_counts_floats_as_its_engine_keeps_them() -> None:
 def test_a_machine_is_told_of_its_gpu_and_of_its_cpu() -> None:
     card, unknown = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30, (13, 0)), Gpu("X", (8, 9), 10 << 30, (13, 0))
     gpu, cpu = fits_here(Device(None, (card,), "rtx-4090"), "openvino")
-    assert (gpu.place, gpu.usable) == (card.name, load_profile("rtx-4090").usable_bytes)
-    assert cpu.place == "this CPU with --device openvino"
+    assert (gpu.device, gpu.usable) == (card.name, load_profile("rtx-4090").usable_bytes)
+    assert cpu.device == "this CPU with --device openvino"
     (gpu,) = fits_here(Device(None, (unknown,), None), None)
-    assert (gpu.place, gpu.usable) == ("X", int(0.9 * (10 << 30)))
+    assert (gpu.device, gpu.usable) == ("X", int(0.9 * (10 << 30)))
     orin = Jetson("Orin", "p3767-0005", "36.4", "6.2", "10.3")
     (shared,) = fits_here(Device(orin, (), "orin-nano-8"), "cpu")
-    assert shared.place == "NVIDIA Jetson Orin Nano 8GB"
+    assert shared.device == "NVIDIA Jetson Orin Nano 8GB"
     assert fits_here(Device(None, (), None), None) == []

@@ -23,13 +23,13 @@ from vtx.exporter.estimate.flops import (
     calflops,
     decode_flops,
     encode_flops,
-    fastv_rows,
-    full_rows,
+    fastv_schedule,
+    full_schedule,
     kv_bytes,
+    make_schedule,
     prefill_flops,
-    scheduled_rows,
     total_flops,
-    withdrawn_rows,
+    withdrawal_schedule,
 )
 from vtx.exporter.estimate.sizes import KNOWN, config_size, model_size
 from vtx.exporter.graphs.decoder import decoder_tensors
@@ -54,11 +54,11 @@ def test_vtw_table_2_is_reproduced(
 ) -> None:
     size, text, vision = model.decoder, 66, sequence - 66
     layers = size.layers
-    none = calflops(size, full_rows(layers, text=text, vision=vision))
-    at_k = calflops(size, withdrawn_rows(layers, full_layers + 1, text=text, vision=vision))
+    none = calflops(size, full_schedule(layers, text=text, vision=vision))
+    at_k = calflops(size, withdrawal_schedule(layers, full_layers + 1, text=text, vision=vision))
     assert none / TERA == pytest.approx(full, rel=0.001)
     assert at_k / TERA == pytest.approx(withdrawn, rel=0.001)
-    assert calflops(size, fastv_rows(layers, text=text, vision=vision)) / TERA == pytest.approx(fastv, rel=0.01)
+    assert calflops(size, fastv_schedule(layers, text=text, vision=vision)) / TERA == pytest.approx(fastv, rel=0.01)
 
 
 def test_vtw_table_3_is_reproduced() -> None:
@@ -66,8 +66,8 @@ def test_vtw_table_3_is_reproduced() -> None:
     vision = 2048
     shares = []
     for rows in (
-        withdrawn_rows(size.layers, 17, text=1, vision=vision),
-        fastv_rows(size.layers, text=1, vision=vision),
+        withdrawal_schedule(size.layers, 17, text=1, vision=vision),
+        fastv_schedule(size.layers, text=1, vision=vision),
     ):
         kept = [count - 1 for count in rows]
         shares.append(calflops(size, kept) / calflops(size, [vision] * size.layers))
@@ -81,9 +81,9 @@ def test_vtw_table_4_is_reproduced() -> None:
     found = [
         calflops(size, rows) / TERA
         for rows in (
-            full_rows(32, text=text, vision=vision),
-            withdrawn_rows(32, 17, text=text, vision=vision),
-            fastv_rows(32, text=text, vision=vision),
+            full_schedule(32, text=text, vision=vision),
+            withdrawal_schedule(32, 17, text=text, vision=vision),
+            fastv_schedule(32, text=text, vision=vision),
         )
     ]
     assert found == pytest.approx([22.9, 12.3, 12.9], rel=0.01)
@@ -104,7 +104,7 @@ def test_vtw_table_4_is_reproduced() -> None:
 def test_dyvte_totals_are_reproduced(sequence: int, seven: float, vila: float, thirteen: float) -> None:
     # The mean lengths are not printed: one length a benchmark has to give all three models.
     for model, expected in ((SEVEN, seven), (KNOWN["vila-7b"], vila), (THIRTEEN, thirteen)):
-        rows = full_rows(model.decoder.layers, text=sequence - 576, vision=576)
+        rows = full_schedule(model.decoder.layers, text=sequence - 576, vision=576)
         found = total_flops(model.decoder, rows, model.vision, views=1)
         assert found / TERA == pytest.approx(expected, rel=0.01)
 
@@ -118,7 +118,7 @@ def test_dyvte_totals_after_the_exit_are_reproduced(sequence: int, mean_exit: fl
     # Its table of exit layers counts from 0, so one layer more is full; the cost is linear in the exit.
     size, text, full_layers = SEVEN.decoder, sequence - 576, mean_exit + 1
     low, high = (
-        total_flops(size, withdrawn_rows(32, k, text=text, vision=576), SEVEN.vision, views=1)
+        total_flops(size, withdrawal_schedule(32, k, text=text, vision=576), SEVEN.vision, views=1)
         for k in (int(full_layers) + 1, int(full_layers) + 2)
     )
     assert (low + (high - low) * (full_layers % 1)) / TERA == pytest.approx(expected, rel=0.01)
@@ -128,7 +128,7 @@ def test_dyvte_totals_after_the_exit_are_reproduced(sequence: int, mean_exit: fl
     ("sequence", "expected", "rel"), [(703, 6.2, 0.01), (627, 5.2, 0.01), (687, 6.0, 0.01), (662, 5.8, 0.02)]
 )
 def test_dyvte_fastv_totals_are_reproduced(sequence: int, expected: float, rel: float) -> None:
-    rows = fastv_rows(32, text=sequence - 576, vision=576, after=3)
+    rows = fastv_schedule(32, text=sequence - 576, vision=576, after=3)
     assert total_flops(SEVEN.decoder, rows, SEVEN.vision, views=1) / TERA == pytest.approx(expected, rel=rel)
 
 
@@ -178,7 +178,7 @@ def test_a_later_k_never_costs_less_and_none_costs_most(
     measure: Callable[[DecoderSize, Any], float], size: DecoderSize, text: int, vision: int
 ) -> None:
     ks = [*range(2, size.layers + 1), None]
-    costs = [measure(size, withdrawn_rows(size.layers, k, text=text, vision=vision)) for k in ks]
+    costs = [measure(size, withdrawal_schedule(size.layers, k, text=text, vision=vision)) for k in ks]
     assert costs == sorted(costs)
     if vision:
         assert len(set(costs)) == len(costs)
@@ -189,8 +189,8 @@ def test_a_schedule_stands_between_no_vision_tokens_and_all(
     size: DecoderSize, text: int, vision: int, data: st.DataObject
 ) -> None:
     kept = data.draw(st.lists(st.integers(0, vision), min_size=size.layers, max_size=size.layers))
-    rows = [scheduled_rows(k, text=text) for k in ([0] * size.layers, kept, [vision] * size.layers)]
-    assert rows[2] == full_rows(size.layers, text=text, vision=vision)
+    rows = [make_schedule(k, text=text) for k in ([0] * size.layers, kept, [vision] * size.layers)]
+    assert rows[2] == full_schedule(size.layers, text=text, vision=vision)
     for measure in MEASURES:
         least, found, most = (measure(size, r) for r in rows)
         assert least <= found <= most
@@ -203,14 +203,14 @@ def test_withdrawal_is_the_schedule_that_keeps_all_and_then_nothing(
     full = data.draw(st.integers(1, size.layers)) if size.layers > 1 else 1
     kept = [vision] * full + [0] * (size.layers - full)
     k = None if full == size.layers else full + 1
-    assert scheduled_rows(kept, text=text) == withdrawn_rows(size.layers, k, text=text, vision=vision)
+    assert make_schedule(kept, text=text) == withdrawal_schedule(size.layers, k, text=text, vision=vision)
 
 
 @given(size=decoders(), text=texts, vision=visions)
 def test_one_kv_head_per_head_is_the_formula_of_the_papers(size: DecoderSize, text: int, vision: int) -> None:
     size = replace(size, kv_heads=size.heads, hidden=size.heads * size.head_dim)
     n, h, m, s = size.layers, size.hidden, size.ffn, text + vision
-    rows = full_rows(n, text=text, vision=vision)
+    rows = full_schedule(n, text=text, vision=vision)
     assert calflops(size, rows) == pytest.approx(2 * s * (n * (4 * h * h + 3 * h * m) + size.vocab * h), rel=1e-12)
     assert total_flops(size, rows) == 2 * n * (s * (4 * h * h + 3 * h * m) + 2 * s * s * h)
     assert sum(kv_bytes(size, rows, 2)) == 2 * n * s * h * 2
@@ -218,7 +218,7 @@ def test_one_kv_head_per_head_is_the_formula_of_the_papers(size: DecoderSize, te
 
 @given(size=decoders(), text=texts, vision=visions)
 def test_grouping_saves_key_and_value_projections_and_nothing_else(size: DecoderSize, text: int, vision: int) -> None:
-    rows = full_rows(size.layers, text=text, vision=vision)
+    rows = full_schedule(size.layers, text=text, vision=vision)
     ungrouped = replace(size, kv_heads=size.heads)
     saved = 2 * size.hidden * size.head_dim * (size.heads - size.kv_heads)
     assert total_flops(ungrouped, rows) - total_flops(size, rows) == 2 * sum(rows) * saved
@@ -227,21 +227,21 @@ def test_grouping_saves_key_and_value_projections_and_nothing_else(size: Decoder
 
 @given(size=decoders(), text=texts)
 def test_without_vision_tokens_k_changes_nothing(size: DecoderSize, text: int) -> None:
-    rows = {withdrawn_rows(size.layers, k, text=text, vision=0) for k in [None, *range(2, size.layers + 1)]}
+    rows = {withdrawal_schedule(size.layers, k, text=text, vision=0) for k in [None, *range(2, size.layers + 1)]}
     assert len(rows) == 1
 
 
 @pytest.mark.parametrize("k", [-1, 0, 1, 33])
 def test_a_k_outside_the_model_is_refused_with_the_range(k: int) -> None:
     with pytest.raises(RequestError, match=r"outside 2\.\.32"):
-        withdrawn_rows(32, k, text=1, vision=1)
+        withdrawal_schedule(32, k, text=1, vision=1)
 
 
 def test_a_schedule_of_another_depth_or_of_negative_rows_is_refused() -> None:
     with pytest.raises(RequestError, match="3 layers does not fit a model of 32"):
         calflops(SEVEN.decoder, [1, 2, 3])
     with pytest.raises(RequestError, match="vision tokens are outside"):
-        scheduled_rows([5, -1], text=3)
+        make_schedule([5, -1], text=3)
     with pytest.raises(RequestError, match=r"DecoderSize\.heads is 0"):
         replace(SEVEN.decoder, heads=0)
 
@@ -327,7 +327,7 @@ def decoder_macs(bundle: Bundle, size: DecoderSize, folder: Path, rows: tuple[in
 def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported
     size: DecoderSize = model.decoder
-    rows = withdrawn_rows(size.layers, k, text=7, vision=20)
+    rows = withdrawal_schedule(size.layers, k, text=7, vision=20)
     assert 2 * decoder_macs(bundle, size, tmp_path, rows) == prefill_flops(size, rows)
     without_head = prefill_flops(size, rows) - 2 * size.head_macs
     assert total_flops(size, rows) == without_head
@@ -337,7 +337,7 @@ def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any],
 def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported
     size: DecoderSize = model.decoder
-    slots = withdrawn_rows(size.layers, k, text=7, vision=20)
+    slots = withdrawal_schedule(size.layers, k, text=7, vision=20)
     found = executed_macs(bundle, bundle.manifest.dialects["ort"].head, tmp_path, {"tokens": 1})
     for stage, graph in bundle.manifest.stage_files("ort"):
         dims = {"tokens": 1, "max_context": 256, "capacity": 128}
@@ -359,7 +359,7 @@ def test_attention_counts_the_whole_square() -> None:
 def test_merged_windows_save_all_layers_behind_the_first_and_the_projector() -> None:
     vision = SEVEN.vision
     assert vision is not None
-    rows, merged = vision.rows - 8 * 40, 8 * 40
+    rows, merged = vision.tower_tokens - 8 * 40, 8 * 40
     saved = (vision.used - 1) * (vision.layer_macs - vision.layer_macs_on(rows))
     saved += vision.projector_macs * merged // vision.view_tokens
     assert encode_flops(vision, 2) - encode_flops(vision, 2, merged=merged) == 2 * 2 * saved

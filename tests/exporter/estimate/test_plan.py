@@ -117,7 +117,10 @@ def test_a_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "gpt"], r"no known model (llava-1.5-7b, llava-1.5-13b, llava-next-7b, video-llava-7b, vila-7b)"),
+        (
+            ["--model", "gpt"],
+            r"not a known model (llava-1.5-7b, llava-1.5-13b, llava-next-7b, video-llava-7b, vila-7b)",
+        ),
         (["--model", "vila-7b", "--profile", "toaster"], "no profile is called 'toaster'; there are agx-orin-32,"),
         (["--model", "vila-7b", "--k", "33"], "K = 33 is outside 2..32"),
         (["--model", "vila-7b", "--k", "1"], "K = 1 is outside 2..32"),
@@ -250,7 +253,7 @@ def test_a_damaged_configuration_is_refused(content: bytes, tmp_path: Path) -> N
 
 
 def test_a_directory_without_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"no directory with a config\.json"):
+    with pytest.raises(RequestError, match=r"a directory with a config\.json"):
         find_size(str(tmp_path))
 
 
@@ -265,7 +268,7 @@ def test_bytes_per_precision_are_the_arithmetic_that_the_docs_state() -> None:
     size, tower = SEVEN.decoder, SEVEN.vision
     assert tower is not None
     layers, head = size.layers * size.layer_macs, size.head_macs
-    matrices = head + tower.used * (4 * 1024 * 1024 + 2 * 1024 * 4096) + tower.projector_row_macs
+    matrices = head + tower.used * (4 * 1024 * 1024 + 2 * 1024 * 4096) + tower.projector_token_macs
     rows = 32064 + tower.used * (4 * 1024 + 4096 + 1024) + 2 * 4096  # each with a scale: of head, tower and projector
     beside = matrices + 2 * rows + 2 * (SEVEN.parameters - layers - matrices)
     assert weight_bytes(SEVEN, "fp32") == 4 * SEVEN.parameters
