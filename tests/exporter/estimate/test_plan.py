@@ -126,7 +126,7 @@ def test_a_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.
         (["--model", "vila-7b", "--k", "1"], "K = 1 is outside 2..32"),
         (["--model", "vila-7b", "--text", "0"], "0 text"),
         (["--model", "vila-7b", "--sequence", "10", "--text", "20"], "-10 vision"),
-        (["--model", "vila-7b", "--sequence", "99999999999"], "make no prompt"),
+        (["--model", "vila-7b", "--sequence", "99999999999"], "outside the limits"),
         (["--model", "vila-7b", "--max-new-tokens", "-1"], "-1 new tokens"),
         (["--model", "vila-7b", "--plot", "no/such/folder/x.png"], "cannot write the plot"),
         (["--model", "vila-7b", "--plot", "x.nosuch"], "cannot write the plot"),
