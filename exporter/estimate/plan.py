@@ -57,7 +57,8 @@ class Workload:
         if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > MAX_TOKENS:
             raise RequestError(
                 f"{self.text} text, {self.vision} vision and {self.new_tokens} new tokens are outside the limits "
-                f"(1 text token at least, {MAX_TOKENS} tokens in all); --sequence counts text and vision tokens, --text the text tokens alone"
+                f"(1 text token at least, {MAX_TOKENS} tokens in all); "
+                "--sequence counts text and vision tokens, --text the text tokens alone"
             )
 
     @property
