@@ -59,6 +59,15 @@ if TYPE_CHECKING:
 @click.option("--show-tokens", type=click.Path(path_type=Path), help="Draw the patches that survive each cut, as PNG.")
 @click.option("--gate-threshold", type=float, default=0.5, show_default=True, help="With --k auto: exit above this.")
 @click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
+@click.option(
+    "--fit",
+    type=click.Choice(["crop", "pad", "squash"]),
+    help="Pictures that are not square: cut off their sides, put bars around them, or stretch them [default: what "
+    "the model was trained with].",
+)
+@click.option(
+    "--image-formats", default="jpeg,png,webp,bmp,gif", show_default=True, help="Formats that are read; also ppm."
+)
 @click.option("--text-only", is_flag=True, help="There is no IMAGE; all words are questions.")
 @click.option("--chat", is_flag=True, help="The questions are turns of one conversation, not independent.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per question on stdout, and nothing else.")
@@ -76,7 +85,7 @@ if TYPE_CHECKING:
 def run(
     words: tuple[str, ...], bundle: str | None,
     k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
-    more: tuple[str, ...], text_only: bool, chat: bool,
+    more: tuple[str, ...], fit: str | None, image_formats: str, text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, device: str, compute: str | None, threads: int | None,
     force: bool, require_signature: Path | None,
@@ -91,11 +100,13 @@ def run(
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
     names = [*images, *more]
-    pictures = _read(names, reduce)
+    formats = image_formats.split(",")
+    pictures = _read(names, formats, reduce)
     folder = find_bundle(bundle)
     model = load(
-        folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature
-    )
+        folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature,
+        fit=fit, image_formats=formats,
+    )  # fmt: skip
     asked = {"image": names, "bundle": str(folder)}
     with model.open(pictures) as conversation:
         if show_tokens:
@@ -116,14 +127,14 @@ def run(
             _draw(show_tokens, conversation, answers)
 
 
-def _read(names: Sequence[str], reduce: str) -> list[Image]:
+def _read(names: Sequence[str], formats: Sequence[str], reduce: str) -> list[Image]:
     """The pictures, read before anything expensive; a spec that is wrong is told before that too."""
     from vtx.runtime.policies.spec import parse
     from vtx.runtime.vision.image import load_image
 
     if reduce != "default":
         parse(reduce)
-    return [load_image(sys.stdin.buffer if name == "-" else name) for name in names]
+    return [load_image(sys.stdin.buffer if name == "-" else name, formats) for name in names]
 
 
 def _where(model: Model, folder: Path, *, automatic: bool) -> str:
@@ -203,6 +214,8 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
         f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
         f"{model['kv_heads']} key/value heads of {model['head_dim']}, {facts['layout']['max_tokens']} tokens an image"
     )
+    image = facts["image"]
+    click.echo(f"images: {image['width']}x{image['height']} pixels; other shapes: {image['fit']}, as in training")
     whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
     if facts["kv_dtype"] == "int8":
         click.echo(INT8_KV)

@@ -49,6 +49,7 @@ from vtx.runtime.bundle.tensors.final_norm import WEIGHT as FINAL_NORM_WEIGHT
 from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
+from vtx.runtime.vision.fit import trained_fit
 from vtx.runtime.vision.layout import spec_of
 
 GATES = "gates.safetensors"
@@ -251,6 +252,7 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
             "revision": plan.checkpoint.revision,
             "fingerprint": plan.checkpoint.fingerprint(),
             "tower": plan.config.vision.family,
+            "fit": trained_fit(plan.image),
             "parameters": plan.weights.parameters,
         },
         "options": {

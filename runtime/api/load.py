@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vtx.runtime.api.model import Model
@@ -17,6 +17,9 @@ from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
+from vtx.runtime.vision.files.formats import check_formats
+from vtx.runtime.vision.fit import fitted
+from vtx.runtime.vision.limits import DEFAULT_FORMATS
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ def load(
     threads: int | None = None,
     force: bool = False,
     require_signature: str | os.PathLike[str] | None = None,
+    fit: str | None = None,
+    image_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> Model:
     """Load a bundle that `vtx-export` made.
 
@@ -41,23 +46,31 @@ def load(
         force: load also where the memory that is free looks too small for the weights.
         require_signature: a public key (Ed25519, PEM); only a bundle that the private half has signed is loaded. All
             its files are hashed before it is used, which takes a second for each 0.5 GB or so.
+        fit: what becomes of images of another shape than the model takes: "crop" cuts off the sides, "pad" puts bars
+            around them, "squash" stretches them; when left out, what the model was trained with.
+        image_formats: formats of image files that are read, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; all but
+            the last when left out.
 
     Raises:
         BundleError: no bundle, a damaged one, or one without the signature that is required.
         DeviceError: the device, its package, its graphs or its arithmetic are not there, or the memory is too small.
-        RequestError: `threads` is not a whole number of at least 1.
+        ImageError: an unknown format in `image_formats`.
+        RequestError: `threads` is not a whole number of at least 1, or `fit` is unknown.
 
     """
     start = time.perf_counter()
     if threads is not None:
         check_whole("threads", threads, 1)
+    formats = check_formats(image_formats)
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
+    fitted(opened.manifest.image, fit)
     place = choose(opened, device, compute)
     if not force and place.device not in GPU_DEVICES:
         _check_memory(opened, float_bytes(place))
     backend = open_backend(opened, place, threads)
-    model = Model(opened, backend, 1000 * (time.perf_counter() - start), place.why)
+    load_ms = 1000 * (time.perf_counter() - start)
+    model = Model(opened, backend, load_ms, place.why, fit=fit, image_formats=formats)
     log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, place.device, place.why, model.load_ms)
     return model
 

@@ -39,8 +39,11 @@ from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.vision.files.formats import check_formats
+from vtx.runtime.vision.fit import fitted, note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import read_layout
+from vtx.runtime.vision.limits import DEFAULT_FORMATS
 from vtx.runtime.vision.preprocess import preprocess
 
 if TYPE_CHECKING:
@@ -56,8 +59,18 @@ class Model:
     Use it in a `with` block, or call `close`, to free the engine.
     """
 
-    def __init__(self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for") -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        load_ms: float,
+        why: str = "asked for",
+        *,
+        fit: str | None = None,
+        image_formats: Sequence[str] = DEFAULT_FORMATS,
+    ) -> None:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
+        self.fit, self.image_formats = fit, check_formats(image_formats)
         manifest = bundle.manifest
         self.text = Text.load(bundle.read, manifest.text, max_context=manifest.max_context, vocab=manifest.model.vocab)
         self.layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
@@ -105,12 +118,15 @@ class Model:
             self.check_open()
             self._conversations.add(conversation)
 
-    def open(self, images: Images = (), *, system: str | None = None) -> Conversation:
+    def open(self, images: Images = (), *, system: str | None = None, fit: str | None = None) -> Conversation:
         """Open one image, several, or none, for questions about them.
 
         Args:
-            images: a path, a data URL, bytes, an open file, a PIL image or an array; or a list of these.
+            images: a path, a data URL, bytes, an open file, a PIL image or an array of uint8 ([height, width, 3] RGB,
+                `vtx.bgr(array)` BGR, [height, width] grey); or a list of these.
             system: a system prompt, which stands before every question.
+            fit: what becomes of images of another shape than the model takes: "crop", "pad" or "squash"; when left
+                out, what `load` was given, else what the model was trained with.
 
         Raises:
             ImageError: an image cannot be read or is beyond the limits.
@@ -119,7 +135,7 @@ class Model:
         """
         self.check_open()
         many = cast("Sequence[ImageSource]", images if isinstance(images, list | tuple) else [images])
-        conversation = Conversation(self, tuple(self.prepare(source) for source in many), system)
+        conversation = Conversation(self, tuple(self.prepare(source, fit) for source in many), system)
         if system is not None:
             self._check_system(conversation.opening("?"))
         return conversation
@@ -261,10 +277,12 @@ class Model:
             final_norm=lambda: read_final_norm(self.bundle),
         )
 
-    def prepare(self, source: ImageSource) -> PreparedImage:
-        """Read and preprocess an image."""
-        image = load_image(source)
-        pixels = preprocess(image, self.manifest.image)
+    def prepare(self, source: ImageSource, fit: str | None = None) -> PreparedImage:
+        """Read and preprocess an image, as `open` does."""
+        settings = fitted(self.manifest.image, self.fit if fit is None else fit)
+        image = load_image(source, self.image_formats)
+        note_discarded(*image.size, settings)
+        pixels = preprocess(image, settings)
         return PreparedImage(pixels, hashlib.sha256(pixels.tobytes()).hexdigest(), self.layout.count(*image.size))
 
     def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ from typing import Any
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.names import kv_type
+from vtx.runtime.vision.fit import trained_fit
 
 TEXT_TOKENS = 64
 INT8_KV = (
@@ -37,6 +38,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "precision": manifest.precision,
         "kv_dtype": manifest.kv_dtype,
         "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
+        "image": {"height": manifest.image.height, "width": manifest.image.width, "fit": trained_fit(manifest.image)},
         "max_context": manifest.max_context,
         "default_k": manifest.default_k,
         "activation_aware": _questions_measured(manifest),

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision.container import check_size
-from vtx.runtime.vision.source import BGR
+from vtx.runtime.vision.files.container import check_size
+from vtx.runtime.vision.files.source import BGR
 
 _RAW = {1: ("L", "L"), 3: ("RGB", "BGR"), 4: ("RGBA", "BGRA")}
 

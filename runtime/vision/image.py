@@ -17,11 +17,11 @@ from PIL import Image
 
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.array import from_array
-from vtx.runtime.vision.container import Container, check_size
-from vtx.runtime.vision.formats import check_formats, read_container
+from vtx.runtime.vision.files.container import Container, check_size
+from vtx.runtime.vision.files.formats import check_formats, read_container
+from vtx.runtime.vision.files.orientation import TAG, UPRIGHT
+from vtx.runtime.vision.files.source import BGR, ImageSource, read_bytes
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_DECODE_SECONDS
-from vtx.runtime.vision.orientation import TAG, UPRIGHT
-from vtx.runtime.vision.source import BGR, ImageSource, read_bytes
 
 __all__ = ["ImageSource", "load_image", "to_rgb"]
 

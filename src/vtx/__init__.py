@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vtx.runtime.errors import UnsupportedModelError as UnsupportedModelError
     from vtx.runtime.errors import VtxError as VtxError
     from vtx.runtime.session.sampling import Sampling as Sampling
-    from vtx.runtime.vision.source import bgr as bgr
+    from vtx.runtime.vision.files.source import bgr as bgr
 
 __version__ = "0.1.0"
 _ERRORS = (
@@ -60,7 +60,7 @@ _HOMES = {
     "Options": "runtime.api.options",
     "Sampling": "runtime.session.sampling",
     "Stats": "runtime.api.answer",
-    "bgr": "runtime.vision.source",
+    "bgr": "runtime.vision.files.source",
     "export": "exporter.python",
     "load": "runtime.api.load",
 } | dict.fromkeys(_ERRORS, "runtime.errors")

@@ -43,7 +43,7 @@ def bundle(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("image") / "image.png"
-    random_image(0).save(path)
+    random_image(0, (60, 60)).save(path)
     return path
 
 

@@ -25,7 +25,7 @@ from vtx.exporter.checkpoint.processor import image_settings
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.vision import image as module
-from vtx.runtime.vision import source as source_module
+from vtx.runtime.vision.files import source as source_module
 from vtx.runtime.vision.image import load_image
 from vtx.runtime.vision.preprocess import preprocess
 

@@ -10,9 +10,9 @@ import re
 import struct
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision.container import Container, DamagedError, too_many
+from vtx.runtime.vision.files.container import Container, DamagedError, too_many
+from vtx.runtime.vision.files.orientation import exif_orientation, xmp_orientation
 from vtx.runtime.vision.limits import MAX_PARTS, MAX_SCAN_BLOCKS, MAX_SCANS
-from vtx.runtime.vision.orientation import exif_orientation, xmp_orientation
 
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")  # zero follows a data byte of 255; D0 to D7 restart within a scan
 _START, _END, _SCAN, _LINES = 0xD8, 0xD9, 0xDA, 0xDC

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision import source as module
+from vtx.runtime.vision.files import source as module
+from vtx.runtime.vision.files.source import bgr
 from vtx.runtime.vision.image import load_image
-from vtx.runtime.vision.source import bgr
 
 RGB = np.random.default_rng(3).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 

@@ -11,10 +11,10 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision.container import Container, DamagedError, check_size, too_many
-from vtx.runtime.vision.jpeg import read_jpeg
+from vtx.runtime.vision.files.container import Container, DamagedError, check_size, too_many
+from vtx.runtime.vision.files.jpeg import read_jpeg
+from vtx.runtime.vision.files.orientation import exif_orientation, xmp_orientation
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, KNOWN_FORMATS, MAX_GIF_BLOCKS, MAX_PARTS
-from vtx.runtime.vision.orientation import exif_orientation, xmp_orientation
 
 _SIGNATURES = (
     ("JPEG", re.compile(rb"\xff\xd8\xff")),

@@ -15,7 +15,8 @@ import pytest
 from PIL import Image, ImageFile
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision import formats, image, jpeg
+from vtx.runtime.vision import image
+from vtx.runtime.vision.files import formats, jpeg
 from vtx.runtime.vision.image import load_image
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, KNOWN_FORMATS, MAX_GIF_BLOCKS, MAX_PARTS, MAX_SCANS
 

@@ -50,7 +50,7 @@ def read_bytes(source: Any) -> tuple[str, bytes]:
     elif isinstance(source, (bytes, bytearray, memoryview)):
         name, content = "the given image", source
     elif isinstance(source, (str, os.PathLike)):
-        name = f"image {os.fspath(source)!r}"
+        name = f"image {_shown(source)}"
         content = _read_file(name, source)
     elif callable(getattr(source, "read", None)):
         name = "the image from the stream"
@@ -63,6 +63,11 @@ def read_bytes(source: Any) -> tuple[str, bytes]:
     if size > MAX_FILE_BYTES:
         raise ImageError(f"{name} is over {MAX_FILE_BYTES >> 20} MiB, the limit for a file; save it smaller")
     return name, content if isinstance(content, bytes) else bytes(content)
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    text = repr(os.fspath(path))
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 
 def _array_cure(source: Any) -> str:

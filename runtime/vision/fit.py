@@ -1,0 +1,83 @@
+"""What becomes of a picture that does not have the shape the vision tower takes.
+
+`crop` cuts off what stands beyond the middle, `pad` puts bars of the mean colour around the picture, `squash` stretches
+it. Without a choice a picture is treated as the checkpoint's image processor says, which is how the model was trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.errors import RequestError
+from vtx.runtime.vision.preprocess import resized_size
+
+FITS = ("crop", "pad", "squash")
+WORTH_A_NOTE = 0.05  # of the picture
+
+_log = logging.getLogger("vtx")
+_noted = threading.Event()  # once per process: pictures of one camera all have one shape
+
+
+def trained_fit(settings: ImageSettings) -> str:
+    """One of `FITS`: what the checkpoint's own settings do to a picture of another shape."""
+    if settings.pad:
+        return "pad"
+    return "squash" if isinstance(settings.resize, tuple) else "crop"
+
+
+def fitted(settings: ImageSettings, fit: str | None) -> ImageSettings:
+    """The settings that treat pictures of another shape by `fit`; the same where it is None or what they do already.
+
+    Raises RequestError for a fit that is none of `FITS`, or `pad` to a shape that is not a square.
+    """
+    if fit is None:
+        return settings
+    if fit not in FITS:
+        raise RequestError(f"fit is {str(fit)[:20]!r}; it must be one of {', '.join(FITS)}, or left out")
+    if fit == trained_fit(settings):
+        return settings
+    height, width = settings.height, settings.width
+    if fit == "squash":
+        return replace(settings, pad=None, resize=(height, width), crop=None)
+    if fit == "crop":
+        return replace(settings, pad=None, resize=max(height, width), crop=(height, width))
+    if height != width:
+        raise RequestError(f"fit 'pad' makes squares, this model takes {width}x{height}; use crop or squash")
+    red, green, blue = _mean_colour(settings)
+    return replace(settings, pad=(red, green, blue), resize=(height, width), crop=None)
+
+
+def _mean_colour(settings: ImageSettings) -> tuple[int, ...]:
+    """What the tower takes for nothing, rounded down as LLaVA does; grey where the processor does not normalise."""
+    if not any(settings.mean):
+        return 127, 127, 127
+    return tuple(int(min(max(value / (255 * settings.rescale), 0.0), 1.0) * 255) for value in settings.mean)
+
+
+def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, float]:
+    """Which part of a picture's width and height is lost, from 0 to 1, because it is not as wide or high as the crop.
+
+    One of both is 0: what every picture loses, of the right shape too, is not counted.
+    """
+    if settings.pad or settings.crop is None:
+        return 0.0, 0.0
+    resized_width, resized_height = resized_size(width, height, settings.resize)
+    crop_height, crop_width = settings.crop
+    across, down = min(crop_width / resized_width, 1.0), min(crop_height / resized_height, 1.0)
+    return 1.0 - across / max(across, down), 1.0 - down / max(across, down)
+
+
+def note_discarded(width: int, height: int, settings: ImageSettings) -> None:
+    """Log, once per process, that a centre crop leaves out a part worth mentioning."""
+    across, down = discarded(width, height, settings)
+    if max(across, down) <= WORTH_A_NOTE or _noted.is_set():
+        return
+    _noted.set()
+    _log.warning(
+        "the centre crop leaves out %.0f%% of a %dx%d picture, at its %s, as in the model's training; "
+        "--fit pad (fit='pad') shows all of it with bars, --fit squash stretches it",
+        100 * max(across, down), width, height, "left and right" if across > down else "top and bottom",
+    )  # fmt: skip
