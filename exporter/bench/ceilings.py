@@ -1,7 +1,7 @@
-"""What this machine can do at the most: matrix products as the bundle computes them, and reading memory.
+"""Peak rates of this machine: matrix products as the bundle computes them, and reading memory.
 
-A product is of the prompt's rows with one matrix of the model's size, or larger where these are small, on the threads
-that the bundle computes with.
+A product multiplies the prompt's hidden states by one matrix of the model's size, or larger where these are small,
+on the threads that the bundle computes with.
 """
 
 from __future__ import annotations
@@ -22,48 +22,49 @@ from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
 
 GEMM, VISION_GEMM = "gemm", "vision_gemm"  # products: of the decoder; of the tower where it computes otherwise
-LEAST = (256, 1024, 1024)  # rows, depth, width: a smaller product is no ceiling
+LEAST = (256, 1024, 1024)  # tokens, depth, width: a smaller product does not reach the peak
 MAX_WEIGHTS = 1 << 26  # elements of the matrix
 READ_BYTES = 1 << 29  # beyond any cache
 COPIES = 4  # of the matrix while its graph is made and loaded
-LEAST_MS = 20.0  # one figure is the mean of calls that took so long together
+LEAST_MS = 20.0  # one figure is the mean of calls that take this long together
 
 
 class Ceilings:
-    """Measured in turn with the bundle, so that both meet the same machine.
+    """Measured in turn with the bundle, so that both see the same load on the machine.
 
     `kinds` are the products by their names in the report. Raises DeviceError where memory is short, or the engine is
     missing or computes with another number of threads.
     """
 
-    def __init__(self, kinds: Mapping[str, Kind], rows: int, depth: int, width: int, threads: int) -> None:
-        rows, depth, width = (max(least, given) for least, given in zip(LEAST, (rows, depth, width), strict=True))
+    def __init__(self, kinds: Mapping[str, Kind], tokens: int, depth: int, width: int, threads: int) -> None:
+        tokens, depth, width = (max(least, size) for least, size in zip(LEAST, (tokens, depth, width), strict=True))
         depth = BLOCK * -(-depth // BLOCK)
         width = max(1, min(width, MAX_WEIGHTS // depth))
         _check_memory(COPIES * 4 * depth * width * len(kinds) + READ_BYTES)
-        self._products = {name: Product(kind, rows, depth, width, threads) for name, kind in kinds.items()}
-        self._memory = Memory(threads)
+        self._products = {name: Product(kind, tokens, depth, width, threads) for name, kind in kinds.items()}
+        self._memory = MemoryReader(threads)
         self.products: dict[str, list[float]] = {name: [] for name in kinds}
         self.read = list[float]()
-        sizes = f"a product [{rows}, {depth}] x [{depth}, {width}]"
-        self._what = {name: f"{sizes} by {kind.in_words()}, {threads} threads" for name, kind in kinds.items()}
+        sizes = f"a product [{tokens}, {depth}] x [{depth}, {width}]"
+        self._descriptions = {name: f"{sizes} by {kind.in_words()}, {threads} threads" for name, kind in kinds.items()}
 
     def measure(self) -> None:
-        """One more figure of each."""
+        """Measure one more figure of each."""
         for name, product in self._products.items():
             self.products[name].append(_rate(product.flops, product))
         self.read.append(_rate(self._memory.bytes, self._memory))
 
     def report(self) -> dict[str, Any]:
-        """What was measured and its spread: FLOP/s of each product, bytes/s of `read`."""
-        found = {
-            name: {"what": self._what[name], "flops_per_s": spread(rates)} for name, rates in self.products.items()
+        """A description and the spread of each figure: FLOP/s of each product, bytes/s of `read`."""
+        products = {
+            name: {"what": self._descriptions[name], "flops_per_s": spread(rates)}
+            for name, rates in self.products.items()
         }
-        what = f"reading {self._memory.bytes >> 20} MiB of memory, {self._memory.threads} threads"
-        return {**found, "read": {"what": what, "bytes_per_s": spread(self.read)}}
+        reading = f"reading {self._memory.bytes >> 20} MiB of memory, {self._memory.threads} threads"
+        return {**products, "read": {"what": reading, "bytes_per_s": spread(self.read)}}
 
 
-class Memory:
+class MemoryReader:
     """Every call reads all of `bytes` bytes, a slice a thread; finding the largest number is faster than memory."""
 
     def __init__(self, threads: int) -> None:
@@ -79,7 +80,9 @@ class Memory:
 def _check_memory(needed: int) -> None:
     free = available_memory()
     if free is not None and free < needed:
-        raise DeviceError(f"measuring them takes {size(needed)} of memory, and {size(free)} is free; close something")
+        raise DeviceError(
+            f"measuring them takes {size(needed)} of memory, and {size(free)} is free; close other programs"
+        )
 
 
 def _rate(amount: int, call: Any) -> float:

@@ -1,4 +1,4 @@
-"""The machine that is measured on: in words, how busy it is, and the memory that this process takes of it."""
+"""The machine of a measurement: its description, its load, and the memory of this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def describe() -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": {name: found for name in PACKAGES if (found := version(name))},
+        "versions": {name: number for name in PACKAGES if (number := version(name))},
     }
 
 
@@ -56,13 +56,13 @@ def resident() -> int | None:
 def peak() -> int | None:
     """The most bytes of memory that this process has held since `forget_peak`, or since its start.
 
-    Unlike getrusage's figure it starts anew with a process.
+    Unlike getrusage's figure it is reset for a new process.
     """
     return _status("VmHWM")
 
 
 def forget_peak() -> None:
-    """Let `peak` start anew. Where the system cannot, it goes on from the start of the process."""
+    """Reset `peak`. Where the system cannot, it keeps counting from the start of the process."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -71,7 +71,7 @@ def forget_peak() -> None:
 
 def _status(name: str) -> int | None:
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+        field = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+    return int(field[1]) * 1024 if field else None

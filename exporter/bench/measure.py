@@ -1,7 +1,7 @@
-"""Asking a bundle the same question at several K in turn, and noting times, rows and memory.
+"""Ask a bundle the same question at several K in turn, and record times, tokens and memory.
 
-One turn of a K opens the image in a new conversation, asks, asks again, and then asks at the next K of the list: what
-a second question costs when the image is there already, and when it has not been as deep.
+One turn of a K opens the image in a new conversation, asks, asks again, and then asks at the next K of the list: the
+cost of a second question on an encoded image, at the same K and at another one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vtx.exporter.bench import machine
 from vtx.exporter.bench.ceilings import Ceilings
 from vtx.exporter.bench.stopwatch import Call, split, timed
-from vtx.exporter.bench.work import Worker
+from vtx.exporter.bench.work import WorkCounter
 from vtx.runtime.api.answer import Stats
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
@@ -29,8 +29,8 @@ FILLER, ENDINGS = " a", (".", "a", " .", "?")
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What is asked, and how often. `prompt_tokens` lengthens the question until the whole prompt has so many."""
+class BenchOptions:
+    """The question, and how often to ask it. `prompt_tokens` replaces it by one that makes the prompt that long."""
 
     image: ImageSource
     question: str
@@ -44,7 +44,7 @@ class Workload:
         for name, least in (("new_tokens", 2), ("repeats", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 option = name.replace("_", "-")
-                raise RequestError(f"--{option} is {getattr(self, name)}; give a number from {least} on")
+                raise RequestError(f"--{option} is {getattr(self, name)}; it must be at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +59,21 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes that the process held while a K's answer was open, and the most during its turn; None: unknown here."""
+class MemoryUse:
+    """Bytes that the process held while a K's answer was open, and its peak during the turn; None: unknown here."""
 
     steady: int | None
     peak: int | None
 
 
 @dataclass(slots=True)
-class Measurement:
-    """What has been measured so far. `switched_ms` are second questions on an image that came by another K."""
+class BenchResult:
+    """The measurements so far. `switched_ms` are second questions on an image first asked about at another K."""
 
     question: str
     machine: dict[str, Any]
     loaded: int | None
-    memory: dict[K, Memory]
+    memory: dict[K, MemoryUse]
     predicted_s: float = 0.0
     turns: dict[K, list[Turn]] = field(default_factory=dict)
     switched_ms: dict[K, list[float]] = field(default_factory=dict)
@@ -82,38 +82,38 @@ class Measurement:
 
 
 class Bench:
-    """A loaded bundle with a stopwatch on its backend, and the question to put to it."""
+    """A loaded bundle with a stopwatch on its backend, and the question to ask it."""
 
-    def __init__(self, model: Model, work: Workload, ks: Sequence[K]) -> None:
-        """Raises what a K that is not prebuilt, the image, or a question that does not fit raises."""
-        loaded, about = machine.resident(), machine.describe()
+    def __init__(self, model: Model, options: BenchOptions, ks: Sequence[K]) -> None:
+        """Raises VtxError for a K that is not prebuilt, a bad image, or a question that does not fit."""
+        loaded, description = machine.resident(), machine.describe()
         backend, self._calls = timed(model.backend)
-        self.model, self.work, self.ks = Model(model.bundle, backend, model.load_ms), work, tuple(ks)
-        self._options = Options(work.new_tokens, ignore_eos=True)
-        self._image = self.model.prepare(work.image)
-        self.found = Measurement(self._question(), about, loaded, {})
-        self.worker = Worker(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
-        with self.model.open(work.image) as conversation:
+        self.model, self.options, self.ks = Model(model.bundle, backend, model.load_ms), options, tuple(ks)
+        self._ask_options = Options(options.new_tokens, ignore_eos=True)
+        self._image = self.model.prepare(options.image)
+        self.result = BenchResult(self._question(), description, loaded, {})
+        self.counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
+        with self.model.open(options.image) as conversation:
             for k in self.ks:
-                conversation.stream(self.found.question, k, self._options, reduce=None)
-        self._check_room(self.tokens(self.found.question))
+                conversation.stream(self.result.question, k, self._ask_options, reduce=None)
+        self._check_room(self.tokens(self.result.question))
 
     def _question(self) -> str:
-        """The question, or one of the length that was asked for: a word again and again, and an ending that fits."""
-        wanted = self.work.prompt_tokens
-        if wanted is None:
-            return self.work.question
-        self._check_room(wanted)
-        one, two = (self.tokens(FILLER * count) for count in (1, 2))
-        count = max(1, 1 + (wanted - one) // max(1, two - one))
+        """The question, or one of the requested length: a repeated word, and an ending that fits."""
+        target = self.options.prompt_tokens
+        if target is None:
+            return self.options.question
+        self._check_room(target)
+        single, double = (self.tokens(FILLER * count) for count in (1, 2))
+        count = max(1, 1 + (target - single) // max(1, double - single))
         texts = [FILLER * count + ending for ending in ("", *ENDINGS)]
         lengths = [self.tokens(text) for text in texts]
-        if wanted not in lengths:
+        if target not in lengths:
             raise RequestError(
-                f"--prompt-tokens is {wanted}, and the nearest prompt with an image that this tokenizer makes has "
-                f"{min(lengths, key=lambda length: abs(length - wanted))} tokens; ask for that, or give a --question"
+                f"--prompt-tokens is {target}, and the nearest prompt with an image that this tokenizer makes has "
+                f"{min(lengths, key=lambda length: abs(length - target))} tokens; ask for that, or give a --question"
             )
-        return texts[lengths.index(wanted)]
+        return texts[lengths.index(target)]
 
     def tokens(self, question: str) -> int:
         content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
@@ -121,61 +121,61 @@ class Bench:
 
     def _check_room(self, tokens: int) -> None:
         room = self.model.manifest.max_context
-        if tokens + self.work.new_tokens > room:
+        if tokens + self.options.new_tokens > room:
             raise ContextError(
-                f"a prompt of {tokens} tokens and {self.work.new_tokens} new ones do not fit a context of {room}; "
-                "take fewer of them, or export with a larger --max-context"
+                f"a prompt of {tokens} tokens and {self.options.new_tokens} new tokens do not fit a context of {room}; "
+                "use fewer, or export with a larger --max-context"
             )
 
     def probe(self) -> float:
-        """Ask once at each K, note the memory, and return the seconds that `run` will take, roughly."""
+        """Ask once at each K, record the memory, and return a rough estimate of the seconds that `run` takes."""
         start = time.perf_counter()
         for k in self.ks:
             machine.forget_peak()
-            _, self.found.memory[k], _ = self._turn(k, k)
-        self.found.predicted_s = (time.perf_counter() - start) * (self.work.warmup + self.work.repeats)
-        return self.found.predicted_s
+            _, self.result.memory[k], _ = self._turn(k, k)
+        self.result.predicted_s = (time.perf_counter() - start) * (self.options.warmup + self.options.repeats)
+        return self.result.predicted_s
 
-    def run(self, ceilings: Ceilings | None, report: Report) -> Measurement:
-        """All rounds, the K in turn and each of them first in one; Ctrl-C ends it and keeps what is whole."""
-        self.found.ceilings = ceilings
-        rounds = self.work.warmup + self.work.repeats
+    def run(self, ceilings: Ceilings | None, report: Report) -> BenchResult:
+        """Run all rounds, each starting at another K; Ctrl-C stops and keeps the complete turns."""
+        self.result.ceilings = ceilings
+        rounds = self.options.warmup + self.options.repeats
         try:
             for number in range(rounds):
                 report("measuring", number, rounds)
-                self._round(number, keep=number >= self.work.warmup)
+                self._round(number, keep=number >= self.options.warmup)
             report("measuring", rounds, rounds)
         except KeyboardInterrupt:
-            if not self.found.turns:
+            if not self.result.turns:
                 raise
-            self.found.interrupted = True
-        return self.found
+            self.result.interrupted = True
+        return self.result
 
     def _round(self, number: int, *, keep: bool) -> None:
-        if keep and self.found.ceilings:
-            self.found.ceilings.measure()
+        if keep and self.result.ceilings:
+            self.result.ceilings.measure()
         first = number % len(self.ks)
         order = (*self.ks[first:], *self.ks[:first])
         for k, other in zip(order, (*order[1:], order[0]), strict=True):
             turn, _, switched_ms = self._turn(k, other)
             if keep:
-                self.found.turns.setdefault(k, []).append(turn)
+                self.result.turns.setdefault(k, []).append(turn)
             if keep and switched_ms is not None:
-                self.found.switched_ms.setdefault(other, []).append(switched_ms)
+                self.result.switched_ms.setdefault(other, []).append(switched_ms)
 
-    def _turn(self, k: K, other: K) -> tuple[Turn, Memory, float | None]:
+    def _turn(self, k: K, other: K) -> tuple[Turn, MemoryUse, float | None]:
         start = time.perf_counter()
-        with self.model.open(self.work.image) as conversation:
+        with self.model.open(self.options.image) as conversation:
             preprocess_ms = 1000 * (time.perf_counter() - start)
             self._calls.clear()
-            stats = conversation.ask(self.found.question, k, self._options, reduce=None).stats
+            stats = conversation.ask(self.result.question, k, self._ask_options, reduce=None).stats
             prefill, decode = split(self._calls)
-            memory = Memory(machine.resident(), machine.peak())
+            memory = MemoryUse(machine.resident(), machine.peak())
             second_ms = self._again(conversation, k)
             switched_ms = None if other == k else self._again(conversation, other)
         return Turn(preprocess_ms, second_ms, stats, prefill, decode), memory, switched_ms
 
     def _again(self, conversation: Conversation, k: K) -> float:
-        """Milliseconds to the first token of one more question on an image that is there."""
-        stats = conversation.ask(self.found.question, k, Options(max_new_tokens=1), reduce=None).stats
+        """Milliseconds to the first token of one more question on an image that is already encoded."""
+        stats = conversation.ask(self.result.question, k, Options(max_new_tokens=1), reduce=None).stats
         return stats.timings_ms["first_token"]

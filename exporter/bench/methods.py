@@ -1,4 +1,4 @@
-"""Every method that a bundle offers, on the same questions in turn: what each answers, and what that costs."""
+"""Ask every method of a bundle the same questions in turn: its answers and their cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import fmean
 
 from vtx.exporter.bench.measure import K
 from vtx.exporter.bench.stopwatch import split, timed
-from vtx.exporter.bench.work import Worker
+from vtx.exporter.bench.work import WorkCounter
 from vtx.exporter.data.items import Data, Item, plain
 from vtx.exporter.estimate.flops import make_schedule, prefill_flops
 from vtx.runtime.api.answer import Answer
@@ -28,7 +28,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A withdrawal (`k`), reductions before it (`reduce`, a canonical word), both, or neither."""
+    """A withdrawal (`k`), reductions before it (`reduce`, a canonical spec), both, or neither."""
 
     k: K
     reduce: str = NONE
@@ -40,52 +40,52 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """What it is compared as."""
+        """The kind of method in the comparison."""
         if self.reduce == NONE:
             return "gates" if self.k == "auto" else "withdrawal"
         return "pruning" if self.k is None else "both"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One answer: whether it is the data's (None: not known) and that of no method, and its cost.
+class MethodAnswer:
+    """One answer: whether it equals the data's (None: unknown) and that of no method, and its cost.
 
-    `vision_rows` is the mean over the layers of the vision rows that leave them; `full_layers` counts layers that see
-    at least one. FLOPs are the tower's and the prompt's, in one chunk.
+    `vision_tokens` is the mean over the layers of the image tokens that leave them; `full_layers` counts layers that
+    see at least one. FLOPs are the tower's and the prompt's, in one chunk.
     """
 
     right: bool | None
     same: bool
     flops: int
     kv_bytes: int
-    vision_rows: float
+    vision_tokens: float
     full_layers: int
     ms: dict[str, float]
 
 
 def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
-    """No method, each of `ks`, each exported reduction, and each of these with one withdrawal behind it."""
-    words = [named for named in manifest.reductions if named != NONE]
+    """No method, each of `ks`, each exported reduction, and each of these followed by one withdrawal."""
+    specs = [spec for spec in manifest.reductions if spec != NONE]
     fixed = [k for k in ks if isinstance(k, int)]
     later = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
-    both = [Method(later, named) for named in words] if later is not None else []
-    return (Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, named) for named in words), *both)
+    both = [Method(later, spec) for spec in specs] if later is not None else []
+    return (Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, spec) for spec in specs), *both)
 
 
 def short(part: Reduction) -> str:
-    """A method's word as a table shows it: by its preset where it has one, without words that are the default."""
-    said, usual = _options(part), _options(type(part)())
-    told = [key for key in said if said[key] != usual[key] or isinstance(getattr(part, key), int | float)]
+    """A reduction's spec as tables show it: its preset where one applies, without values that are the default."""
+    values, defaults = _options(part), _options(type(part)())
+    keys = [key for key in values if values[key] != defaults[key] or isinstance(getattr(part, key), int | float)]
     start = []
     for name, preset in part.presets.items():
         if all(getattr(part, key) == value for key, value in preset.items()):
-            start, told = [name], [key for key in said if said[key] != usual[key] and key not in preset]
+            start, keys = [name], [key for key in values if values[key] != defaults[key] and key not in preset]
             break
-    return f"{part.name}:{','.join([*start, *(f'{key}={said[key]}' for key in told)])}"
+    return f"{part.name}:{','.join([*start, *(f'{key}={values[key]}' for key in keys)])}"
 
 
 def _options(part: Reduction) -> dict[str, str]:
-    """A method's options as its canonical word spells them."""
+    """A reduction's options as its canonical spec writes them."""
     return dict(item.split("=") for item in to_spec((part,)).partition(":")[2].split(","))
 
 
@@ -93,19 +93,19 @@ def _options(part: Reduction) -> dict[str, str]:
 
 
 class Trial:
-    """The questions of `data`, put to each of `methods` in turn; what was found is kept question by question."""
+    """The questions of `data`, asked of each of `methods` in turn; `answers` are kept question by question."""
 
     def __init__(self, model: Model, data: Data, methods: Sequence[Method], new_tokens: int, threads: int) -> None:
         self.threads = threads
         backend, self._calls = timed(model.backend)
         self.model, self.data, self.methods = Model(model.bundle, backend, model.load_ms), data, tuple(methods)
         self._options = Options(max_new_tokens=new_tokens)
-        self._worker = Worker(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
-        self.found: list[dict[Method, Found]] = []
+        self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
+        self.answers: list[dict[Method, MethodAnswer]] = []
         self.skipped, self.interrupted, self.predicted_s = list(data.skipped), False, 0.0
 
     def probe(self) -> float:
-        """Ask the first question that fits by every method, and return the seconds that `run` will take, roughly."""
+        """Ask every method the first question that fits; return a rough estimate of the seconds that `run` takes."""
         for item in self.data.items:
             start = time.perf_counter()
             with contextlib.suppress(RequestError, ImageError):
@@ -115,7 +115,7 @@ class Trial:
         return self.predicted_s
 
     def run(self, report: Report) -> None:
-        """Ask everything; Ctrl-C ends it and keeps the questions that every method has answered.
+        """Ask everything; Ctrl-C stops and keeps the questions that every method has answered.
 
         Raises:
             RequestError: too many questions do not fit the model.
@@ -125,54 +125,54 @@ class Trial:
         try:
             for number, item in enumerate(items):
                 report("asking", number, len(items))
-                self._one(item, number)
+                self._record(item, number)
             report("asking", len(items), len(items))
         except KeyboardInterrupt:
-            if not self.found:
+            if not self.answers:
                 raise
             self.interrupted = True
-        Data(self.data.source, items[: len(self.found)], tuple(self.skipped))  # refuses too many skipped
+        Data(self.data.source, items[: len(self.answers)], tuple(self.skipped))  # refuses too many skipped
 
-    def _one(self, item: Item, number: int) -> None:
+    def _record(self, item: Item, number: int) -> None:
         try:
-            self.found.append(self._ask_all(item, number))
+            self.answers.append(self._ask_all(item, number))
         except (RequestError, ImageError) as e:
             self.skipped.append(f"{item.question[:40]!r}: {e}")
 
-    def _ask_all(self, item: Item, number: int) -> dict[Method, Found]:
-        pictures = tuple(self.model.prepare(image) for image in item.images)
-        parts: list[Part] = [{"type": "image"} for _ in pictures]
+    def _ask_all(self, item: Item, number: int) -> dict[Method, MethodAnswer]:
+        images = tuple(self.model.prepare(image) for image in item.images)
+        parts: list[Part] = [{"type": "image"} for _ in images]
         content: list[Part] = [*parts, {"type": "text", "text": item.question}]
-        text = len(self.model.text.prompt([{"role": "user", "content": content}], 1)) - len(pictures)
+        text = len(self.model.text.prompt([{"role": "user", "content": content}], 1)) - len(images)
         first = number % len(self.methods)
         order = (*self.methods[first:], *self.methods[:first])
         answers = dict[Method, tuple[Answer, int]]()
         for method in order:
             self._calls.clear()
-            with Conversation(self.model, pictures) as conversation:
+            with Conversation(self.model, images) as conversation:
                 answer = conversation.ask(item.question, method.k, self._options, reduce=method.reduce)
             answers[method] = answer, self._flops(answer, text)
-        plainly = answers[self.methods[0]][0].token_ids
+        unreduced = answers[self.methods[0]][0].token_ids
         return {
-            method: _found(answer, flops, item, same=answer.token_ids == plainly)
+            method: _method_answer(answer, flops, item, same=answer.token_ids == unreduced)
             for method, (answer, flops) in answers.items()
         }
 
     def _flops(self, answer: Answer, text: int) -> int:
-        """FLOPs of the tower and of a prompt of `text` tokens beside the vision rows that each layer had."""
-        vision = self._worker.count_vision(split(self._calls)[0])
-        return vision + prefill_flops(self._worker.decoder, make_schedule(answer.stats.vision_tokens_kept, text=text))
+        """FLOPs of the tower and of a prompt of `text` tokens plus the image tokens that each layer had."""
+        vision = self._counter.count_vision(split(self._calls)[0])
+        return vision + prefill_flops(self._counter.decoder, make_schedule(answer.stats.vision_tokens_kept, text=text))
 
 
-def _found(answer: Answer, flops: int, item: Item, *, same: bool) -> Found:
+def _method_answer(answer: Answer, flops: int, item: Item, *, same: bool) -> MethodAnswer:
     stats, kept = answer.stats, answer.stats.vision_tokens_kept
     ended = answer.stopped == "end"
-    return Found(
+    return MethodAnswer(
         right=None if item.answer is None else ended and plain(answer.text) == plain(item.answer),
         same=same,
         flops=flops,
         kv_bytes=stats.kv_bytes,
-        vision_rows=fmean((*kept[1:], kept[-1])),
-        full_layers=sum(rows > 0 for rows in kept),
+        vision_tokens=fmean((*kept[1:], kept[-1])),
+        full_layers=sum(tokens > 0 for tokens in kept),
         ms={name: stats.timings_ms[name] for name in ("vision", "prefill", "first_token", "decode_per_token")},
     )

@@ -22,9 +22,10 @@ def _fill(figure: Any, report: Mapping[str, Any]) -> None:
     latency, cache = figure.subplots(1, 2)
     for name, label in LINES.items():
         series = [depth["ms"][name] for depth in depths]
-        middle = [one["median"] for one in series]
-        reach = [[one["median"] - one["min"] for one in series], [one["max"] - one["median"] for one in series]]
-        latency.errorbar(full, middle, yerr=reach, marker="o", capsize=3, label=label)
+        middle = [spread["median"] for spread in series]
+        below = [spread["median"] - spread["min"] for spread in series]
+        above = [spread["max"] - spread["median"] for spread in series]
+        latency.errorbar(full, middle, yerr=[below, above], marker="o", capsize=3, label=label)
     latency.set(ylabel="ms, median and extremes")
     latency.legend()
     cache.plot(full, [depth["kv_bytes"] / 1e6 for depth in depths], marker="o")
@@ -49,8 +50,8 @@ def draw_comparison(report: Mapping[str, Any], path: Path) -> None:
 KINDS = {
     "withdrawal": ("withdrawal", "o-"),
     "gates": ("gates", "*"),
-    "pruning": ("rows left out", "s"),
-    "both": ("rows left out, then withdrawal", "^"),
+    "pruning": ("pruning", "s"),
+    "both": ("pruning, then withdrawal", "^"),
 }
 
 
@@ -75,12 +76,12 @@ def _fill_comparison(figure: Any, report: Mapping[str, Any]) -> None:
 def _costs(axes: Any, report: Mapping[str, Any], cost: Callable[[Mapping[str, Any]], float]) -> None:
     """One point a method, at its cost and its share of good answers."""
     for kind, (label, style) in KINDS.items():
-        found = sorted((method for method in report["methods"] if method["kind"] == kind), key=cost)
-        shares = [100 * method[report["score"]]["share"] for method in found]
-        if found:
-            axes.plot([cost(method) for method in found], shares, style, label=label)
-        for method, share in zip(found, shares, strict=True):
+        methods = sorted((method for method in report["methods"] if method["kind"] == kind), key=cost)
+        shares = [100 * method[report["score"]]["share"] for method in methods]
+        if methods:
+            axes.plot([cost(method) for method in methods], shares, style, label=label)
+        for method, share in zip(methods, shares, strict=True):
             if kind != "both":
-                place = cost(method), share
-                axes.annotate(method["name"], place, (2, 4), textcoords="offset points", fontsize=7, rotation=45)
+                point = cost(method), share
+                axes.annotate(method["name"], point, (2, 4), textcoords="offset points", fontsize=7, rotation=45)
     axes.grid(alpha=0.3)

@@ -37,8 +37,8 @@ def load_onnx() -> Any:
 class Kind:
     """Where the product is computed, in which arithmetic, and how the weights are stored.
 
-    `stored` is int8 or int4; floating-point weights are brought to the arithmetic when they are loaded, so all of
-    them are "float".
+    `stored` is int8 or int4; floating-point weights are converted to the arithmetic at load, so all of them
+    are "float".
     """
 
     device: str
@@ -63,19 +63,19 @@ class Product:
     def __init__(self, kind: Kind, rows: int, depth: int, width: int, threads: int) -> None:
         graph = GRAPHS[kind.device, kind.stored](kind, rows, depth, width)
         self._run = (_onnxruntime if kind.device == "cpu" else _openvino)(graph, kind, threads)
-        self._rows = {"x": np.random.default_rng(1).standard_normal((rows, depth), np.float32)}
+        self._inputs = {"x": np.random.default_rng(1).standard_normal((rows, depth), np.float32)}
         self.flops = 2 * rows * depth * width
 
     def __call__(self) -> Any:
         """The product [rows, width] in the engine's own type of array."""
-        return self._run(self._rows)
+        return self._run(self._inputs)
 
 
 def _onnxruntime(graph: bytes, _: Kind, threads: int) -> Any:
     ort = load_onnxruntime()
     options = session_options(ort, threads)
     session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    return lambda rows: session.run(None, rows)[0]
+    return lambda inputs: session.run(None, inputs)[0]
 
 
 def _openvino(graph: bytes, kind: Kind, threads: int) -> Any:
@@ -83,8 +83,8 @@ def _openvino(graph: bytes, kind: Kind, threads: int) -> Any:
     settings = arithmetic(kind.compute, kind.stored, threads)
     request = core.compile_model(core.read_model(graph, b""), "CPU", settings).create_infer_request()
 
-    def run(rows: Any) -> Any:
-        request.infer(rows, share_inputs=True, share_outputs=True)
+    def run(inputs: Any) -> Any:
+        request.infer(inputs, share_inputs=True, share_outputs=True)
         return request.get_tensor("y").data
 
     return run

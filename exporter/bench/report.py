@@ -1,4 +1,4 @@
-"""From measurements to a report: figures per K with their spread, as plain data and in words."""
+"""From measurements to a report: figures per K with their spread, as plain data and as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM
 from vtx.exporter.bench.machine import in_words
-from vtx.exporter.bench.measure import Bench, K, Measurement, Turn
+from vtx.exporter.bench.measure import Bench, BenchResult, K, Turn
 from vtx.exporter.bench.series import Series, markdown, shown, spread
 from vtx.exporter.bench.work import shares
 from vtx.runtime.units import size
@@ -17,47 +17,47 @@ FORMAT = "vtx-bench-1"
 FIRST = ("vision", "prefill", "first_token", "second_question", "second_at_another_k", "decode_per_token")
 
 
-def make_report(bench: Bench, found: Measurement) -> dict[str, Any]:
-    """Everything that was measured, ready for JSON: `ms` are milliseconds, `bytes` bytes, shares from 0 to 1."""
-    model, manifest, work = bench.model, bench.model.manifest, bench.work
-    stats = next(iter(found.turns.values()))[0].stats
-    ceilings = found.ceilings.report() if found.ceilings else None
+def make_report(bench: Bench, result: BenchResult) -> dict[str, Any]:
+    """The whole report, ready for JSON: `ms` are milliseconds, `bytes` bytes, shares from 0 to 1."""
+    model, manifest, options = bench.model, bench.model.manifest, bench.options
+    stats = next(iter(result.turns.values()))[0].stats
+    ceilings = result.ceilings.report() if result.ceilings else None
     return {
         "format": FORMAT,
-        "machine": found.machine,
+        "machine": result.machine,
         "model": {
             "bundle": model.bundle.folder.name,
             **{name: getattr(manifest.model, name) for name in ("name", "layers", "hidden")},
             "precision": manifest.precision,
             "kv_dtype": manifest.kv_dtype,
-            "weights_read_as": bench.worker.weights,
+            "weights_read_as": bench.counter.weights,
             "device": model.backend.device,
             "compute": model.backend.compute,
         },
         "workload": {
             "prompt_tokens": stats.prompt_tokens,
             "vision_tokens": stats.vision_tokens,
-            **{name: getattr(work, name) for name in ("new_tokens", "repeats", "warmup", "threads")},
+            **{name: getattr(options, name) for name in ("new_tokens", "repeats", "warmup", "threads")},
         },
-        "interrupted": found.interrupted,
-        "predicted_s": found.predicted_s,
+        "interrupted": result.interrupted,
+        "predicted_s": result.predicted_s,
         "load_ms": model.load_ms,
-        "loaded_bytes": found.loaded,
+        "loaded_bytes": result.loaded,
         "ceilings": ceilings,
-        "depths": [_depth(bench, found, k, ceilings) for k in bench.ks if k in found.turns],
+        "depths": [_depth(bench, result, k, ceilings) for k in bench.ks if k in result.turns],
     }
 
 
-def _depth(bench: Bench, found: Measurement, k: K, ceilings: Mapping[str, Any] | None) -> dict[str, Any]:
-    turns, stats = found.turns[k], found.turns[k][0].stats
-    switched = found.switched_ms.get(k)
+def _depth(bench: Bench, result: BenchResult, k: K, ceilings: Mapping[str, Any] | None) -> dict[str, Any]:
+    turns, stats = result.turns[k], result.turns[k][0].stats
+    switched = result.switched_ms.get(k)
     ms: dict[str, Series | None] = {
         "preprocess": _series(turns, lambda turn: turn.preprocess_ms),
         **{name: _series(turns, _timing(name)) for name in ("vision", "prefill", "first_token", "decode_per_token")},
         "second_question": _series(turns, lambda turn: turn.second_ms),
         "second_at_another_k": spread(switched) if switched else None,
     }
-    work = bench.worker.count(turns[0].prefill, turns[0].decode)
+    work = bench.counter.count(turns[0].prefill, turns[0].decode)
     return {
         "k": k,
         "full_layers": stats.full_layers,
@@ -68,8 +68,8 @@ def _depth(bench: Bench, found: Measurement, k: K, ceilings: Mapping[str, Any] |
         ],
         "kv_bytes": stats.kv_bytes,
         "kv_slots": list(stats.kv_slots),
-        "steady_bytes": found.memory[k].steady,
-        "peak_bytes": found.memory[k].peak,
+        "steady_bytes": result.memory[k].steady,
+        "peak_bytes": result.memory[k].peak,
         **dataclasses.asdict(work),
         "shares": shares(work, ms, ceilings) if ceilings else None,
     }
@@ -87,15 +87,15 @@ def _in_stage(number: int) -> Callable[[Turn], float]:
     return lambda turn: sum(call.ms for call in turn.prefill if call.stage == number)
 
 
-# --- in words -------------------------------------------------------------------------------------
+# --- as text --------------------------------------------------------------------------------------
 
 
 def in_tables(report: Mapping[str, Any]) -> str:
-    """The report as text: what was measured where, and three Markdown tables."""
+    """The report as text: machine, model and workload, and three Markdown tables."""
     model, work, depths = report["model"], report["workload"], report["depths"]
     heads = ["K", "full layers"]
     named = [[str(depth["k"] or "none"), str(depth["full_layers"])] for depth in depths]
-    cut_short = " INTERRUPTED: fewer repeats than asked for." if report["interrupted"] else ""
+    cut_short = " INTERRUPTED: fewer repeats than requested." if report["interrupted"] else ""
     return "\n\n".join(
         [
             in_words(report["machine"]),
@@ -150,17 +150,17 @@ def _held(count: int | None) -> str:
 
 
 def _ceilings(report: Mapping[str, Any]) -> str:
-    found, weights = report["ceilings"], report["model"]["weights_read_as"]
-    if not found:
+    ceilings, weights = report["ceilings"], report["model"]["weights_read_as"]
+    if not ceilings:
         return "No ceilings were measured, so no share of them is given."
     rates = {GEMM: ("", "FLOP"), VISION_GEMM: ("for the tower ", "FLOP"), "read": ("", "B")}
-    said = [_ceiling(*rates[name], found[name]) for name in rates if name in found]
+    lines = [_ceiling(*rates[name], ceilings[name]) for name in rates if name in ceilings]
     return (
-        f"Ceilings, the best of the rounds, in turn with the above: {'; '.join(said)}. "
+        f"Ceilings, the best of the rounds, in turn with the above: {'; '.join(lines)}. "
         f"A token is counted as reading {weights} weights."
     )
 
 
-def _ceiling(what: str, unit: str, found: Mapping[str, Any]) -> str:
-    series = found["flops_per_s" if unit == "FLOP" else "bytes_per_s"]
-    return f"{what}{found['what']}: {series['max'] / 1e9:.1f} G{unit}/s"
+def _ceiling(use: str, unit: str, ceiling: Mapping[str, Any]) -> str:
+    series = ceiling["flops_per_s" if unit == "FLOP" else "bytes_per_s"]
+    return f"{use}{ceiling['what']}: {series['max'] / 1e9:.1f} G{unit}/s"

@@ -1,4 +1,4 @@
-"""A backend that notes what each of its calls took: it wraps any backend and knows none."""
+"""A backend that times its calls: it wraps any backend and depends on none."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vtx.runtime.backends.backend import Backend
 class Call:
     """One call of a backend, or of the cache of stage number `stage` (from 0).
 
-    For `append`, `rows` ran while `filled` KV slots were filled before them; `vision` computed `rows`.
+    `append` ran `tokens` on top of `filled` KV slots; `vision` computed `tokens` image tokens.
     """
 
     name: str
     ms: float
     stage: int | None = None
-    rows: int = 0
+    tokens: int = 0
     filled: int = 0
 
 
 class Stopwatch:
-    """Stands in for a backend or one of its stage caches. Attributes that are no functions pass through."""
+    """Stands in for a backend or one of its stage caches. Attributes that are not callable pass through."""
 
     __slots__ = ("_calls", "_inner", "_stage")
 
@@ -34,21 +34,21 @@ class Stopwatch:
         self._inner, self._calls, self._stage = inner, calls, stage
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return partial(self._run, name, found) if callable(found) else found
+        attribute = getattr(self._inner, name)
+        return partial(self._run, name, attribute) if callable(attribute) else attribute
 
     def _run(self, name: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        rows, filled = (len(args[0]), getattr(self._inner, "length", 0)) if name == "append" else (0, 0)
+        tokens, filled = (len(args[0]), getattr(self._inner, "length", 0)) if name == "append" else (0, 0)
         start = time.perf_counter()
         result = call(*args, **named)
         ms = 1000 * (time.perf_counter() - start)
-        rows = len(result.rows) + result.idle if name == "vision" else rows
-        self._calls.append(Call(name, ms, self._stage, rows, filled))
+        tokens = len(result.rows) + result.idle if name == "vision" else tokens
+        self._calls.append(Call(name, ms, self._stage, tokens, filled))
         return Stopwatch(result, self._calls, args[0]) if name == "stage" else result
 
 
 def timed(backend: Backend) -> tuple[Backend, list[Call]]:
-    """A backend that does what `backend` does, and the growing list of its calls."""
+    """A backend that behaves as `backend`, and the growing list of its calls."""
     calls = list[Call]()
     return cast(Backend, Stopwatch(backend, calls)), calls
 

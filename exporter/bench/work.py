@@ -1,4 +1,4 @@
-"""What a measured question computed and read, from the rows that really ran, and how near that came to the ceilings."""
+"""The work of a measured question, from the tokens that were computed, and its share of the ceilings."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ HEAD, EMBEDDING = "head.weight", "text.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """FLOPs of the tower and of the prompt's rows; bytes of weights and KV cache that one new token reads."""
+class WorkCount:
+    """FLOPs of the tower and of the prompt's tokens; bytes of weights and KV cache that one new token reads."""
 
     vision_flops: int
     prefill_flops: int
     decode_bytes: int
 
 
-class Worker:
-    """Counts the work of one bundle in `compute` arithmetic, which engines bring floating-point weights to at load.
+class WorkCounter:
+    """Counts the work of one bundle in `compute` arithmetic, to which engines convert floating-point weights at load.
 
     `weights` is the precision in which a token reads them; `slot_bytes` are those of a KV slot of a layer there.
     """
@@ -49,26 +49,28 @@ class Worker:
         self._slot_bytes = slot_bytes
         self.width = self.decoder.ffn
 
-    def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> Work:
+    def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> WorkCount:
         """The work of one question, from its calls."""
-        appends = [(c.stage, c.rows, c.filled) for c in prefill if c.stage is not None and c.rows]
-        flops = [append_flops(self.decoder, self._stages[stage].layers, *rows) for stage, *rows in appends]
-        return Work(
+        appends = [(c.stage, c.tokens, c.filled) for c in prefill if c.stage is not None and c.tokens]
+        flops = [
+            append_flops(self.decoder, self._stages[stage].layers, tokens, filled) for stage, tokens, filled in appends
+        ]
+        return WorkCount(
             vision_flops=self.count_vision(prefill),
             prefill_flops=2 * self.decoder.head_macs + sum(flops),
             decode_bytes=self._weights + round(self._read(decode)),
         )
 
     def count_vision(self, prefill: Sequence[Call]) -> int:
-        """FLOPs of the tower, windows that it merged left out of its later layers."""
+        """FLOPs of the tower; merged windows are not counted in its later layers."""
         vision = self._size.vision
         whole = 0 if vision is None else vision.view_tokens
-        return sum(encode_flops(vision, 1, merged=max(0, whole - c.rows)) for c in prefill if c.name == "vision")
+        return sum(encode_flops(vision, 1, merged=max(0, whole - c.tokens)) for c in prefill if c.name == "vision")
 
     def _read(self, decode: Sequence[Call]) -> float:
         """Bytes of KV cache that a token reads on average."""
         tokens = sum(call.name == "head" for call in decode)
-        slots = sum(self._stages[c.stage].layers * (c.filled + c.rows) for c in decode if c.stage is not None)
+        slots = sum(self._stages[c.stage].layers * (c.filled + c.tokens) for c in decode if c.stage is not None)
         return self._slot_bytes * slots / tokens
 
 
@@ -90,7 +92,7 @@ def weights_read(bundle: Bundle, float_bytes: int) -> int:
     )
 
 
-def shares(work: Work, ms: Mapping[str, Series | None], ceilings: Mapping[str, Any]) -> dict[str, float | None]:
+def shares(work: WorkCount, ms: Mapping[str, Series | None], ceilings: Mapping[str, Any]) -> dict[str, float | None]:
     """Arithmetic of tower and prefill as a share of the best matrix product, reading of a token as one of memory's."""
     read = ceilings["read"]["bytes_per_s"]["max"]
     prefill = ceilings[GEMM]["flops_per_s"]["max"]

@@ -25,7 +25,7 @@ DEMO_REDUCTIONS = (
 
 if TYPE_CHECKING:
     from vtx.exporter.bench.ceilings import Ceilings
-    from vtx.exporter.bench.measure import Bench, K, Workload
+    from vtx.exporter.bench.measure import Bench, BenchOptions, K
     from vtx.exporter.data.items import Data
     from vtx.runtime.api.model import Model
     from vtx.runtime.bundle.spec.manifest import Manifest
@@ -106,7 +106,7 @@ def bench(
         raise click.UsageError("--methods asks the questions of --data; leave out --image, --question, --prompt-tokens")
     if not methods and (data, images) != (None, None):
         raise click.UsageError("--data and --images go with --methods; one question to time is --image and --question")
-    from vtx.exporter.bench.measure import Workload
+    from vtx.exporter.bench.measure import BenchOptions
     from vtx.exporter.common.plots import figures
     from vtx.runtime.api.load import load
     from vtx.runtime.host.machine import cores
@@ -117,32 +117,32 @@ def bench(
     threads = cores() if threads is None else threads
     output = Output(as_json, target, plot)
     if methods:
-        found = _data(data, images, samples)
+        questions = _data(data, images, samples)
         model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads)
-        interrupted = _compare(model, found, _chosen(ks, model.manifest), new_tokens, threads, output)
+        interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, threads, output)
     else:
-        asked = QUESTION if question is None else question
-        work = Workload(image or golden_image(), asked, prompt_tokens, new_tokens, repeats, warmup, threads)
+        text = QUESTION if question is None else question
+        options = BenchOptions(image or golden_image(), text, prompt_tokens, new_tokens, repeats, warmup, threads)
         model = load(find_bundle(bundle), device=device, compute=compute, threads=threads)
-        interrupted = _measure(model, work, _chosen(ks, model.manifest), output)
+        interrupted = _measure(model, options, _chosen(ks, model.manifest), output)
     if interrupted:
         raise KeyboardInterrupt
 
 
-def _measure(model: Model, work: Workload, ks: tuple[K, ...], output: Output) -> bool:
+def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Output) -> bool:
     """Latency and memory at each K, with a forecast before and a bar during; whether it was interrupted."""
     from vtx.exporter.bench.measure import Bench
     from vtx.exporter.bench.plots import draw_report
     from vtx.exporter.bench.report import in_tables, make_report
 
-    bench = Bench(model, work, ks)
+    bench = Bench(model, options, ks)
     note(f"{model.manifest.model.name} on {_place(model)}; predicted: about {bench.probe():.0f} s")
     ceilings = _ceilings(bench)
     with bar() as show:
-        found = bench.run(ceilings, show)
-    report = make_report(bench, found)
+        result = bench.run(ceilings, show)
+    report = make_report(bench, result)
     output.write(report, in_tables(report), draw_report)
-    return found.interrupted
+    return result.interrupted
 
 
 def _compare(model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threads: int, output: Output) -> bool:
@@ -153,7 +153,7 @@ def _compare(model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threa
 
     methods = find_methods(model.manifest, ks)
     if not any(method.kind == "pruning" for method in methods):
-        note("this bundle leaves out no rows but by withdrawal; export it with --reduce to compare others")
+        note("this bundle only withdraws image tokens; export it with --reduce to compare other methods")
     trial = Trial(model, data, methods, new_tokens, threads)
     note(
         f"{model.manifest.model.name} on {_place(model)}: {len(methods)} methods on {len(data.items)} questions "
@@ -216,9 +216,9 @@ def _ceilings(bench: Bench) -> Ceilings | None:
         Kind.of(backend.device, backend.compute, stored) for stored in (manifest.precision, manifest.vision_precision)
     )
     kinds = {GEMM: decoder} if tower == decoder else {GEMM: decoder, VISION_GEMM: tower}
-    rows = bench.tokens(bench.found.question)
+    tokens = bench.tokens(bench.result.question)
     try:
-        return Ceilings(kinds, rows, manifest.model.hidden, bench.worker.width, bench.work.threads)
+        return Ceilings(kinds, tokens, manifest.model.hidden, bench.counter.width, bench.options.threads)
     except DeviceError as e:
         note(f"no ceilings: {e}")
         return None

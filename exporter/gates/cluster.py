@@ -1,8 +1,8 @@
 """Measuring on a Ray cluster: the same shards as on one machine, each a task of Ray Data.
 
-Tasks hold no state but the opened model, so Ray runs the tasks of a worker that died again elsewhere. The shards come
+Tasks hold no state but the opened model, so Ray can repeat the tasks of a dead worker elsewhere. The shards come
 back to this process, which alone writes them: workers need the model and the images under the same paths, and no
-folder to write to.
+directory to write to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from vtx.exporter.gates.measure import Measurer, Report
-from vtx.exporter.gates.workdir import MeasureOptions, Work
+from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory
 from vtx.runtime.errors import DeviceError, VtxError
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ TIMEOUT_S = 5
 
 
 def measure_on_cluster(
-    address: str, model: str, fingerprint: str, options: MeasureOptions, work: Work, report: Report
+    address: str, model: str, fingerprint: str, options: MeasureOptions, work: WorkDirectory, report: Report
 ) -> None:
     """Measure what is missing on the cluster at `address`: host:port of its head, or auto.
 
-    `report` gets the items as they are done. A machine of the cluster measures one shard at a time, on all its cores.
+    `report` gets the number of items done. A machine of the cluster measures one shard at a time, on all its cores.
 
     Raises:
         DeviceError: Ray is not installed, the cluster cannot be reached, or it fails; or a worker cannot measure.
@@ -47,21 +47,21 @@ def measure_on_cluster(
         context.enable_progress_bars = False
         shards = ray.put(missing)
         cores = min(int(n["Resources"]["CPU"]) for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) >= 1)
-        rows = ray.data.from_items([{"shard": key} for key in missing], override_num_blocks=len(missing))
-        ask = functools.partial(_measure, shards=shards, model=model, fingerprint=fingerprint, options=options)
-        done = rows.map_batches(ask, batch_size=1, num_cpus=cores)
-        for row in done.iter_rows():
-            shard = missing[int(row["shard"])]
-            if row["error"]:
-                raise DeviceError(f"a worker of the cluster at {address} cannot measure: {row['error']}")
-            work.write(shard, _tensors(row["tensors"]), json.loads(row["skipped"]))
+        tasks = ray.data.from_items([{"shard": key} for key in missing], override_num_blocks=len(missing))
+        task = functools.partial(_measure, shards=shards, model=model, fingerprint=fingerprint, options=options)
+        done = tasks.map_batches(task, batch_size=1, num_cpus=cores)
+        for output in done.iter_rows():
+            shard = missing[int(output["shard"])]
+            if output["error"]:
+                raise DeviceError(f"a worker of the cluster at {address} cannot measure: {output['error']}")
+            work.write(shard, _tensors(output["tensors"]), json.loads(output["skipped"]))
             report(len(shard.items))
 
 
 def _measure(
     batch: dict[str, NDArray[Any]], *, shards: Any, model: str, fingerprint: str, options: MeasureOptions
 ) -> dict[str, Any]:
-    """One shard, on a worker: its tensors as the bytes of a safetensors file, or why there are none."""
+    """One shard, on a worker: its tensors as the bytes of a safetensors file, or the error."""
     import ray
     from safetensors.numpy import save
 
@@ -88,7 +88,7 @@ def _tensors(raw: bytes) -> dict[str, NDArray[Any]]:
 
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """Ray, connected for as long as this lasts; its errors as ours."""
+    """Ray, connected inside the context; its errors become DeviceError."""
     try:
         import ray
         import ray.data
@@ -107,16 +107,16 @@ def _connected(address: str) -> Iterator[Any]:
     except VtxError:
         raise
     except Exception as e:
-        raise DeviceError(f"the cluster at {address} failed ({_first_line(e)}); run again to go on") from e
+        raise DeviceError(f"the cluster at {address} failed ({_first_line(e)}); run again to resume") from e
     finally:
         ray.shutdown()
 
 
 def _reach(address: str) -> None:
-    """Raise OSError or ValueError soon where nobody listens: Ray itself would try for minutes."""
+    """Raise OSError or ValueError at once where nothing listens: Ray itself would retry for minutes."""
     if address != "auto":
-        place = urlsplit(f"//{address}")
-        socket.create_connection((place.hostname or "", place.port or 0), TIMEOUT_S).close()
+        head = urlsplit(f"//{address}")
+        socket.create_connection((head.hostname or "", head.port or 0), TIMEOUT_S).close()
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Fitting the gates to what was measured: every gate from every item, one gate in memory at a time.
+"""Fitting the gates to what was measured: every gate sees every item; one gate is in memory at a time.
 
 DyVTE draws one exit layer a step, since it runs the model in each. Here the model has run already.
 """
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.gates.workdir import Work
+from vtx.exporter.gates.workdir import WorkDirectory
 from vtx.exporter.graphs.gates import FEATURES, gate_tensors
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
@@ -35,10 +35,10 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """How gates learn. `alpha` bounds the cross-entropy after the exit by that of the full model (DyVTE Eq. 6).
+    """How gates are fitted. `alpha` bounds the cross-entropy after the exit by that of the full model (DyVTE Eq. 6).
 
     An infinite `alpha` bounds nothing: the answer alone decides (DyVTE Eq. 5).
-    `epochs` None: as many as show the gates about 8,000 items, and at least one.
+    `epochs` None: enough for about 8,000 items in total, at least one.
     """
 
     alpha: float = 1.03
@@ -49,20 +49,20 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         if not self.alpha > 0 or not 0 < self.lr < 1:
-            raise RequestError(f"alpha is {self.alpha}, lr {self.lr}; give an alpha above 0 and a lr between 0 and 1")
+            raise RequestError(f"alpha is {self.alpha} and lr {self.lr}; alpha must be above 0, lr between 0 and 1")
         if not 1 <= self.width <= 1 << 16:
-            raise RequestError(f"--width is {self.width}; give 1 to 65536")
+            raise RequestError(f"--width is {self.width}; it must be 1 to 65536")
         if self.epochs is not None and self.epochs < 1:
-            raise RequestError(f"--epochs is {self.epochs}; give at least 1")
+            raise RequestError(f"--epochs is {self.epochs}; it must be at least 1")
         if not 0 <= self.seed < 1 << 32:
-            raise RequestError(f"--seed is {self.seed}; give 0 to 4294967295")
+            raise RequestError(f"--seed is {self.seed}; it must be 0 to 4294967295")
 
     def epochs_for(self, items: int) -> int:
         return self.epochs or max(1, ITEMS_SEEN // max(items, 1))
 
 
 def labels(agreement: NDArray[np.float32], losses: NDArray[np.float32], alpha: float) -> NDArray[np.int64]:
-    """DyVTE Eq. 6 [items, K]: 1 where the vision rows may leave before layer K.
+    """DyVTE Eq. 6 [items, K]: 1 where the image tokens may leave before layer K.
 
     Of `agreement` and cross-entropy [items, K and none] the last column is the full model's.
     """
@@ -70,24 +70,24 @@ def labels(agreement: NDArray[np.float32], losses: NDArray[np.float32], alpha: f
     return ((agreement[:, :-1] > MIN_AGREEMENT) & bounded).astype(np.int64)
 
 
-def fit_gates(work: Work, ks: tuple[int, ...], options: FitOptions, report: Report) -> dict[int, GateWeights]:
-    """The gate of every K, each kept in the work folder as soon as it is fitted. `report` gets 1 a gate."""
+def fit_gates(work: WorkDirectory, ks: tuple[int, ...], options: FitOptions, report: Report) -> dict[int, GateWeights]:
+    """The gate of every K, saved in the work directory as soon as it is fitted. Calls `report(1)` after each."""
     y = labels(work.read("agreement", held_out=False), work.read("cross_entropy", held_out=False), options.alpha)
     options_key = hashlib.sha256(json.dumps([work.fingerprint, asdict(options)], sort_keys=True).encode()).hexdigest()
     gates: dict[int, GateWeights] = {}
     for column, k in enumerate(ks):
         path = work.folder / f"gate-{k - 2:03d}.safetensors"
-        if (found := _fitted(path, k, options_key)) is None:
+        if (gate := _fitted(path, k, options_key)) is None:
             inputs = work.read(f"inputs.{k - 2}", held_out=False)
-            found = fit_gate(inputs, y[:, column], options, options.seed + k)
-            write_safetensors(path, dict(zip(gate_tensors(k), found, strict=True)), {"fit": options_key})
-        gates[k] = found
+            gate = fit_gate(inputs, y[:, column], options, options.seed + k)
+            write_safetensors(path, dict(zip(gate_tensors(k), gate, strict=True)), {"fit": options_key})
+        gates[k] = gate
         report(1)
     return gates
 
 
 def _fitted(path: Path, k: int, key: str) -> GateWeights | None:
-    """The gate that an earlier run has fitted in the same way."""
+    """The gate that an earlier run fitted with the same data and options, or None."""
     if not path.exists():
         return None
     try:
@@ -100,10 +100,10 @@ def _fitted(path: Path, k: int, key: str) -> GateWeights | None:
         return None
 
 
-def fit_gate(inputs: NDArray[np.float32], wanted: NDArray[np.int64], options: FitOptions, seed: int) -> GateWeights:
+def fit_gate(inputs: NDArray[np.float32], targets: NDArray[np.int64], options: FitOptions, seed: int) -> GateWeights:
     """fc1 [width, 2 * hidden] and fc2 [2, width] from inputs [items, 2 * hidden] and labels [items] (DyVTE Eq. 7)."""
     random = torch.Generator().manual_seed(seed)
-    x, y = torch.from_numpy(inputs), torch.from_numpy(wanted)
+    x, y = torch.from_numpy(inputs), torch.from_numpy(targets)
     first, second = _initial(options.width, x.shape[1], random), _initial(2, options.width, random)
     optimizer = torch.optim.AdamW([first, second], lr=options.lr, weight_decay=0.0, fused=True)
     epochs, count = options.epochs_for(len(x)), len(x)
@@ -127,18 +127,18 @@ def gate_odds(inputs: NDArray[np.float32], gate: GateWeights) -> NDArray[np.floa
     """The probability of withdrawal [items] that a gate gives for inputs [items, 2 * hidden]."""
     with torch.inference_mode():
         logits = gate_logits(torch.from_numpy(inputs), *map(torch.from_numpy, gate))
-        found: NDArray[np.float32] = logits.softmax(-1)[:, 1].numpy()
-    return found
+        odds: NDArray[np.float32] = logits.softmax(-1)[:, 1].numpy()
+    return odds
 
 
 def _initial(rows: int, columns: int, random: torch.Generator) -> Tensor:
-    """Uniform within 1 / sqrt(columns), as a linear layer begins."""
+    """Uniform within 1 / sqrt(columns), the initialisation of a linear layer."""
     weight = torch.rand(rows, columns, generator=random).mul_(2).sub_(1).div_(math.sqrt(columns))
     return weight.requires_grad_()
 
 
 def _pace(step: int, steps: int) -> float:
-    """The share of the learning rate: a linear warm-up over 3% of the steps, then half a cosine down to 0."""
+    """The factor of the learning rate: a linear warm-up over 3% of the steps, then half a cosine down to 0."""
     warm = math.ceil(WARM_UP * steps)
     if step < warm:
         return (step + 1) / warm
@@ -148,7 +148,7 @@ def _pace(step: int, steps: int) -> float:
 def write_gates(
     path: Path, gates: dict[int, GateWeights], model_fingerprint: str, options: FitOptions, record: dict[str, object]
 ) -> None:
-    """Write a gate file as `vtx-export --gates` takes it, with the record of its training."""
+    """Write a gate file as `vtx-export --gates` takes it, with a record of its training."""
     tensors = {name: w for k, gate in sorted(gates.items()) for name, w in zip(gate_tensors(k), gate, strict=True)}
     alpha = options.alpha if math.isfinite(options.alpha) else None
     training = {

@@ -1,6 +1,6 @@
-"""What the gates learn from, measured on the frozen model: one full pass an item and a text-only tail for each K.
+"""Training data of the gates, measured on the frozen model: one full pass per item, and per K a text-only continuation.
 
-The inputs of all gates come from the full pass, the labels of all K from the tails along one answer.
+The inputs of all gates come from the full pass, the labels of all K from the continuations along one answer.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from vtx.exporter.calibration.source import open_source
 from vtx.exporter.data.items import Item, plain
 from vtx.exporter.data.prompts import answer_ids, messages
 from vtx.exporter.data.source import Source
-from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, Work
+from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.runtime.errors import CheckpointError, RequestError, VtxError
 from vtx.runtime.vision.image import load_image
 from vtx.runtime.vision.preprocess import preprocess
 
-HEAD_ROWS = 512  # rows of logits in memory at once
+HEAD_TOKENS = 512  # tokens whose logits are in memory at once
 UNKNOWN = 2
 Ids = NDArray[np.int64]
 Report = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class _Asked:
-    """One item on its way through the model; `answers` are those to follow: own, reference."""
+class _PreparedItem:
+    """One prepared item; `answers` are those to force through the model: own, reference."""
 
     number: int
     prompt: Ids
@@ -44,7 +44,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Along:
-    """A model along one answer, for each K and last without withdrawal.
+    """The model forced along one answer, for each K and last without withdrawal.
 
     `hits` [K, tokens]: the token is the most likely one; `losses` [K]: mean cross-entropy.
     """
@@ -54,8 +54,8 @@ class _Along:
 
     @property
     def exact(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = np.all(self.hits, 1)
-        return found
+        exact: NDArray[np.bool_] = np.all(self.hits, 1)
+        return exact
 
 
 class Measurer:
@@ -68,7 +68,7 @@ class Measurer:
 
     @classmethod
     def open(cls, model: str, fingerprint: str, options: MeasureOptions) -> Measurer:
-        """Open `model` on this machine; it has to be the one of `fingerprint`. Raises `CheckpointError`."""
+        """Open `model` on this machine; its fingerprint must be `fingerprint`. Raises `CheckpointError`."""
         source = open_source(model)
         if source.fingerprint != fingerprint:
             raise CheckpointError(
@@ -84,40 +84,40 @@ class Measurer:
     def __call__(self, shard: Shard) -> tuple[Tensors, list[str]]:
         """The tensors of a shard, and a line on each item that cannot be measured.
 
-        Per item: `item`, its number; `rows`, of text and of vision in the prompt; `inputs.{layer}` [2 * hidden],
-        float32, for the gate on decoder layer `layer`, from 0; and for each K from 2 on, last for none: `agreement`,
-        the share of the answer's tokens that are the most likely ones; `cross_entropy`, their mean. Held out as well:
+        Per item: `item`, its number; `rows`, text and vision tokens of the prompt; `inputs.{layer}` [2 * hidden],
+        float32, for the gate on decoder layer `layer`, from 0; and for each K, starting at 2, last none: `agreement`,
+        the share of the answer's tokens that are the most likely ones; `cross_entropy`, their mean. Held-out items add:
         `same`, 1 where the answer is the full model's own; `right`, 1 where it is the data's, 2 where that has none.
         """
-        asked, skipped = self._ask(shard)
-        if not asked:
+        items, skipped = self._prepare_all(shard)
+        if not items:
             return {"item": np.zeros(0, np.int64)}, skipped
         with torch.inference_mode():
-            self._answer(asked, shard.held_out)
-            inputs, along = self._follow(asked)
+            self._answer(items, shard.held_out)
+            inputs, along = self._follow(items)
         tensors: dict[str, NDArray[Any]] = {
-            "item": np.array([a.number for a in asked]),
-            "rows": np.stack([self._rows(a) for a in asked]),
-            "agreement": np.stack([found[self._options.answers].hits.mean(1, dtype=np.float32) for found in along]),
-            "cross_entropy": np.stack([found[self._options.answers].losses for found in along]),
+            "item": np.array([item.number for item in items]),
+            "rows": np.stack([self._token_counts(item) for item in items]),
+            "agreement": np.stack([by_name[self._options.answers].hits.mean(1, dtype=np.float32) for by_name in along]),
+            "cross_entropy": np.stack([by_name[self._options.answers].losses for by_name in along]),
         }
         for layer in range(len(self.ks)):
-            tensors[f"inputs.{layer}"] = np.stack([found[layer] for found in inputs])
+            tensors[f"inputs.{layer}"] = np.stack([by_layer[layer] for by_layer in inputs])
         if shard.held_out:
-            tensors["same"] = np.stack([found["own"].exact for found in along]).astype(np.uint8)
-            tensors["right"] = np.stack([self._right(a, found) for a, found in zip(asked, along, strict=True)])
+            tensors["same"] = np.stack([by_name["own"].exact for by_name in along]).astype(np.uint8)
+            tensors["right"] = np.stack([self._right(*pair) for pair in zip(items, along, strict=True)])
         return tensors, skipped
 
-    def _ask(self, shard: Shard) -> tuple[list[_Asked], list[str]]:
-        asked, skipped = list[_Asked](), list[str]()
+    def _prepare_all(self, shard: Shard) -> tuple[list[_PreparedItem], list[str]]:
+        items, skipped = list[_PreparedItem](), list[str]()
         for number, item in zip(shard.numbers, shard.items, strict=True):
             try:
-                asked.append(self._prepare(number, item))
+                items.append(self._prepare(number, item))
             except VtxError as e:
                 skipped.append(f"item {number + 1}: {e}")
-        return asked, skipped
+        return items, skipped
 
-    def _prepare(self, number: int, item: Item) -> _Asked:
+    def _prepare(self, number: int, item: Item) -> _PreparedItem:
         """Raises VtxError for an item that cannot be measured."""
         source = self._source
         if not item.images:
@@ -125,95 +125,97 @@ class Measurer:
         prompt = source.text.prompt(messages(item), source.config.vision_tokens)
         if prompt[-1] == source.config.image_token_id:
             raise RequestError("its prompt ends with the image; give a chat template that prints the question after it")
-        found = answer_ids(source, item, prompt)
-        answer = None if found is None else tuple(found.tolist())
+        ids = answer_ids(source, item, prompt)
+        answer = None if ids is None else tuple(ids.tolist())
         if answer is None and self._options.answers == "reference":
-            raise RequestError("it has no answer behind its prompt; use --answers own, or add one")
+            raise RequestError("it has no answer after its prompt; use --answers own, or add an answer")
         longest = len(prompt) + max(len(answer or ()), self._options.max_new_tokens)
         if longest > source.context:
-            raise RequestError(f"its prompt and answer take {longest} tokens, the model holds {source.context}")
+            raise RequestError(
+                f"its prompt and answer take {longest} tokens, the model's context is {source.context}; shorten them"
+            )
         pixels = np.stack([preprocess(load_image(image), source.image) for image in item.images])
         with torch.inference_mode():
-            return _Asked(number, prompt, self._reference.features(pixels), answer)
+            return _PreparedItem(number, prompt, self._reference.features(pixels), answer)
 
-    def _answer(self, asked: Sequence[_Asked], held_out: bool) -> None:
-        """Choose the answers to follow: the one that labels, and both where the item is held out."""
+    def _answer(self, items: Sequence[_PreparedItem], held_out: bool) -> None:
+        """Set the answers to follow: the one that gives the labels, and both where the item is held out."""
         if held_out or self._options.answers == "own":
-            prompts = [Sample(a.prompt, a.features) for a in asked]
+            prompts = [Sample(item.prompt, item.features) for item in items]
             own = self._reference.greedy(prompts, self._end_ids, self._options.max_new_tokens)
-            for a, ids in zip(asked, own, strict=True):
-                a.answers["own"] = tuple(ids)
-        for a in asked:
-            if a.reference is not None and (held_out or self._options.answers == "reference"):
-                a.answers["reference"] = a.reference
+            for item, ids in zip(items, own, strict=True):
+                item.answers["own"] = tuple(ids)
+        for item in items:
+            if item.reference is not None and (held_out or self._options.answers == "reference"):
+                item.answers["reference"] = item.reference
 
-    def _follow(self, asked: Sequence[_Asked]) -> tuple[list[list[NDArray[np.float32]]], list[dict[str, _Along]]]:
-        """Gate inputs of each item by layer, and how the model fares along each of its answers.
+    def _follow(
+        self, items: Sequence[_PreparedItem]
+    ) -> tuple[list[list[NDArray[np.float32]]], list[dict[str, _Along]]]:
+        """Gate inputs of each item by layer, and the model along each of its answers; equal ones run once."""
+        jobs = list(dict.fromkeys((n, ids) for n, item in enumerate(items) for ids in item.answers.values()))
+        samples = [_forced(items[n], ids) for n, ids in jobs]
+        inputs: list[list[NDArray[np.float32]]] = [[] for _ in items]
 
-        Equal answers are followed once.
-        """
-        jobs = list(dict.fromkeys((n, ids) for n, a in enumerate(asked) for ids in a.answers.values()))
-        samples = [_forced(asked[n], ids) for n, ids in jobs]
-        inputs: list[list[NDArray[np.float32]]] = [[] for _ in asked]
-
-        def watch(layer: int, number: int, rows: Tensor) -> None:
+        def watch(layer: int, number: int, hidden: Tensor) -> None:
             n = jobs[number][0]
             if layer <= len(self.ks) and len(inputs[n]) < layer:
-                inputs[n].append(gate_input(rows[: len(asked[n].prompt)], _front(asked[n].prompt, self._source)))
+                prompt = items[n].prompt
+                inputs[n].append(gate_input(hidden[: len(prompt)], _prefix_length(prompt, self._source)))
 
         ks: list[int | None] = [*self.ks, None]
-        hidden = self._reference.hidden(samples, ks, watch=watch)
-        rows = torch.cat([torch.cat([found[k] for k in ks]) for found in hidden])
+        by_sample = self._reference.hidden(samples, ks, watch=watch)
+        hidden = torch.cat([torch.cat([by_k[k] for k in ks]) for by_k in by_sample])
         targets = torch.cat([torch.tensor(ids).repeat(len(ks)) for _, ids in jobs])
-        hits, losses = self._score(rows, targets)
+        hits, losses = self._score(hidden, targets)
         sizes = [len(ks) * len(ids) for _, ids in jobs]
-        found = {
+        along = {
             job: _Along(hit.reshape(len(ks), -1).numpy(), loss.reshape(len(ks), -1).mean(1).numpy())
             for job, hit, loss in zip(jobs, torch.split(hits, sizes), torch.split(losses, sizes), strict=True)
         }
-        return inputs, [{name: found[n, ids] for name, ids in a.answers.items()} for n, a in enumerate(asked)]
+        return inputs, [{name: along[n, ids] for name, ids in item.answers.items()} for n, item in enumerate(items)]
 
-    def _score(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row whether its target is the most likely token, and the cross-entropy."""
+    def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """For each hidden state whether its target is the most likely token, and the cross-entropy."""
         hits, losses = [], []
-        for some, wanted in zip(torch.split(rows, HEAD_ROWS), torch.split(targets, HEAD_ROWS), strict=True):
-            logits = self._reference.head(some)
-            hits.append(logits.argmax(-1) == wanted)
-            losses.append(F.cross_entropy(logits, wanted, reduction="none"))
+        for states, expected in zip(torch.split(hidden, HEAD_TOKENS), torch.split(targets, HEAD_TOKENS), strict=True):
+            logits = self._reference.head(states)
+            hits.append(logits.argmax(-1) == expected)
+            losses.append(F.cross_entropy(logits, expected, reduction="none"))
         return torch.cat(hits), torch.cat(losses)
 
-    def _rows(self, a: _Asked) -> NDArray[np.int64]:
-        vision = int((a.prompt == self._source.config.image_token_id).sum())
-        return np.array([len(a.prompt) - vision, vision])
+    def _token_counts(self, item: _PreparedItem) -> NDArray[np.int64]:
+        vision = int((item.prompt == self._source.config.image_token_id).sum())
+        return np.array([len(item.prompt) - vision, vision])
 
-    def _right(self, a: _Asked, found: Mapping[str, _Along]) -> NDArray[np.uint8]:
-        """By K whether the answer is the data's, token by token, or reads the same."""
-        if a.reference is None:
+    def _right(self, item: _PreparedItem, along: Mapping[str, _Along]) -> NDArray[np.uint8]:
+        """Per K whether the answer is the data's, token by token or as normalised text."""
+        if item.reference is None:
             return np.full(len(self.ks) + 1, UNKNOWN, np.uint8)
-        own, wanted = (plain(self._source.text.decode(a.answers[name])) for name in ("own", "reference"))
-        right = found["reference"].exact | (found["own"].exact & (own == wanted))
+        own, expected = (plain(self._source.text.decode(item.answers[name])) for name in ("own", "reference"))
+        right = along["reference"].exact | (along["own"].exact & (own == expected))
         return right.astype(np.uint8)
 
 
-def _forced(a: _Asked, ids: tuple[int, ...]) -> Sample:
-    """The prompt and all of an answer but its last token, asked from the prompt's last row on."""
-    return Sample(np.concatenate([a.prompt, np.array(ids[:-1], np.int64)]), a.features, len(ids))
+def _forced(item: _PreparedItem, ids: tuple[int, ...]) -> Sample:
+    """The prompt and an answer without its last token; outputs start at the prompt's last token."""
+    return Sample(np.concatenate([item.prompt, np.array(ids[:-1], np.int64)]), item.features, len(ids))
 
 
-def _front(prompt: Ids, source: Source) -> int:
+def _prefix_length(prompt: Ids, source: Source) -> int:
     return int(np.flatnonzero(prompt == source.config.image_token_id)[-1]) + 1
 
 
-def gate_input(rows: Tensor, front: int) -> NDArray[np.float32]:
-    """[mean of a prompt's rows [n, hidden] from `front` on but the last one; the last one]; one row: zeros and it."""
-    tail = rows[front:]
-    mean = tail[:-1].mean(0) if len(tail) > 1 else torch.zeros_like(tail[0])
-    found: NDArray[np.float32] = torch.cat((mean, tail[-1])).float().numpy()
-    return found
+def gate_input(hidden: Tensor, prefix: int) -> NDArray[np.float32]:
+    """Of hidden states [n, hidden] after the prefix: the mean without the last (zeros if alone), then the last."""
+    suffix = hidden[prefix:]
+    mean = suffix[:-1].mean(0) if len(suffix) > 1 else torch.zeros_like(suffix[0])
+    features: NDArray[np.float32] = torch.cat((mean, suffix[-1])).float().numpy()
+    return features
 
 
-def measure(measurer: Measurer, work: Work, report: Report) -> None:
-    """Measure on this machine what is missing. `report` gets the items as they are done."""
+def measure(measurer: Measurer, work: WorkDirectory, report: Report) -> None:
+    """Measure the missing shards on this machine. `report` gets the number of items done."""
     for shard in work.missing():
         work.write(shard, *measurer(shard))
         report(len(shard.items))

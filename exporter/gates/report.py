@@ -1,4 +1,4 @@
-"""Whether the gates earn their place: on items held out, against every fixed K at the same cost."""
+"""Whether the gates are worth having: held-out items, compared with every fixed K at the same cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vtx.exporter.estimate.flops import total_flops, withdrawal_schedule
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.gates.fit import GateWeights, gate_odds
 from vtx.exporter.gates.measure import UNKNOWN
-from vtx.exporter.gates.workdir import Work
+from vtx.exporter.gates.workdir import WorkDirectory
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 Bools = NDArray[np.bool_]
@@ -24,25 +24,25 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Items held out: the odds of each gate [items, K], and by K (last: none) what withdrawal does.
+    """Held-out items: the odds of each gate [items, K], and per K (last: none) the effect of withdrawal.
 
-    `same` [items, K and none]: the answer is the full model's; `right` likewise, 2 where nobody knows the answer;
-    `rows` [items, 2]: text and vision tokens of the prompt.
+    `same` [items, K and none]: the answer is the full model's; `right` likewise, 2 where the data has no answer;
+    `tokens` [items, 2]: text and vision tokens of the prompt.
     """
 
     ks: tuple[int, ...]
     odds: NDArray[np.float32]
     same: Bools
     right: NDArray[np.uint8]
-    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
 
     @classmethod
-    def measure(cls, work: Work, gates: Mapping[int, GateWeights]) -> HeldOut:
-        """Ask every gate about every item held out of `work`."""
+    def measure(cls, work: WorkDirectory, gates: Mapping[int, GateWeights]) -> HeldOut:
+        """Evaluate every gate on every held-out item of `work`."""
         ks = tuple(sorted(gates))
         odds = np.stack([gate_odds(work.read(f"inputs.{k - 2}", held_out=True), gates[k]) for k in ks], 1)
-        same, right, rows = (work.read(name, held_out=True) for name in ("same", "right", "rows"))
-        return cls(ks, odds, same.astype(bool), right, rows)
+        same, right, tokens = (work.read(name, held_out=True) for name in ("same", "right", "rows"))
+        return cls(ks, odds, same.astype(bool), right, tokens)
 
     @property
     def layers(self) -> int:
@@ -51,17 +51,17 @@ class HeldOut:
     @property
     def known(self) -> Bools:
         """The items with an answer to compare with."""
-        found: Bools = self.right[:, 0] != UNKNOWN
-        return found
+        known: Bools = self.right[:, 0] != UNKNOWN
+        return known
 
     def exits(self, threshold: float) -> NDArray[np.int64]:
         """The column of K that each item leaves at [items]: the first gate above `threshold`, else the last, none."""
         fires = np.concatenate([self.odds > threshold, np.ones((len(self.odds), 1), bool)], 1)
-        found: NDArray[np.int64] = fires.argmax(1)
-        return found
+        columns: NDArray[np.int64] = fires.argmax(1)
+        return columns
 
     def full_layers(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Layers with the vision rows: K - 1, or all."""
+        """Layers that see the image tokens: K - 1, or all."""
         return np.array([*(k - 1 for k in self.ks), self.layers])[columns]
 
 
@@ -78,7 +78,7 @@ def judge(held: HeldOut, size: ModelSize) -> dict[str, Any]:
 
 
 def _gates(held: HeldOut, size: ModelSize, threshold: float) -> dict[str, Any]:
-    """What the gates do at one threshold, and the best that fixed K do at the same cost."""
+    """The gates at one threshold, and the best fixed K at the same cost."""
     columns = held.exits(threshold)
     picked = _pick(held.same, columns)
     rival, rival_same = _best_fixed(held, float(held.full_layers(columns).mean()))
@@ -125,15 +125,15 @@ def _flops(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> float:
             size.vision,
             size.views(int(vision)),
         )
-        for column, (text, vision) in zip(columns, held.rows, strict=True)
+        for column, (text, vision) in zip(columns, held.tokens, strict=True)
     ]
     return float(np.mean(work))
 
 
 def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
-    """The best that fixed K give at no more than `cost` full layers, and how far each item's answer is the same.
+    """The best fixed K at no more than `cost` full layers, and its agreement with the full model on each item.
 
-    Either one K, or its two neighbours at `cost`, each for such a share of the items that the mean is `cost`.
+    Either one K, or its two neighbours at `cost`, each for the share of items that makes the mean `cost`.
     """
     full = held.full_layers(np.arange(len(held.ks) + 1))
     low = int(np.flatnonzero(full <= cost)[-1])
@@ -165,7 +165,7 @@ def _verdict(gates: Mapping[str, Any]) -> str:
 
 
 def plot_report(report: Mapping[str, Any], path: Path) -> None:
-    """Draw agreement over full layers, and where the questions leave, into `path`. Raises as `draw` does."""
+    """Draw agreement over full layers, and the exits of the questions, into `path`. Raises as `draw` does."""
     draw(path, lambda figure: _fill(figure, report))
 
 

@@ -1,4 +1,4 @@
-"""Training gates from end to end: measure items, fit the gates, judge them on items held out, write all of it."""
+"""Training gates from end to end: measure items, fit the gates, judge them on held-out items, write the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
 from vtx.exporter.gates.measure import Measurer, measure
 from vtx.exporter.gates.report import HeldOut, judge, plot_report
-from vtx.exporter.gates.workdir import MeasureOptions, Shard, Work, make_shards
+from vtx.exporter.gates.workdir import MeasureOptions, Shard, WorkDirectory, make_shards
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 
 Report = Callable[[str, int, int], None]
@@ -28,7 +28,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What to train gates on. Of `items` + `held_out` drawn items, those held out share no image with the others."""
+    """What to train gates on. The `held_out` items share no image with the `items` to train on."""
 
     model: str = DEMO
     data: str = SCENES
@@ -42,20 +42,20 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name, value in (("--items", self.items), ("--held-out", self.held_out)):
             if value < 1:
-                raise RequestError(f"{name} is {value}; give at least 1")
+                raise RequestError(f"{name} is {value}; it must be at least 1")
 
 
 def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Report) -> dict[str, Any]:
     """Write the gate file `out`, and beside it its report as .json and .png; return the report.
 
-    What is measured stays in `work_folder`: a run that was stopped goes on from there, and one with other options of
-    fitting measures nothing again. `report` gets (phase, done, total).
+    Measurements stay in `work_folder`: an interrupted run resumes from there, and one with other fitting options
+    measures nothing again. `report` gets (phase, done, total).
 
     Raises:
         RequestError: the data cannot be used, or `work_folder` holds another measurement.
         CheckpointError: the checkpoint is damaged or of a kind that vtx does not read.
-        ExportError: the disk is too small, or refuses.
-        DeviceError: the cluster is not there or fails.
+        ExportError: the disk is too small, or a file cannot be written.
+        DeviceError: the cluster cannot be reached or fails.
 
     """
     source = open_source(options.model)
@@ -67,7 +67,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
         *make_shards(held_out, batch, held_out=True, first=len(learn)),
     ]
     _make_folder(out.parent)
-    work = Work(work_folder, source, options.measure, shards)
+    work = WorkDirectory(work_folder, source, options.measure, shards)
     check_disk(
         work_folder,
         disk_bytes(source, work.missing()),
@@ -78,31 +78,31 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
     ks = tuple(range(2, source.config.text.layers + 1))
     count = len(work.read("item", held_out=False))
     gates = fit_gates(work, ks, options.fit, _counter(report, "gates", len(ks)))
-    found = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
+    verdicts = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
     record: dict[str, Any] = {
         "items": count,
         "epochs": options.fit.epochs_for(count),
         "answers": options.measure.answers,
         "data": data.source,
-        "verdict": found["verdict"],
+        "verdict": verdicts["verdict"],
     }
     write_gates(out, gates, source.fingerprint, options.fit, record)
-    found = {"model": source.name, "training": record, "skipped": [*data.skipped, *work.all_skipped], **found}
-    _write_report(out, found)
-    return found
+    judged = {"model": source.name, "training": record, "skipped": [*data.skipped, *work.all_skipped], **verdicts}
+    _write_report(out, judged)
+    return judged
 
 
 def default_out(model: str) -> Path:
-    """Where the gates of a model go when nobody says."""
+    """The default gate file of a model."""
     return Path(f"vtx-gates-{Path(model).expanduser().absolute().name}.safetensors")
 
 
 def split(items: Sequence[Item], options: TrainOptions, *, shuffle: bool) -> tuple[list[Item], list[Item]]:
-    """Items to learn from, and items held out, which share no image with them; each in their order.
+    """Items to train on, and held-out items that share no image with them; each in order.
 
-    Where there are fewer items than asked for, both parts shrink alike. Raises `RequestError` where one is empty.
+    Where there are fewer items than requested, both shrink in proportion. Raises `RequestError` where one is empty.
     """
-    wanted = min(options.held_out, round(len(items) * options.held_out / (options.items + options.held_out)))
+    count = min(options.held_out, round(len(items) * options.held_out / (options.items + options.held_out)))
     by_image: dict[object, list[int]] = {}
     for number, item in enumerate(items):
         first = item.images[0]
@@ -112,24 +112,24 @@ def split(items: Sequence[Item], options: TrainOptions, *, shuffle: bool) -> tup
         random.Random(options.fit.seed).shuffle(groups)
     apart = set[int]()
     for group in groups:
-        if len(apart) < wanted:
+        if len(apart) < count:
             apart.update(group)
     learn = [item for number, item in enumerate(items) if number not in apart]
     if not learn or not apart:
         raise RequestError(
-            f"{len(items)} items about {len(groups)} images leave {len(learn)} to learn from and {len(apart)} to hold "
-            "out; give more images"
+            f"{len(items)} items about {len(groups)} images leave {len(learn)} to train on and {len(apart)} to hold "
+            "out, and each must be at least 1; give more images"
         )
     return learn, [items[number] for number in sorted(apart)]
 
 
 def disk_bytes(source: Source, shards: Sequence[Shard]) -> int:
-    """What measuring `shards` writes: the inputs of all gates, two rows of float32 a layer and item, and a little."""
+    """Bytes that measuring `shards` writes: per layer and item two float32 hidden states, and some labels."""
     text = source.config.text
     return sum(len(shard.items) for shard in shards) * text.layers * (8 * text.hidden + 16)
 
 
-def _measure(options: TrainOptions, source: Source, work: Work, report: Report) -> None:
+def _measure(options: TrainOptions, source: Source, work: WorkDirectory, report: Report) -> None:
     missing = sum(len(shard.items) for shard in work.missing())
     count = _counter(report, "items", missing)
     if options.ray_address is None:
@@ -144,9 +144,9 @@ def _measure(options: TrainOptions, source: Source, work: Work, report: Report) 
 def _counter(report: Report, phase: str, total: int) -> Callable[[int], None]:
     done = 0
 
-    def count(some: int) -> None:
+    def count(more: int) -> None:
         nonlocal done
-        done += some
+        done += more
         report(phase, done, total)
 
     return count
@@ -156,13 +156,13 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ExportError(f"cannot make the directory {folder} ({e.strerror}); name another --out") from e
+        raise ExportError(f"cannot create the directory {folder} ({e.strerror}); name another --out") from e
 
 
-def _write_report(out: Path, found: dict[str, Any]) -> None:
-    """The report beside the gates; without matplotlib there is no picture."""
-    write_json(out.with_suffix(".json"), found)
+def _write_report(out: Path, judged: dict[str, Any]) -> None:
+    """Write the report beside the gates; without matplotlib there is no plot."""
+    write_json(out.with_suffix(".json"), judged)
     try:
-        plot_report(found, out.with_suffix(".png"))
+        plot_report(judged, out.with_suffix(".png"))
     except DeviceError as e:
-        found["plot"] = str(e)
+        judged["plot"] = str(e)

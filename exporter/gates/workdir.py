@@ -1,6 +1,6 @@
-"""The folder that training gates works in: shards of what was measured, guarded by a fingerprint.
+"""The work directory of gate training: shards of measurements, guarded by a fingerprint.
 
-Which item lies in which shard is fixed beforehand, so whoever measures a shard, and whenever, writes the same file.
+The items of a shard are fixed beforehand, so any process that measures a shard writes the same file.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ class MeasureOptions:
 
     def __post_init__(self) -> None:
         if self.answers not in ("own", "reference"):
-            raise RequestError(f"--answers is {self.answers!r}; give own or reference")
+            raise RequestError(f"--answers is {self.answers!r}; it must be own or reference")
         if self.max_new_tokens < 1 or self.batch < 1:
-            raise RequestError(f"{self.max_new_tokens} new tokens, batches of {self.batch}; give at least 1 of each")
+            raise RequestError(
+                f"--max-new-tokens is {self.max_new_tokens} and --batch {self.batch}; both must be at least 1"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Some items in a row: those `numbers` of all, held out from training or not."""
+    """Consecutive items, numbered `numbers` among all items; held out from training or not."""
 
     number: int
     held_out: bool
@@ -58,7 +60,7 @@ class Shard:
 
 
 def make_shards(items: Sequence[Item], batch: int, *, held_out: bool, first: int = 0) -> list[Shard]:
-    """`items`, of which the first has number `first`, in shards of `batch`."""
+    """`items`, numbered from `first`, in shards of `batch`."""
     return [
         Shard(n, held_out, tuple(range(first + at, first + at + len(part))), part)
         for n, at in enumerate(range(0, len(items), batch))
@@ -66,10 +68,10 @@ def make_shards(items: Sequence[Item], batch: int, *, held_out: bool, first: int
     ]
 
 
-class Work:
-    """A folder with what has been measured, guarded by a fingerprint of model, data and options.
+class WorkDirectory:
+    """A directory of measurements, guarded by a fingerprint of model, data and options.
 
-    Raises `RequestError` where the folder holds another measurement.
+    Raises `RequestError` where the directory holds another measurement.
     """
 
     def __init__(self, folder: Path, source: Source, options: MeasureOptions, shards: Sequence[Shard]) -> None:
@@ -84,18 +86,18 @@ class Work:
         self._guard(folder / "work.json", parts)
 
     def missing(self) -> list[Shard]:
-        """The shards that are not there yet; damaged ones are removed and count as missing."""
+        """The shards still to measure; damaged ones are removed and count as missing."""
         return [shard for shard in self.shards if not self._is_whole(shard)]
 
     def write(self, shard: Shard, tensors: Tensors, skipped: Sequence[str]) -> None:
-        """Put a shard in its place in one step. Raises `RequestError` when too many items cannot be measured."""
+        """Write a shard atomically. Raises `RequestError` when too many items cannot be measured."""
         metadata = {"fingerprint": self.fingerprint, "skipped": json.dumps(list(skipped))}
         write_safetensors(self.folder / shard.name, dict(sorted(tensors.items())), metadata)
         self.skipped[shard.name] = list(skipped)
         self._check_skipped()
 
     def read(self, name: str, *, held_out: bool) -> NDArray[Any]:
-        """One tensor over all shards [items, ...], of the items held out or of the others."""
+        """One tensor over all shards [items, ...], of the held-out items or of the others."""
         parts = []
         for shard in self.shards:
             if shard.held_out == held_out:
@@ -103,7 +105,7 @@ class Work:
                 if name in tensors:
                     parts.append(np.asarray(open_tensor(tensors[name], error=RequestError)))
         if not parts:
-            raise RequestError(f"no item of {self.folder} could be measured")
+            raise RequestError(f"no item of {self.folder} could be measured, and at least 1 is needed; fix the data")
         return np.concatenate(parts)
 
     @property
@@ -114,7 +116,7 @@ class Work:
         total, skipped = sum(len(shard.items) for shard in self.shards), self.all_skipped
         if len(skipped) > MAX_SKIPPED * total:
             raise RequestError(
-                f"{len(skipped)} of {total} items cannot be measured, the limit is {MAX_SKIPPED:.0%}; mend the data. "
+                f"{len(skipped)} of {total} items cannot be measured, the limit is {MAX_SKIPPED:.0%}; fix the data. "
                 f"First: {skipped[0]}"
             )
 
@@ -123,13 +125,14 @@ class Work:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.write_text(json.dumps(parts), encoding="utf-8")
-            found = json.loads(path.read_text(encoding="utf-8"))
+            existing = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
-            raise RequestError(f"cannot use {self.folder} to work in ({e}); name another --work") from e
-        other = [name for name in parts if not isinstance(found, dict) or found.get(name) != parts[name]]
-        if other:
+            raise RequestError(f"cannot use {self.folder} as the work directory ({e}); name another --work") from e
+        different = [name for name in parts if not isinstance(existing, dict) or existing.get(name) != parts[name]]
+        if different:
             raise RequestError(
-                f"{self.folder} holds measurements with other {' and '.join(other)}; name another --work, or remove it"
+                f"{self.folder} holds measurements that differ in {' and '.join(different)}; "
+                "name another --work, or remove it"
             )
 
     def _is_whole(self, shard: Shard) -> bool:

@@ -118,15 +118,15 @@ def test_work_is_that_of_the_rows_that_must_run(report: dict[str, Any], bundle: 
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]}],
         work["vision_tokens"],
     )
-    tail = len(ids) - 1 - int(np.flatnonzero(ids == manifest.text.image_token_id)[-1])
+    suffix = len(ids) - 1 - int(np.flatnonzero(ids == manifest.text.image_token_id)[-1])
     decoder = size.decoder
     # float32, each read once a token
     weights = 4 * (decoder.layers * decoder.layer_macs + decoder.head_macs + decoder.small_parameters)
     for depth in report["depths"]:
         macs = decoder.head_macs
-        for slots in depth["kv_slots"]:  # the front by itself, then the question's rows on all
+        for slots in depth["kv_slots"]:  # the prefix by itself, then the question on all
             macs += slots * decoder.layer_macs
-            macs += attention_macs(decoder, slots - tail, slots - tail) + attention_macs(decoder, tail, slots)
+            macs += attention_macs(decoder, slots - suffix, slots - suffix) + attention_macs(decoder, suffix, slots)
         assert depth["prefill_flops"] == 2 * macs
         assert depth["vision_flops"] == encode_flops(size.vision, 1)
         slots = sum(depth["kv_slots"]) + decoder.layers * sum(range(1, NEW)) / (NEW - 1)
@@ -243,10 +243,10 @@ def test_a_stopwatch_changes_no_answer_and_sees_every_call(bundle: Path, image: 
     assert got.token_ids == want.token_ids
     prefill, decode = split(calls)
     assert [call.name for call in decode] == ["embed", *["append"] * 3, "head"] * (NEW - 1)
-    assert [call.rows for call in decode if call.name == "append"] == [1] * 3 * (NEW - 1)
+    assert [call.tokens for call in decode if call.name == "append"] == [1] * 3 * (NEW - 1)
     assert sum(call.name == "vision" for call in prefill) == 1
     tokens, vision = got.stats.prompt_tokens, got.stats.vision_tokens
-    rows = [sum(c.rows for c in prefill if c.stage == stage) for stage in range(3)]
+    rows = [sum(c.tokens for c in prefill if c.stage == stage) for stage in range(3)]
     assert rows == [tokens, tokens - vision, tokens - vision]
     assert watched.backend.device == plain.backend.device
 
@@ -356,8 +356,8 @@ def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
         (["--question", "what?", "--prompt-tokens", "90"], 2, "both settle the question"),
         (["--question", " "], 1, "question"),
         (["--prompt-tokens", "100000000000000"], 1, "do not fit a context of"),
-        (["--new-tokens", "100000"], 1, "take fewer of them"),
-        (["--new-tokens", "1"], 1, "--new-tokens is 1; give a number from 2 on"),
+        (["--new-tokens", "100000"], 1, "use fewer"),
+        (["--new-tokens", "1"], 1, "--new-tokens is 1; it must be at least 2"),
         (["--repeats", "0"], 1, "--repeats is 0"),
         (["--warmup", "-1"], 1, "--warmup is -1"),
         (["--threads", "-1"], 1, "threads is -1"),

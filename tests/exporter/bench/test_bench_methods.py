@@ -22,7 +22,7 @@ from tests.support.exported import THREADS
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bench.compare import BETTER, EQUAL, WORSE, in_tables, make_comparison
-from vtx.exporter.bench.methods import Found, Method, find_methods, short
+from vtx.exporter.bench.methods import Method, MethodAnswer, find_methods, short
 from vtx.exporter.bench.stopwatch import timed
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -118,7 +118,7 @@ def test_rows_left_are_those_that_each_method_says(methods: dict[str, Any]) -> N
 def test_rows_of_merged_windows_that_a_graph_computes_all_the_same_are_counted(bundle: Path, dialect: str) -> None:
     backend, calls = timed(DialectBackend(Bundle.open(bundle), dialect))
     assert len(backend.vision(np.zeros((1, 3, 84, 84), np.float32), {"tau": np.float32([-1])}).rows) == V - MERGED
-    assert calls[0].rows == V
+    assert calls[0].tokens == V
 
 
 def test_arithmetic_is_that_of_the_rows_of_each_layer(bundle: Path, methods: dict[str, Any], texts: list[int]) -> None:
@@ -254,7 +254,9 @@ def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Me
     """A comparison of answers made up: per method, whether each of the questions was answered right."""
     ms = {"vision": 1.0, "prefill": 2.0, "first_token": 3.0, "decode_per_token": 0.0}
     count = len(next(iter(rights.values())))
-    found = [{m: Found(r[n], bool(r[n]), flops[m], 100, 5.0, 8, ms) for m, r in rights.items()} for n in range(count)]
+    answers = [
+        {m: MethodAnswer(r[n], bool(r[n]), flops[m], 100, 5.0, 8, ms) for m, r in rights.items()} for n in range(count)
+    ]
     spec, layout = SimpleNamespace(name="made-up", layers=8), SimpleNamespace(max_tokens=V)
     model: Any = SimpleNamespace(
         manifest=SimpleNamespace(model=spec, layout=layout, precision="fp32"),
@@ -263,7 +265,7 @@ def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Me
     data = SimpleNamespace(source="nowhere")
     trial: Any = SimpleNamespace(
         methods=tuple(rights),
-        found=found,
+        answers=answers,
         model=model,
         data=data,
         skipped=[],
@@ -305,8 +307,8 @@ def test_the_cheapest_ways_that_answer_as_well_are_named() -> None:
         {FULL: 100, HALF: 50, QUARTER: 25, CLS: 40},
     )
     assert found["verdict"][1:] == [
-        "The cheapest way of all that loses at most 1 point is cls:keep=0.25: 40% of the arithmetic of none.",
-        "The cheapest withdrawal that loses at most 1 point is K = 5: 50% of the arithmetic of none.",
+        "The cheapest method that loses at most 1 point is cls:keep=0.25: 40% of the arithmetic without any.",
+        "The cheapest withdrawal that loses at most 1 point is K = 5: 50% of the arithmetic without any.",
     ]
 
 

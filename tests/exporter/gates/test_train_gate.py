@@ -31,7 +31,7 @@ from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, l
 from vtx.exporter.gates.measure import Measurer, gate_input, measure
 from vtx.exporter.gates.report import HeldOut, judge
 from vtx.exporter.gates.train import TrainOptions, split, train_gates
-from vtx.exporter.gates.workdir import MeasureOptions, Work, make_shards
+from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import DeviceError, RequestError
@@ -183,12 +183,12 @@ class Stop(Exception):
     pass
 
 
-def make_work(folder: Path, source: Source, some: Sequence[Item], options: MeasureOptions = MEASURE) -> Work:
+def make_work(folder: Path, source: Source, some: Sequence[Item], options: MeasureOptions = MEASURE) -> WorkDirectory:
     shards = [
         *make_shards(some[:-2], options.batch, held_out=False),
         *make_shards(some[-2:], options.batch, held_out=True, first=len(some) - 2),
     ]
-    return Work(folder, source, options, shards)
+    return WorkDirectory(folder, source, options, shards)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -226,11 +226,11 @@ def test_a_folder_of_another_measurement_is_refused_by_what_differs(
 ) -> None:
     make_work(tmp_path, source, items(4))
     make_work(tmp_path, source, items(4))
-    with pytest.raises(RequestError, match="with other data;"):
+    with pytest.raises(RequestError, match="differ in data;"):
         make_work(tmp_path, source, items(5))
-    with pytest.raises(RequestError, match="with other options;"):
+    with pytest.raises(RequestError, match="differ in options;"):
         make_work(tmp_path, source, items(4), MeasureOptions("reference", TOKENS, 3))
-    with pytest.raises(RequestError, match="with other model;"):
+    with pytest.raises(RequestError, match="differ in model;"):
         make_work(tmp_path, open_source(str(tiny_checkpoint(TINY, 1))), items(4))
     (tmp_path / "work.json").write_text("{", encoding="utf-8")
     with pytest.raises(RequestError, match="name another --work"):
@@ -248,7 +248,7 @@ def test_items_that_cannot_be_measured_are_named_and_too_many_stop(tmp_path: Pat
     assert first.all_skipped == second.all_skipped
     assert [line.partition(":")[0] for line in work.all_skipped] == ["item 1", "item 6"]
     assert "no image" in work.all_skipped[0]
-    assert "the model holds 256" in work.all_skipped[1]
+    assert "the model's context is 256" in work.all_skipped[1]
     assert work.read("item", held_out=False).tolist() == [1, 2, 3, 4, 6, 7]
     with pytest.raises(RequestError, match=r"2 of 6 items cannot be measured, the limit is 20%"):
         measure(Measurer(source, MEASURE), make_work(tmp_path / "v", source, [text, gone, *good[:4]]), QUIET)
@@ -257,7 +257,7 @@ def test_items_that_cannot_be_measured_are_named_and_too_many_stop(tmp_path: Pat
 def test_items_without_an_answer_are_skipped_where_it_labels(source: Source) -> None:
     tensors, skipped = Measurer(source, MeasureOptions("reference", TOKENS))(shard_of(items(4)))
     assert tensors["item"].tolist() == [0, 1, 2]
-    assert skipped == ["item 4: it has no answer behind its prompt; use --answers own, or add one"]
+    assert skipped == ["item 4: it has no answer after its prompt; use --answers own, or add an answer"]
 
 
 # ---- fitting ---------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_items_held_out_share_no_image_with_the_others() -> None:
     assert sorted(int(item.question[:-1]) for item in (*learn, *apart)) == list(range(30))
     assert not {item.images for item in learn} & {item.images for item in apart}
     assert 10 <= len(apart) <= 12
-    with pytest.raises(RequestError, match="about 1 images leave 0 to learn from"):
+    with pytest.raises(RequestError, match="about 1 images leave 0 to train on"):
         split(shared[:3], TrainOptions(items=2, held_out=1), shuffle=True)
 
 
@@ -440,7 +440,9 @@ def test_the_command_refuses_what_makes_no_sense_in_one_line(wrong: list[str]) -
 RAY = importlib.util.find_spec("ray") is not None
 
 
-def on_cluster(address: str, model: Path, source: Source, work: Work, report: Callable[[int], None] = QUIET) -> None:
+def on_cluster(
+    address: str, model: Path, source: Source, work: WorkDirectory, report: Callable[[int], None] = QUIET
+) -> None:
     from vtx.exporter.gates.cluster import measure_on_cluster
 
     measure_on_cluster(address, str(model), source.fingerprint, MEASURE, work, report)
