@@ -80,8 +80,8 @@ class Builder:
         where = self._weights[name]
         return self._external(name, where, ELEMENT_TYPES[where.dtype], where.shape)
 
-    def place(self, name: str) -> StoredTensor:
-        """Where a weight lies, and how."""
+    def location(self, name: str) -> StoredTensor:
+        """The location and the form of a weight."""
         return self._weights[name]
 
     def octets(self, name: str, *shape: int) -> ir.Value:
@@ -114,7 +114,7 @@ class Builder:
         return self._cast[name, dtype]
 
     def linear(self, x: ir.Value, name: str, *, bias: bool) -> ir.Value:
-        """X @ W^T (+ b) for [rows, in], with W as Hugging Face stores it, [out, in], or quantised."""
+        """X @ W^T (+ b) for [tokens, in], with W as Hugging Face stores it, [out, in], or quantised."""
         return self.project(x, f"{name}.weight", f"{name}.bias" if bias else None)
 
     def project(self, x: ir.Value, weight: str, bias: str | None = None) -> ir.Value:
@@ -177,17 +177,17 @@ class Builder:
 class StageAttention(Protocol):
     """Causal attention of one stage under construction, by KV slot; making one declares the stage's inputs for it.
 
-    `split` brings rows [rows, heads * head_dim] into the layout that `rotate` and `attend` work in, `join` back.
+    `split` brings [tokens, heads * head_dim] into the layout that `rotate` and `attend` work in, `join` back.
     """
 
     def split(self, x: ir.Value, heads: int) -> ir.Value: ...
 
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
-        """Rotary embedding by the rows' positions, which are not their KV slots once vision rows have left."""
+        """Rotary embedding by the tokens' positions, which differ from their KV slots after a withdrawal."""
         ...
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        """Append K and V to the layer's cache, its input here, and let every row see its own slot and those before."""
+        """Append K and V to the layer's cache, its input here; every token sees its own slot and those before."""
         ...
 
     def join(self, x: ir.Value) -> ir.Value: ...
@@ -198,7 +198,7 @@ class StageAttention(Protocol):
 
 
 class Dialect(Protocol):
-    """One operator set. `compute` is the type of the arithmetic; rows cross a graph's boundary in float32."""
+    """One operator set. `compute` is the type of the arithmetic; hidden states cross a graph's boundary in float32."""
 
     @property
     def name(self) -> str: ...
@@ -214,16 +214,16 @@ class Dialect(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """Slots of every cache, where the graphs fix them; then no tensor may be as large as another one says."""
+        """Slots of every cache, where the graphs fix them; then no size may depend on a tensor's values."""
         ...
 
     @property
     def sizes_from_values(self) -> bool:
-        """Whether a tensor may have as many rows as values say; where not, rows stay and a mask hides them."""
+        """Whether the number of tokens may depend on a tensor's values; if not, a mask hides tokens."""
         ...
 
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
-        """Of a layer's keys [1, kv_heads, slots, head_dim] the first `total` [1] int64, or all where a mask must do."""
+        """Of a layer's keys [1, kv_heads, slots, head_dim] the first `total` [1] int64, or all under a mask."""
         ...
 
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
@@ -261,9 +261,9 @@ class Dialect(Protocol):
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
     ) -> ir.Value:
-        """Attention of every row to every other; all of [images, rows, hidden].
+        """Attention of every token to every other; all of [images, tokens, hidden].
 
-        `seen` [1, 1, 1, rows] bool: the rows that are attended to, None for all. It is given only where
-        `sizes_from_values` is false; the number of rows may be known at run time only where that is true.
+        `seen` [1, 1, 1, tokens] bool: the tokens that are attended to, None for all. It is given only where
+        `sizes_from_values` is false; the number of tokens may depend on the image only where that is true.
         """
         ...

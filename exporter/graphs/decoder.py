@@ -1,8 +1,8 @@
 """The decoder's graphs: token embedding, stages of consecutive layers, and the head.
 
 One builder for the llama family; where llama, mistral and qwen2 differ, the flags of `TextConfig` say so.
-Rows are [rows, hidden], batch 1. Rotation stands outside of attention, because a row's position is not
-its KV slot once vision rows have left.
+Hidden states are [tokens, hidden], batch 1. Rotation is outside of attention, because a token's position is not
+its KV slot once image tokens have been withdrawn.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def decoder_tensors(c: TextConfig) -> Shapes:
 
 def build_embed(b: Builder, c: TextConfig) -> None:
     ids = b.input(names.IDS, ir.DataType.INT64, ["tokens"])
-    rows = b.op("Gather", b.stored("text.embed_tokens.weight"), ids)
-    b.output(b.op("Cast", rows, to=FLOAT.value), names.HIDDEN, FLOAT, ["tokens", c.hidden])
+    hidden = b.op("Gather", b.stored("text.embed_tokens.weight"), ids)
+    b.output(b.op("Cast", hidden, to=FLOAT.value), names.HIDDEN, FLOAT, ["tokens", c.hidden])
 
 
 def build_head(b: Builder, c: TextConfig) -> None:
@@ -98,8 +98,8 @@ def _attention(
         for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads))
     )
     q, k = attention.rotate(q, c.heads), attention.rotate(k, c.kv_heads)
-    rows = attention.join(attention.attend(q, k, v, layer))
-    return b.linear(rows, f"{name}.o_proj", bias=c.o_bias), q
+    attended = attention.join(attention.attend(q, k, v, layer))
+    return b.linear(attended, f"{name}.o_proj", bias=c.o_bias), q
 
 
 def _mlp(b: Builder, c: TextConfig, x: ir.Value, name: str) -> ir.Value:

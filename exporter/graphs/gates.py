@@ -1,4 +1,4 @@
-"""DyVTE's gates: reading and checking their weights, and the tiny graph that asks one.
+"""DyVTE's gates: reading and checking their weights, and the tiny graph that evaluates one.
 
 A gate file is safetensors with `gate.{layer}.fc1.weight` [width, 2 * hidden] and `gate.{layer}.fc2.weight`
 [2, width]; `layer` is the 0-based index of the decoder layer whose output is read, so it decides for
@@ -50,7 +50,9 @@ def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
     for name, info in header.tensors.items():
         match = _NAME.fullmatch(name)
         if not match:
-            raise CheckpointError(f"{path.name}: {name!r} is no gate's weight; expected gate.N.fc1.weight and fc2")
+            raise CheckpointError(
+                f"{path.name}: {name!r} is not a gate's weight; the names are gate.N.fc1.weight and gate.N.fc2.weight"
+            )
         pairs.setdefault(int(match[1]), {})[match[2]] = info
     _check_metadata(path, header.metadata)
     trained_for = header.metadata.get("model_fingerprint")
@@ -59,7 +61,7 @@ def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
             f"{path.name}: the gates were trained for another model ({shown(trained_for[:12])}, this is "
             f"{fingerprint[:12]}); train gates for this one with vtx-train-gate"
         )
-    warning = f"{path.name} does not say for which model its gates were trained; their shapes fit"
+    warning = f"{path.name} does not name the model its gates were trained for; their shapes fit this one"
     gates = {layer: _gate(path, layer, pair, text) for layer, pair in sorted(pairs.items())}
     by_k = {layer + 2: gate for layer, gate in gates.items() if layer + 1 < text.layers}
     if not by_k:
@@ -70,7 +72,9 @@ def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
 def _check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
     size = sum(len(key) + len(value) for key, value in metadata.items())
     if size > MAX_METADATA:
-        raise CheckpointError(f"{path.name}: {size:,} characters of metadata, the limit is {MAX_METADATA:,}")
+        raise CheckpointError(
+            f"{path.name}: {size:,} characters of metadata, the limit is {MAX_METADATA:,}; remove some"
+        )
     if metadata.get("features", FEATURES) != FEATURES:
         raise CheckpointError(
             f"{path.name}: the gates read {shown(metadata['features'])}, this version gives them the {FEATURES}; "
@@ -95,7 +99,7 @@ def _gate(
     weights = []
     for info in (pair["1"], pair["2"]):
         if info.dtype not in ("F32", "F16", "BF16"):
-            raise CheckpointError(f"{path.name}: {info.name} is {info.dtype}; F32, F16 and BF16 are read")
+            raise CheckpointError(f"{path.name}: {info.name} is {info.dtype}; it must be F32, F16 or BF16")
         check_finite(open_tensor(info), info.name)
         weights.append(read_tensor(info).astype(np.float32, copy=False))
     return weights[0], weights[1]
@@ -107,9 +111,9 @@ def gate_tensors(k: int) -> tuple[str, str]:
 
 
 def build_gate(b: Builder, c: TextConfig, k: int) -> None:
-    """softmax(fc2(gelu(fc1([mean; last])))) of a question's rows [rows, hidden]: odds [2].
+    """softmax(fc2(gelu(fc1([mean; last])))) of a question's hidden states [tokens, hidden]: odds [2].
 
-    The mean is over all rows but the last; a question of one row has a mean of zeros. Float32 in every dialect.
+    The mean is over all tokens but the last; a question of one token has a mean of zeros. Float32 in every dialect.
     """
     hidden = b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden])
     last = b.op("Slice", hidden, b.constant([-1]), b.constant([1 << 30]), b.constant([0]))

@@ -1,6 +1,6 @@
-"""The score graph: how much attention some rows of a stage's last layer give to each KV slot.
+"""The score graph: the attention of some tokens to each KV slot, in a stage's last layer.
 
-It has no weights and serves every layer. A method that prunes by attention asks it between two stages.
+It has no weights and serves every layer. A method that prunes by attention runs it between two stages.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ UNSEEN = np.array(-1e30, np.float32)  # of a masked product: nothing is left of 
 
 
 def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
-    """Head-mean softmax attention of the last rows of a cache over its filled slots, summed and maximised over rows.
+    """Head-mean softmax attention of the last tokens of a cache over its filled slots, their sum and maximum.
 
-    `query` [rows, heads * head_dim] are the rotated queries of the rows that fill the last slots, so row i sees the
-    slots up to total_slots - rows + i. The largest intermediate is [heads, rows, slots] float32. Where a
+    `query` [tokens, heads * head_dim] are the rotated queries of the tokens in the last slots, so token i sees the
+    slots up to total_slots - tokens + i. The largest intermediate is [heads, tokens, slots] float32. Where a
     dialect fixes the number of slots, a mask hides those not filled, and the outputs are as long as the buffer, 0
     beyond the filled slots (MustDrop Eq. 8 and 10).
     """
@@ -51,21 +51,21 @@ def _largest(b: Builder, x: ir.Value) -> ir.Value:
 
 
 def _products(b: Builder, c: TextConfig, query: ir.Value, key: ir.Value) -> ir.Value:
-    """Scaled products [heads, rows, slots] of the queries with the keys [kv_heads, slots, head_dim] of their groups."""
+    """Scaled products [heads, tokens, slots] of the queries with their groups' keys [kv_heads, slots, head_dim]."""
     scaled = b.op("Mul", query, b.constant(np.array(c.head_dim**-0.5, np.float32)))
     grouped = b.op("Transpose", b.reshape(scaled, 0, c.kv_heads, -1, c.head_dim), perm=[1, 2, 0, 3])
     stacked = b.reshape(grouped, c.kv_heads, -1, c.head_dim)
     products = b.op("MatMul", stacked, b.op("Transpose", key, perm=[0, 2, 1]))
-    rows, slots = b.op("Shape", query, start=0, end=1), b.op("Shape", key, start=1, end=2)
-    return b.op("Reshape", products, b.op("Concat", b.constant([c.heads]), rows, slots, axis=0))
+    tokens, slots = b.op("Shape", query, start=0, end=1), b.op("Shape", key, start=1, end=2)
+    return b.op("Reshape", products, b.op("Concat", b.constant([c.heads]), tokens, slots, axis=0))
 
 
 def _seen(b: Builder, query: ir.Value, key: ir.Value, total: ir.Value) -> ir.Value:
-    """[rows, slots]: whether a row sees a slot; its own is the last it sees."""
+    """[tokens, slots]: whether a token sees a slot; its own is the last it sees."""
     one = b.constant(np.array(1, np.int64))
     zero = b.constant(np.array(0, np.int64))
-    rows = b.op("Shape", query, start=0, end=1)
+    tokens = b.op("Shape", query, start=0, end=1)
     slots = b.op("Range", zero, b.op("Squeeze", b.op("Shape", key, start=2, end=3)), one)
-    row = b.op("Range", zero, b.op("Squeeze", rows), one)
-    own = b.op("Add", row, b.op("Sub", total, rows))
+    token = b.op("Range", zero, b.op("Squeeze", tokens), one)
+    own = b.op("Add", token, b.op("Sub", total, tokens))
     return b.op("LessOrEqual", b.op("Unsqueeze", slots, b.constant([0])), b.op("Unsqueeze", own, b.constant([1])))

@@ -63,9 +63,9 @@ def _layer_tensors(v: VisionConfig, p: str) -> Iterator[tuple[str, tuple[int, ..
 
 @dataclass(slots=True)
 class _Tower:
-    """The tower under construction: its hidden states [images, rows, hidden], the embeddings first.
+    """The tower under construction: its hidden states [images, tokens, hidden], the embeddings first.
 
-    `query` and `key` are those of the last block in use; `merged` is there where windows merge.
+    `query` and `key` are those of the last block in use; `merged` is set where windows merge.
     """
 
     states: list[ir.Value]
@@ -79,9 +79,9 @@ def build_vision(
 ) -> None:
     """[images, 3, side, side] float32 to [images, vision_tokens, hidden] float32.
 
-    `merges`: windows of like patches merge after the first block, so it is one image at a time, and the number of rows
-    is known at run time only, or of all of them it is said which are there. `attention`: says what the class token
-    gives to each row in the last block in use, `last_attention` in the tower's very last block.
+    `merges`: windows of similar patches merge after the first block. The graph then takes one image at a time, and the
+    number of tokens is known only at run time, or an output marks the removed ones. `attention`: also give the class
+    token's attention to each token in the last block in use, `last_attention`: in the tower's very last block.
     """
     v = c.vision
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
@@ -89,15 +89,15 @@ def build_vision(
     tower = _tower(b, c, _embeddings(b, v, pixels), tau)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
-    rows = b.reshape(features, -1, v.hidden * len(chosen))
-    rows = activate(b, b.linear(rows, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
-    rows = b.linear(rows, "projector.linear_2", bias=c.projector_bias)
+    hidden = b.reshape(features, -1, v.hidden * len(chosen))
+    hidden = activate(b, b.linear(hidden, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
+    hidden = b.linear(hidden, "projector.linear_2", bias=c.projector_bias)
     leaving = merges and b.dialect.sizes_from_values
-    out = b.to_float32(b.reshape(rows, *((1, -1) if leaving else (-1, c.vision_tokens)), c.text.hidden))
+    out = b.to_float32(b.reshape(hidden, *((1, -1) if leaving else (-1, c.vision_tokens)), c.text.hidden))
     count = "tokens" if leaving else c.vision_tokens
     b.output(out, names.FEATURES, FLOAT, [1 if merges else "images", count, c.text.hidden])
     if tower.merged:
-        for value, name in ((tower.merged.places, names.PATCH_INDEX), (tower.merged.merged, names.MERGED)):
+        for value, name in ((tower.merged.patch_index, names.PATCH_INDEX), (tower.merged.merged, names.MERGED)):
             b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, [count])
         b.output(_select(b, c, tower.merged.similarity, axis=0), names.SIMILARITY, FLOAT, [count])
     each = [count if merges else "all_rows"]
@@ -118,13 +118,13 @@ def _tower(b: Builder, c: ModelConfig, x: ir.Value, tau: ir.Value | None) -> _To
         x, tower.query, tower.key = _layer(b, c.vision, x, name, shape, _seen(tower))
         if layer == 0 and tau is not None:
             tower.merged = merge_windows(b, c.vision, x, tau)
-            x = tower.merged.rows
+            x = tower.merged.hidden
         tower.states.append(x)
     return tower
 
 
 def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir.Value]:
-    """The q and k [images, rows, hidden] of the tower's very last block, which may lie beyond those in use."""
+    """The q and k [images, tokens, hidden] of the tower's very last block, which may lie beyond those in use."""
     v, x = c.vision, tower.states[-1]
     if max(c.feature_layers) == v.layers:
         assert tower.query is not None
@@ -138,13 +138,13 @@ def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir
 
 
 def _shape(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[int, int, int]:
-    """The tower's hidden states, -1 what is known at run time only."""
+    """The shape of the tower's hidden states, -1 where known only at run time."""
     left = tower.merged is not None and b.dialect.sizes_from_values
     return (1, -1, c.vision.hidden) if left else (-1, c.vision.rows, c.vision.hidden)
 
 
 def _seen(tower: _Tower) -> ir.Value | None:
-    """The rows that the next block's rows may look at, [1, 1, 1, rows] bool, or None for all."""
+    """The tokens that the next block may attend to, [1, 1, 1, tokens] bool, or None for all."""
     return tower.merged.seen if tower.merged else None
 
 
@@ -167,30 +167,30 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
 def _layer(
     b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int], seen: ir.Value | None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """One block on [images, rows, hidden], and its q and k.
+    """One block on [images, tokens, hidden], and its q and k.
 
-    `shape` says how to come back to that from [images * rows, hidden].
+    `shape` restores that from [images * tokens, hidden].
     """
     q, k, w = _projected(b, v, x, name, shape, "qkv")
     y = b.dialect.tower_attention(b, q, k, w, v.heads, v.hidden // v.heads, seen)
     y = b.linear(b.reshape(y, -1, v.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(y, *shape))
-    rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", v.eps), -1, v.hidden)
-    rows = activate(b, b.linear(rows, f"{name}.mlp.fc1", bias=True), v.activation)
-    y = b.linear(rows, f"{name}.mlp.fc2", bias=True)
+    hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", v.eps), -1, v.hidden)
+    hidden = activate(b, b.linear(hidden, f"{name}.mlp.fc1", bias=True), v.activation)
+    y = b.linear(hidden, f"{name}.mlp.fc2", bias=True)
     return b.op("Add", x, b.reshape(y, *shape)), q, k
 
 
 def _projected(
     b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
 ) -> list[ir.Value]:
-    """Of a block's q, k and v those named."""
-    rows = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
-    return [b.reshape(b.linear(rows, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in parts]
+    """The named ones of a block's q, k and v."""
+    hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
+    return [b.reshape(b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in parts]
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:
-    """`default` leaves out the first row (CLIP's class token); `full` keeps all."""
+    """`default` leaves out the first token (CLIP's class token); `full` keeps all."""
     if c.select == "full":
         return x
     return b.op("Slice", x, b.constant([1]), b.constant([MAX_ROW]), b.constant([axis]))

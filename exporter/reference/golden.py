@@ -1,6 +1,6 @@
 """Golden vectors: a fixed picture and question with the plain reference's logits, kept in the bundle.
 
-`vtx-doctor BUNDLE` computes them again through the bundle: the proof of parity that travels with it.
+`vtx-doctor BUNDLE` computes them again with the bundle to prove parity.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def record_golden(
     ks: Sequence[int | None],
     report: Callable[[int], None],
 ) -> None:
-    """Run the reference at every K of `ks` and write what it gives to `path`."""
+    """Run the reference at every K of `ks` and write its features and logits to `path`."""
     ids = golden_ids(text, vision_tokens)
     pixels = preprocess(golden_image(), settings)
     with torch.inference_mode():
         features = reference.features(pixels[None])
         logits = reference.logits(seen(ids, image_token_id), features[:SEEN_ROWS], ks, report)
     tensors = {"ids": ids, "pixels": pixels, "features": features[:SHOWN_ROWS].numpy()}
-    tensors |= {key_of(k): row.numpy() for k, row in logits.items()}
+    tensors |= {key_of(k): values.numpy() for k, values in logits.items()}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

@@ -1,7 +1,7 @@
-"""The scales of 8-bit K and V: what each channel reaches on the rows of a real prompt, by the plain reference.
+"""The scales of 8-bit K and V: the largest values of each channel on a real prompt, by the plain reference.
 
-K is stored rotated, and rotation turns pairs of channels into each other, further with each position. What a pair
-reaches is therefore its length, which no position changes: a scale measured on a short prompt serves a long context.
+K is stored rotated, and rotation turns pairs of channels into each other, further with each position. The measure of a
+pair is therefore its length, which no position changes: a scale measured on a short prompt serves a long context.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, golden_image
 from vtx.runtime.vision.preprocess import preprocess
 
-MARGIN = 2.0  # of the scales over what was measured; what lies beyond is clipped
+MARGIN = 2.0  # of the scales over the measured values; larger values are clipped
 STEPS = 127  # the largest integer
-SMALLEST = 1 / 64  # of the head's largest channel: what a channel is given that hardly moved
+SMALLEST = 1 / 64  # of the head's largest channel: the least scale of any channel
 PASSAGE = (
     "The market opens at seven. By then the farmers have set out apples, onions and 24 kinds of cheese, the baker's "
     'van is late as always, and somebody has asked: "Is this the queue?" It is not! Prices (in euros) hang on paper '
@@ -65,7 +65,7 @@ def _lengths(key: Tensor) -> Tensor:
 
 
 def _scale(reached: Tensor) -> NDArray[np.float32]:
-    """Magnitudes [kv_heads, rows, head_dim] to scales [1, kv_heads, 1, head_dim]."""
+    """Magnitudes [kv_heads, tokens, head_dim] to scales [1, kv_heads, 1, head_dim]."""
     most = reached.amax(1, keepdim=True)
     floor = SMALLEST * most.amax(-1, keepdim=True)
     most = torch.where(floor > 0, torch.maximum(most, floor), torch.ones_like(most))

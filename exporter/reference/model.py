@@ -1,7 +1,7 @@
 """The model and the method stated plainly in PyTorch, one layer in memory at a time.
 
-This is what a bundle is judged by and what calibration measures: no graph, no cache, no onnxruntime. All asked
-K share one pass, since the rows that enter layer K are those of the unwithdrawn pass.
+Bundles are checked against it and calibration measures it: no graph, no cache, no onnxruntime. All requested
+K share one pass, since the tokens that enter layer K are those of the pass without withdrawal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Feed = Callable[[int, int, str, Tensor], None]
 class Sample:
     """One sequence: `ids` [n], and `features` [images * vision_tokens, hidden] for its image tokens.
 
-    The hidden states of the last `last` rows are asked for: 1 is the prompt's end, more with an answer appended.
+    The hidden states of the last `last` tokens are returned: 1 for the prompt's end, more with an answer appended.
     """
 
     ids: NDArray[np.int64]
@@ -45,10 +45,10 @@ class Sample:
 
 @dataclass(slots=True)
 class _Streams:
-    """The rows of one sample on their way: `full` [n, hidden], and `tails` [K's met so far, text rows, hidden]."""
+    """The hidden states of one sample: `full` [n, hidden], and `withdrawn` [Ks so far, text tokens, hidden]."""
 
     full: Tensor
-    tails: Tensor
+    withdrawn: Tensor
     is_vision: Tensor
     positions: Tensor
 
@@ -65,7 +65,7 @@ class Reference:
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
-        """Images [images, 3, side, side] to rows [images * vision_tokens, hidden]."""
+        """Images [images, 3, side, side] to image tokens [images * vision_tokens, hidden]."""
         c, v = self._config, self._config.vision
         w, name = self._tensor, "vision.embeddings"
         bias = w(f"{name}.patch_embedding.bias") if v.family == "siglip" else None
@@ -98,7 +98,7 @@ class Reference:
         Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
         (from 1), number of the sample, and the rotated queries and keys [1, heads, n, head_dim] without withdrawal;
         `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
-        layer and the rows [n, in] that it is multiplied with, also without withdrawal.
+        layer and its inputs [n, in], also without withdrawal.
         """
         text = self._config.text
         depths = sorted(k for k in ks if k is not None)
@@ -107,23 +107,23 @@ class Reference:
             weights = self._layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
                 if layer in depths:
-                    stream.tails = torch.cat((stream.tails, stream.full[~stream.is_vision][None]))
+                    stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
                 see = partial(attend, layer, number) if attend else None
                 taken = partial(feed, layer, number) if feed else None
                 stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights, see, taken)[0]
                 watch(layer, number, stream.full)
-                if len(stream.tails):
-                    stream.tails = _decoder_layer(text, stream.tails, stream.text_positions, weights)
-            del weights  # before the next layer's are read
+                if len(stream.withdrawn):
+                    stream.withdrawn = _decoder_layer(text, stream.withdrawn, stream.text_positions, weights)
+            del weights  # before the next layer is read
             report(1)
         order: list[int | None] = [None, *depths]
         return [
-            dict(zip(order, (s.full[-sample.last :], *s.tails[:, -sample.last :]), strict=True))
+            dict(zip(order, (s.full[-sample.last :], *s.withdrawn[:, -sample.last :]), strict=True))
             for s, sample in zip(streams, samples, strict=True)
         ]
 
     def keys_values(self, sample: Sample, report: Report = lambda _: None) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of each layer, from 1 on, its number, its rotated K and its V, [kv_heads, n, head_dim], without withdrawal.
+        """Each layer's number from 1, its rotated K and its V, [kv_heads, n, head_dim], without withdrawal.
 
         `report` gets 1 a layer.
         """
@@ -144,43 +144,43 @@ class Reference:
 
         Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
         """
-        rows = [(stream.full, stream.positions) for stream in self._enter(samples)]
+        inputs = [(stream.full, stream.positions) for stream in self._enter(samples)]
         kept: list[dict[int, list[Tensor]]] = [{} for _ in samples]
         answers: list[list[int]] = [[] for _ in samples]
-        going = list(range(len(samples)))
-        while going:
-            self._advance(rows, kept, going, report)
-            for number, token in zip(going, self._best([rows[n][0][-1] for n in going]), strict=True):
+        active = list(range(len(samples)))
+        while active:
+            self._advance(inputs, kept, active, report)
+            for number, token in zip(active, self._best([inputs[n][0][-1] for n in active]), strict=True):
                 answers[number].append(token)
-            going = [n for n in going if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
-            for n in going:
-                rows[n] = self._weights.read(EMBEDDING, np.array(answers[n][-1:])), rows[n][1][-1:] + 1
+            active = [n for n in active if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
+            for n in active:
+                inputs[n] = self._weights.read(EMBEDDING, np.array(answers[n][-1:])), inputs[n][1][-1:] + 1
         return answers
 
     def _advance(
         self,
-        rows: list[tuple[Tensor, Tensor]],
+        inputs: list[tuple[Tensor, Tensor]],
         kept: Sequence[dict[int, list[Tensor]]],
-        going: Sequence[int],
+        active: Sequence[int],
         report: Report,
     ) -> None:
-        """Run the new rows [n, hidden] at their positions [n] of the samples `going` through all layers."""
+        """Run the new hidden states [n, hidden] at positions [n] of the samples `active` through all layers."""
         for layer in range(1, self._config.text.layers + 1):
             weights = self._layer_weights(layer, keep=True)
-            for n in going:
-                x, positions = rows[n]
+            for n in active:
+                x, positions = inputs[n]
                 cache = kept[n].setdefault(layer, [])
-                rows[n] = _decoder_layer(self._config.text, x[None], positions, weights, cache=cache)[0], positions
+                inputs[n] = _decoder_layer(self._config.text, x[None], positions, weights, cache=cache)[0], positions
             report(1)
 
-    def _best(self, rows: Sequence[Tensor]) -> list[int]:
-        best: list[int] = self.head(torch.stack(list(rows))).argmax(-1).tolist()
+    def _best(self, hidden: Sequence[Tensor]) -> list[int]:
+        best: list[int] = self.head(torch.stack(list(hidden))).argmax(-1).tolist()
         return best
 
-    def head(self, rows: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
         text = self._config.text
-        name, x = EMBEDDING if text.tied else "head.weight", _rms(rows, self._tensor("text.norm.weight"), text.eps)
+        name, x = EMBEDDING if text.tied else "head.weight", _rms(hidden, self._tensor("text.norm.weight"), text.eps)
         starts = range(0, self._weights.rows(name), HEAD_ROWS)
         return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
 
@@ -189,17 +189,17 @@ class Reference:
     ) -> dict[int | None, Tensor]:
         """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
         hidden = self.hidden([Sample(ids, features)], ks, report)[0]
-        rows = self.head(torch.cat([hidden[k] for k in ks]))
-        return dict(zip(ks, rows, strict=True))
+        logits = self.head(torch.cat([hidden[k] for k in ks]))
+        return dict(zip(ks, logits, strict=True))
 
     def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
         streams = []
         for sample in samples:
             is_vision = torch.from_numpy(sample.ids == self._config.image_token_id)
-            rows = self._weights.read(EMBEDDING, sample.ids)
-            rows[is_vision] = sample.features
-            tails = rows.new_zeros(0, int((~is_vision).sum()), rows.shape[1])
-            streams.append(_Streams(rows, tails, is_vision, torch.arange(len(rows))))
+            hidden = self._weights.read(EMBEDDING, sample.ids)
+            hidden[is_vision] = sample.features
+            withdrawn = hidden.new_zeros(0, int((~is_vision).sum()), hidden.shape[1])
+            streams.append(_Streams(hidden, withdrawn, is_vision, torch.arange(len(hidden))))
         return streams
 
     def _vision_layer(self, x: Tensor, name: str) -> Tensor:
@@ -234,7 +234,7 @@ class Reference:
 
 
 class _Layer(Mapping[str, Tensor]):
-    """A layer's weights, read each time that they are asked for and held by nobody."""
+    """A layer's weights, read at each access and never kept."""
 
     def __init__(self, names: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
         self._names, self._read = names, read
@@ -259,10 +259,10 @@ def _decoder_layer(
     *,
     cache: list[Tensor] | None = None,
 ) -> Tensor:
-    """One layer of the llama family over rows [batch, n, hidden] at `positions` [n]; causal among these rows.
+    """One layer of the llama family over hidden states [batch, n, hidden] at `positions` [n]; causal among these.
 
-    `see` gets the rotated queries and keys, `taken` each matrix's name and the rows [n, in] it is given. Where `cache`
-    holds keys and values, they stand before those of the one new row; the new ones are added to it.
+    `see` gets the rotated queries and keys, `taken` each matrix's name and its inputs [n, in]. Where `cache`
+    holds keys and values, they come before those of the one new token; the new ones are added to it.
     """
 
     def linear(y: Tensor, name: str) -> Tensor:

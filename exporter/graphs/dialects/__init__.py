@@ -1,4 +1,4 @@
-"""The operator sets that the graphs can be written in; the graphs themselves know none of them by name."""
+"""The operator sets that the graphs can be written in; the graphs do not depend on any of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ COMPUTE = {
 def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataType | None = None) -> Dialect:
     """The dialect of that name, one of `names.DIALECTS`, for a graph whose weights have `precision`.
 
-    `kv_type` is that of its caches, if it has any: whoever keeps K and V in float32 wants to compute in it. Weights of
-    4 bits need opset 21, which is more than the plain dialect asks for without them.
+    `kv_type` is that of its caches, if it has any: float32 K and V mean float32 arithmetic. Weights of
+    4 bits need opset 21, which the plain dialect does not need without them.
     """
     if name == "trt":
         compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else COMPUTE[precision]

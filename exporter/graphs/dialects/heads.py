@@ -1,4 +1,4 @@
-"""Heads on an axis of their own, for the dialects whose attention wants them so."""
+"""Heads on an axis of their own, for the dialects whose attention needs it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from vtx.runtime.bundle.spec import names
 
 
 def split_heads(b: Builder, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
-    """[batch, rows, heads * head_dim] to [batch, heads, rows, head_dim]."""
+    """[batch, tokens, heads * head_dim] to [batch, heads, tokens, head_dim]."""
     return b.op("Transpose", b.reshape(x, 0, 0, heads, head_dim), perm=[0, 2, 1, 3])
 
 
 def join_heads(b: Builder, x: ir.Value, width: int) -> ir.Value:
-    """[batch, heads, rows, head_dim] to [batch, rows, width]."""
+    """[batch, heads, tokens, head_dim] to [batch, tokens, width]."""
     return b.reshape(b.op("Transpose", x, perm=[0, 2, 1, 3]), 0, 0, width)
 
 
 class HeadsApart:
-    """What every `StageAttention` on [1, heads, rows, head_dim] has: this layout, positions, and caches in and out."""
+    """The common part of `StageAttention` on [1, heads, tokens, head_dim]: layout, positions, caches in and out."""
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         self._b, self._c, self._kv_type = b, c, kv_type
@@ -31,8 +31,8 @@ class HeadsApart:
         return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.head_dim)
 
     def join(self, x: ir.Value) -> ir.Value:
-        rows = join_heads(self._b, x, self._c.heads * self._c.head_dim)
-        return self._b.op("Squeeze", rows, self._b.constant([0]))
+        joined = join_heads(self._b, x, self._c.heads * self._c.head_dim)
+        return self._b.op("Squeeze", joined, self._b.constant([0]))
 
     def _past(self, layer: int, slots: int | str) -> tuple[ir.Value, ir.Value]:
         """The layer's K and V as inputs, [1, kv_heads, slots, head_dim]."""

@@ -46,8 +46,8 @@ class Ort:
         return b.op("LayerNormalization", x, b.weight(f"{name}.weight"), b.weight(f"{name}.bias"), axis=-1, epsilon=eps)
 
     def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
-        """MatMulNBits on the stored bytes. It wants them unsigned, which one bit of each integer makes of them."""
-        where = b.place(weight)
+        """MatMulNBits on the stored bytes. It takes them unsigned: one bit of each integer is flipped."""
+        where = b.location(weight)
         assert where.scales is not None
         (rows, width), bits = where.shape, 8 if where.dtype == "I8" else 4
         apart = where.scales.shape[1]
@@ -77,7 +77,7 @@ class Ort:
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
     ) -> ir.Value:
-        assert seen is None, "rows leave its graphs"
+        assert seen is None, "merged tokens leave its graphs"
         return b.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads)
 
 

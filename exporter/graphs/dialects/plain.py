@@ -1,6 +1,6 @@
-"""The dialect of everybody else: operators that every engine has read for years, caches that grow by concatenation.
+"""The dialect for all other engines: operators that every engine has read for years, caches that grow by concatenation.
 
-Rotation and attention are written as engines look for them to fuse: rotate-half on [1, heads, rows, head_dim], and
+Rotation and attention are written as engines look for them to fuse: rotate-half on [1, heads, tokens, head_dim], and
 products around a softmax with the scale and the mask between them.
 """
 
@@ -86,7 +86,7 @@ class Plain:
 
 
 class PlainAttention(HeadsApart):
-    """`StageAttention` from its parts. A cache comes with the past's slots and leaves with the rows' too."""
+    """`StageAttention` from its parts. A cache grows by the slots of the new tokens."""
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         super().__init__(b, c, kv_type)
@@ -94,11 +94,11 @@ class PlainAttention(HeadsApart):
         self._mask: ir.Value | None = None
 
     def _rotation(self, name: str) -> ir.Value:
-        """A table's rows, once for each half of a head: [1, 1, rows, head_dim]."""
+        """A table's rows, once for each half of a head: [1, 1, tokens, head_dim]."""
         b = self._b
         table = b.input(name, FLOAT, ["max_context", self._c.head_dim // 2])
-        rows = b.op("Unsqueeze", b.op("Gather", table, self._positions), b.constant([1]))
-        return b.op("Concat", rows, rows, axis=-1)
+        gathered = b.op("Unsqueeze", b.op("Gather", table, self._positions), b.constant([1]))
+        return b.op("Concat", gathered, gathered, axis=-1)
 
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
         b, half = self._b, self._c.head_dim // 2
@@ -116,22 +116,22 @@ class PlainAttention(HeadsApart):
         keys, values = self._for_every_head(keys), self._for_every_head(values)
         return _attend(self._b, q, keys, values, self._mask, self._c.head_dim**-0.5)
 
-    def _append(self, past: ir.Value, rows: ir.Value) -> ir.Value:
-        """The past's slots and then the rows', in float32."""
+    def _append(self, past: ir.Value, new: ir.Value) -> ir.Value:
+        """The past's slots and then the new ones, in float32."""
         wide = past if self._kv_type == FLOAT else self._b.op("Cast", past, to=FLOAT.value)
-        return self._b.op("Concat", wide, rows, axis=2)
+        return self._b.op("Concat", wide, new, axis=2)
 
     def _narrow(self, x: ir.Value) -> ir.Value:
         return x if self._kv_type == FLOAT else self._b.op("Cast", x, to=self._kv_type.value)
 
     def _causal(self, q: ir.Value, past: ir.Value) -> ir.Value:
-        """What to add to scores [rows, slots]: a row sees its own slot, one of the last `rows`, and those before.
+        """The mask added to scores [tokens, slots]: a token sees its own slot, one of the last, and those before.
 
-        Slots are counted at the past, since OpenVINO fuses a cache only where nothing else reads what it became.
+        Slots are counted at the past, since OpenVINO fuses a cache only where nothing else reads its result.
         """
         b = self._b
-        before, rows = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (past, q))
-        every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, rows), b.constant(np.array(1)))
+        before, tokens = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (past, q))
+        every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, tokens), b.constant(np.array(1)))
         own = b.op("Slice", every, b.op("Unsqueeze", before, b.constant([0])), b.constant([MAX_SIZE]), b.constant([0]))
         seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
         return b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
@@ -149,7 +149,7 @@ class PlainAttention(HeadsApart):
 
 
 def _attend(b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, scale: float) -> ir.Value:
-    """softmax(q k^T * scale + mask) v on [batch, heads, rows, head_dim]."""
+    """softmax(q k^T * scale + mask) v on [batch, heads, tokens, head_dim]."""
     scores = b.op("Mul", b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2])), b.scalar(scale))
     if mask is not None:
         scores = b.op("Add", scores, mask)

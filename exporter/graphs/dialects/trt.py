@@ -1,7 +1,7 @@
-"""The dialect of TensorRT from 10.15 on and TensorRT-RTX: standard operators of opset 24, every type written down.
+"""The dialect of TensorRT 10.15 or later and TensorRT-RTX: standard operators of opset 24, every type written down.
 
 Those releases are strongly typed, so the precision of the arithmetic stands in the graph. A cache has a fixed number
-of slots; rows are scattered into it, and a mask made in the graph hides what is not filled.
+of slots; K and V are scattered into it, and a mask made in the graph hides the empty slots.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Trt:
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
     ) -> ir.Value:
         q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
-        mask = [] if seen is None else [self._for_every_row(b, seen, q)]
+        mask = [] if seen is None else [self._for_every_query(b, seen, q)]
         return join_heads(b, b.op("Attention", q, k, v, *mask, scale=head_dim**-0.5), heads * head_dim)
 
-    def _for_every_row(self, b: Builder, seen: ir.Value, q: ir.Value) -> ir.Value:
-        """[1, 1, 1, rows] as [1, 1, rows, rows]: a mask has a row for each of `q` [images, heads, rows, head_dim]."""
-        ones, rows = b.constant([1, 1]), b.op("Shape", q, start=2, end=3)
-        return b.op("Expand", seen, b.op("Concat", ones, rows, b.constant([1]), axis=0))
+    def _for_every_query(self, b: Builder, seen: ir.Value, q: ir.Value) -> ir.Value:
+        """[1, 1, 1, n] as [1, 1, n, n]: a mask has a row for each token of `q` [images, heads, n, head_dim]."""
+        ones, tokens = b.constant([1, 1]), b.op("Shape", q, start=2, end=3)
+        return b.op("Expand", seen, b.op("Concat", ones, tokens, b.constant([1]), axis=0))
 
 
 class TrtAttention(HeadsApart):
@@ -88,15 +88,15 @@ class TrtAttention(HeadsApart):
             b.from_float32(b.input(name, FLOAT, [capacity, c.head_dim // 2])) for name in (names.COS, names.SIN)
         ]
         total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
-        rows = b.op("Shape", self._positions, start=1, end=2)
-        self._first = b.op("Sub", total, rows)
-        self._mask = self._causal(rows)
+        tokens = b.op("Shape", self._positions, start=1, end=2)
+        self._first = b.op("Sub", total, tokens)
+        self._mask = self._causal(tokens)
 
-    def _causal(self, rows: ir.Value) -> ir.Value:
-        """[1, 1, rows, capacity]: whether a row sees a slot; its own is the last it sees."""
+    def _causal(self, tokens: ir.Value) -> ir.Value:
+        """[1, 1, tokens, capacity]: whether a token sees a slot; its own is the last it sees."""
         b = self._b
         zero, one = b.constant(np.array(0)), b.constant(np.array(1))
-        own = b.op("Add", b.op("Range", zero, b.op("Squeeze", rows), one), self._first)
+        own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), self._first)
         slots = b.op("Range", zero, b.constant(np.array(self._capacity)), one)
         seen = b.op(
             "GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), b.op("Unsqueeze", slots, b.constant([0]))
@@ -109,7 +109,7 @@ class TrtAttention(HeadsApart):
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
         b, (past_key, past_value) = self._b, self._past(layer, self._capacity)
         compute, kv_type = b.dialect.compute, self._kv_type
-        if compute != kv_type:  # the cache is read as it lies, which costs the few rows a cast and not the cache
+        if compute != kv_type:  # the cache is read as it lies, which casts the few new tokens and not the cache
             q, k, v = (b.op("Cast", x, to=kv_type.value) for x in (q, k, v))
         key = b.op("TensorScatter", past_key, k, self._first, axis=2)
         value = b.op("TensorScatter", past_value, v, self._first, axis=2)

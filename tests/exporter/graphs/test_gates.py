@@ -400,7 +400,7 @@ def test_a_gate_that_does_not_fit_is_refused(
 def test_a_name_that_is_no_gates_is_refused(tmp_path: Path, read: Read, name: str) -> None:
     path = tmp_path / "g.safetensors"
     write_safetensors(path, {"gate.1.fc1.weight": FIRST, "gate.1.fc2.weight": SECOND, name: FIRST})
-    with pytest.raises(CheckpointError, match="is no gate's weight"):
+    with pytest.raises(CheckpointError, match="is not a gate's weight"):
         read(path)
 
 
