@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     'vtx-run a.jpg --image b.jpg "Which picture shows a star?"\n'
     'vtx-run --text-only "Who are you?"'
 )
-@click.argument("words", nargs=-1, required=True, metavar="IMAGE QUESTION [QUESTION ...]")
+@click.argument("arguments", nargs=-1, required=True, metavar="IMAGE QUESTION [QUESTION ...]")
 @bundle_option
 @click.option(
     "--k",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 @click.option(
     "--image-formats", default="jpeg,png,webp,bmp,gif", show_default=True, help="Formats that are read; also ppm."
 )
-@click.option("--text-only", is_flag=True, help="There is no IMAGE; all words are questions.")
+@click.option("--text-only", is_flag=True, help="There is no IMAGE; all arguments are questions.")
 @click.option("--chat", is_flag=True, help="The questions are turns of one conversation, not independent.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per question on stdout, and nothing else.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True)
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Load also where the free memory looks too small.")
 @require_signature_option
 def run(
-    words: tuple[str, ...], bundle: str | None,
+    arguments: tuple[str, ...], bundle: str | None,
     k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
     more: tuple[str, ...], fit: str | None, image_formats: str, text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
@@ -91,7 +91,7 @@ def run(
     force: bool, require_signature: Path | None,
 ) -> None:  # fmt: skip
     """Answer questions about an image. Several questions reuse the image."""
-    images, questions = ([], list(words)) if text_only else (list(words[:1]), list(words[1:]))
+    images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
     from vtx.runtime.api.load import load
@@ -107,7 +107,7 @@ def run(
         folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature,
         fit=fit, image_formats=formats,
     )  # fmt: skip
-    asked = {"image": names, "bundle": str(folder)}
+    source = {"image": names, "bundle": str(folder)}
     with model.open(pictures) as conversation:
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown
@@ -118,7 +118,7 @@ def run(
         for number, (question, stream) in enumerate(zip(questions, streams, strict=True)):
             if as_json:
                 _print_json(
-                    {"question": question, **asked, **stream.read().to_dict(), "stopped": stream.answer.stopped}
+                    {"question": question, **source, **stream.read().to_dict(), "stopped": stream.answer.stopped}
                 )
             else:
                 _show(stream, before="" if number else _where(model, folder, automatic=device == "auto"))
@@ -169,7 +169,7 @@ def _draw(path: Path, conversation: Conversation, answers: Sequence[Stats]) -> N
         with replacing(path) as partial:
             picture.save(partial, "PNG")
     except OSError as e:
-        raise RequestError(f"cannot write the picture {path} ({e.strerror}); name another place") from e
+        raise RequestError(f"cannot write the picture {path} ({e.strerror}); name another output file") from e
 
 
 def _show(stream: AnswerStream, *, before: str) -> None:
@@ -181,8 +181,8 @@ def _show(stream: AnswerStream, *, before: str) -> None:
         say(piece, line=False)
         sys.stdout.flush()
     click.echo()
-    for said in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
-        note(said)
+    for line in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
+        note(line)
     if stream.answer.stopped == "context":
         note("the answer ends here because the context is full; export with a larger --max-context for longer ones")
 

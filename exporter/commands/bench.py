@@ -67,7 +67,7 @@ class Output:
 )
 @click.option("--image", type=click.Path(), help="[default: a drawn one]")
 @click.option("--question", help="[default: What is in the picture?]")
-@click.option("--prompt-tokens", type=int, help="Instead: a question so long that prompt and image have so many.")
+@click.option("--prompt-tokens", type=int, help="Instead: a question that makes the prompt this long, image included.")
 @click.option("--new-tokens", type=int, default=64, show_default=True, help="Of each answer, end tokens ignored.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="Rounds over all K that count.")
 @click.option("--warmup", type=int, default=1, show_default=True, help="Rounds before them that do not.")
@@ -136,7 +136,7 @@ def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Out
     from vtx.exporter.bench.report import in_tables, make_report
 
     bench = Bench(model, options, ks)
-    note(f"{model.manifest.model.name} on {_place(model)}; predicted: about {bench.probe():.0f} s")
+    note(f"{model.manifest.model.name} on {_device_line(model)}; predicted: about {bench.probe():.0f} s")
     ceilings = _ceilings(bench)
     with bar() as show:
         result = bench.run(ceilings, show)
@@ -156,7 +156,7 @@ def _compare(model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threa
         note("this bundle only withdraws image tokens; export it with --reduce to compare other methods")
     trial = Trial(model, data, methods, new_tokens, threads)
     note(
-        f"{model.manifest.model.name} on {_place(model)}: {len(methods)} methods on {len(data.items)} questions "
+        f"{model.manifest.model.name} on {_device_line(model)}: {len(methods)} methods on {len(data.items)} questions "
         f"of {data.source}; predicted: about {trial.probe():.0f} s"
     )
     with bar() as show:
@@ -166,7 +166,7 @@ def _compare(model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threa
     return trial.interrupted
 
 
-def _place(model: Model) -> str:
+def _device_line(model: Model) -> str:
     return f"{model.backend.device} ({model.why}) in {model.backend.compute}"
 
 

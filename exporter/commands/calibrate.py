@@ -51,7 +51,7 @@ def calibrate(
     """Measure what withdrawal at every K changes, and choose a K by it.
 
     DATA is a JSONL file of {"image", "question", "answer"}, a folder with one, a file in LLaVA's conversation format,
-    or scenes: drawn pictures with questions. An interrupted run goes on where it stopped.
+    or scenes: drawn pictures with questions. An interrupted run resumes where it stopped.
     """
     end_on_sigterm()
     library = exporter()
@@ -109,9 +109,9 @@ def _measure(
 
 
 def _duration(seconds: float) -> str:
-    for limit, one, unit in ((120, 1, "s"), (7200, 60, "min")):
+    for limit, unit_seconds, unit in ((120, 1, "s"), (7200, 60, "min")):
         if seconds < limit:
-            return f"{seconds / one:.0f} {unit}"
+            return f"{seconds / unit_seconds:.0f} {unit}"
     return f"{seconds / 3600:.1f} h"
 
 
@@ -130,7 +130,7 @@ def _show_calibration(report: dict[str, Any]) -> None:
     heads = ["K", "full", "KL", "from", "to", "reverse", "token", "answer", "right"]
     table(f"{report['data']['items']} items of {report['data']['source']}", heads, rows)
     click.echo(
-        "K: first layer without vision tokens, behind so many full layers. KL: mean of the next token's,\n"
+        "K: first layer without vision tokens, after this number of full layers. KL: mean of the next token's,\n"
         f"with its {report['confidence']:.0%} interval. token, answer: as without withdrawal. right: as the data say."
     )
     for choice in report["choices"]:
@@ -201,7 +201,7 @@ def train_gate(
 ) -> None:  # fmt: skip
     """Train gates that decide per question where the image leaves, and judge them against every fixed K.
 
-    DATA is what vtx-calibrate takes. An interrupted run goes on where it stopped; other options of training measure
+    DATA is what vtx-calibrate takes. An interrupted run resumes where it stopped; other options of training measure
     nothing again.
     """
     end_on_sigterm()

@@ -43,10 +43,10 @@ def _chosen_ks(_: click.Context, __: click.Parameter, depths: tuple[Depth, ...])
 def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
     if value is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", value.strip(), re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", value.strip(), re.IGNORECASE)
+    if not match:
         raise click.BadParameter(f"{value!r} is not a size such as 900MB or 2GB")
-    return int(float(found[1]) * {"MB": 10**6, "GB": 10**9}[found[2].upper()])
+    return int(float(match[1]) * {"MB": 10**6, "GB": 10**9}[match[2].upper()])
 
 
 def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
 )  # fmt: skip
 @click.option(
     "--retain", type=float, metavar="TOKENS",
-    help="Scale the first --reduce's thresholds so that so many vision tokens stay, mean over layers and over the "
+    help="Scale the first --reduce's thresholds so that this many vision tokens stay, mean over layers and over the "
     "questions of --calibration [for the demo: scenes].",
 )  # fmt: skip
 @click.option(
@@ -134,13 +134,13 @@ def export(
             "--activation-aware"
         )
     demo = model == library.DEMO
-    wanted = None if retain is None else _retain(retain, calibration, demo=demo)
+    retained = None if retain is None else _retain(retain, calibration, demo=demo)
     aware = _aware(calibration, demo=demo) if activation_aware else None
     chosen = calibrated(model, calibration, template) if calibration is not None and one_k else None
     ks = (chosen["k"],) if chosen else ks
     options = library.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
-        head_precision, kv_precision, wanted, aware,
+        head_precision, kv_precision, retained, aware,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")

@@ -342,7 +342,7 @@ def test_a_file_without_metadata_is_read_with_a_warning(tmp_path: Path, read: Re
     assert list(found.by_k) == [3, 5]
     assert np.array_equal(found.by_k[5][0], gate(5)[0])
     (warning,) = found.warnings
-    assert "does not say for which model" in warning
+    assert "does not name the model" in warning
 
 
 def test_a_file_of_this_model_is_read_without_a_word(tmp_path: Path, read: Read, tiny_checkpoint: Checkpoints) -> None:
