@@ -283,7 +283,7 @@ def test_an_empty_question_is_one_line(bundle: Path, image: Path, question: str)
 
 
 def test_a_question_too_long_says_how_many_tokens_fit(bundle: Path, image: Path) -> None:
-    message = fails("run", image, "what " * 500, "--bundle", bundle, "--json")
+    message = fails("run", image, "what " * 300, "--bundle", bundle, "--json")
     assert "255 fit" in message
     assert "16 of them for images" in message
     assert "--max-context" in message

@@ -312,7 +312,7 @@ def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
 def test_a_bundle_holds_no_journal(tiny_checkpoint: Make, tmp_path: Path) -> None:
     made = run(plan(tiny_checkpoint(), (3,), "int4"), tmp_path / "b")
     assert {path.relative_to(made.folder).as_posix() for path in made.folder.rglob("*") if path.is_file()} == {
-        *made.manifest.files, "vtx.json",
+        *made.manifest.files, "vtx.json", "vtx.json.sha256",
     }  # fmt: skip
 
 

@@ -415,7 +415,7 @@ def test_the_number_of_threads_is_what_was_asked_for(model: Model) -> None:
 def test_a_bundle_without_plain_graphs_is_refused_with_the_export_option(bundle_models: Models, tmp_path: Path) -> None:
     folder = bundles.copy(bundle_models(Tiny()).bundle.folder, tmp_path / "bundle")
     value = bundles.manifest(folder)
-    del value["dialects"]["plain"]
+    del value["dialects"]["plain"], value["interface"]["dialects"]["plain"]
     bundles.write_manifest(folder, value)
     with pytest.raises(DeviceError, match=r"'plain'.*--dialect ort,plain"):
         load(folder, device="openvino", threads=THREADS)

@@ -265,8 +265,12 @@ def test_a_forged_tokenizer_is_a_bundle_error(folder: Path, content: bytes) -> N
     ids=["empty", "broken", "attributes", "loop", "loops", "large"],
 )
 def test_a_forged_template_is_refused(folder: Path, template: str) -> None:
+    """Where no declared forms stand for it; with forms it is not rendered."""
     (folder / "chat_template.jinja").write_text(template)
     bundles.reseal(folder, "chat_template.jinja")
+    value = bundles.manifest(folder)
+    value["text"] |= {"forms": None, "no_forms": "forged"}
+    bundles.write_manifest(folder, value)
     refused(folder, loads=TemplateError)
 
 
@@ -334,7 +338,7 @@ def test_stages_in_each_other_s_place_are_refused(folder: Path) -> None:
 def test_a_bundle_too_large_for_the_memory_is_refused_before_it_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.runtime.api.model.available_memory", lambda: 1000)
+    monkeypatch.setattr("vtx.runtime.api.load.available_memory", lambda: 1000)
     with pytest.raises(DeviceError, match=r"needs about .* of memory .*; 1 kB is free; .*--force"):
         vtx.load(folder, threads=1)
     forced = vtx.load(folder, threads=1, force=True)
