@@ -256,7 +256,7 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
             "parameters": plan.weights.parameters,
         },
         "options": {
-            "model": plan.options.model,
+            "model": plan.options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode
             "k": list(plan.ks),
             "reduce": list(plan.options.reductions),
             "precision": plan.precisions.decoder,
