@@ -111,8 +111,9 @@ def _write_whole(file: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExe
 
 
 def _start_of(file: WeightFile, size: int) -> WeightFile:
-    """The file cut off after `size` bytes, at least one."""
-    size = min(file.size, max(1, size))
+    """The file cut off `size` bytes after its first needed tensor begins, at least eight."""
+    first = min(entry.source.offset for entry in file.entries)
+    size = min(file.size, first + max(8, size))
     entries = [
         replace(entry, source=replace(entry.source, nbytes=min(entry.source.nbytes, (size - entry.source.offset) & ~7)))
         for entry in file.entries

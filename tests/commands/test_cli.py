@@ -409,7 +409,7 @@ def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
         (["--chat-template", "missing.jinja"], r"missing\.jinja"),
         (["--model", "no such/dir ectory"], "no such"),
         (["--out", "taken"], "exists already; --force"),
-        (["--out", "taken", "--force"], "no bundle"),
+        (["--out", "taken", "--force"], "not a bundle"),
     ],
 )
 def test_an_export_that_cannot_be_done_is_one_line(
