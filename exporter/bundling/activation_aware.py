@@ -20,7 +20,7 @@ from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.awq import TOKENS, find_factors, tried
 from vtx.exporter.weights.quantize import scheme
 from vtx.exporter.weights.scaling import Channels, Floats, quantised_channels
-from vtx.runtime.backends.memory import returning_memory
+from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import open_tensor, read_header, widen_bf16, write_safetensors
 from vtx.runtime.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.reference.model import Reference, Sample
-from vtx.runtime.backends.memory import returning_memory
+from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings

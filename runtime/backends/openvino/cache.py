@@ -2,81 +2,115 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.memory import zeros_in_small_pages
+from vtx.runtime.backends.allocation import zeros_in_small_pages
+from vtx.runtime.backends.failures import run_failures
+from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
+from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.vision.tokens import Ids, Rows, Scores
-
-if TYPE_CHECKING:
-    from vtx.runtime.backends.openvino.backend import OpenvinoBackend
 
 # Of what K and V are arrays: bfloat16's bits; in u8 a row of a head is its scale, its zero point, and its numbers.
 KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
 ROW_SCALE_BYTES = 8  # both in float32, found when the row is written
 
 
-class OpenvinoStageCache:
+@dataclass(frozen=True, slots=True)
+class OpenvinoCacheContext:
+    """What the caches of a bundle share. `kv` is the type of K and V, one of `KV_ARRAYS`; `key`: of the score graph."""
+
+    openvino: Any
+    model: ModelSpec
+    kv: str
+    rope: Mapping[str, NDArray[np.float32]]
+    score: OpenvinoGraph | None
+    key: np.dtype[Any]
+
+    @property
+    def slot_width(self) -> int:
+        """Array elements of one slot of one head."""
+        return self.model.head_dim + (ROW_SCALE_BYTES if self.kv == "u8" else 0)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of one layer, K and V of all heads."""
+        return 2 * self.model.kv_heads * self.slot_width * np.dtype(KV_ARRAYS[self.kv]).itemsize
+
+    def shared(self, array: NDArray[Any]) -> Any:
+        """An openvino.Tensor over a host array's own memory."""
+        return self.openvino.Tensor(array, shared_memory=True)
+
+    def blocks(self, array: NDArray[Any]) -> Any:
+        """An openvino.Tensor over K or V of a layer."""
+        if self.kv == "bf16":
+            return self.openvino.Tensor(array, array.shape, self.openvino.Type.bf16)
+        return self.shared(array)
+
+
+class OpenvinoStageCache(SlotCounter):
     """`StageCache` whose K and V are arrays of blocks, which an infer request over the stage's graph reads and fills.
 
-    Slots are forgotten by being counted no longer. One row, as in decoding, runs through tensors made once.
+    One token, as in decoding, runs through tensors made once.
     """
 
-    def __init__(self, backend: OpenvinoBackend, compiled: Any, spec: StageSpec, capacity: int) -> None:
-        self._backend, self.capacity = backend, capacity
-        self._tensor = backend._openvino.Tensor
-        self._request = compiled.create_infer_request()
-        self.length = 0
-        model, blocks = backend._manifest.model, -(-capacity // BLOCK)
-        shape = (spec.layers, 2, blocks, model.kv_heads, BLOCK, backend.kv_width)
-        self._kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[backend._kv]))
+    def __init__(self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int) -> None:
+        super().__init__(capacity)
+        self._context, self._stage = context, stage
+        self._request = stage.request()
+        model, blocks = context.model, -(-capacity // BLOCK)
+        shape = (spec.layers, 2, blocks, model.kv_heads, BLOCK, context.slot_width)
+        self._kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[context.kv]))
         for layer, (keys, values) in zip(range(spec.first, spec.last + 1), self._kv, strict=True):
-            self._set(names.past_key(layer), self._blocks(keys))
-            self._set(names.past_value(layer), self._blocks(values))
-        for name, table in zip((names.COS, names.SIN), backend._rope, strict=True):
-            self._set(name, self._shared(table))
+            self._set(names.past_key(layer), context.blocks(keys))
+            self._set(names.past_value(layer), context.blocks(values))
         self._past, self._begins, self._filled = np.zeros(1, np.int32), np.zeros(2, np.int32), np.array(0, np.int32)
         self._block_begins, self._block_numbers = np.zeros(2, np.int32), np.arange(blocks, dtype=np.int32)
-        said = (PAST, self._past), (BEGINS, self._begins), (FILLED, self._filled), (BLOCK_BEGINS, self._block_begins)
-        for name, array in said:
-            self._set(name, self._shared(array))
-        hidden = model.hidden
-        self._row, self._row_position, self._row_out = (
-            np.zeros((1, hidden), np.float32), np.zeros((1, 1), np.int64), np.zeros((1, hidden), np.float32),
-        )  # fmt: skip
+        bound_once = {PAST: self._past, BEGINS: self._begins, FILLED: self._filled, BLOCK_BEGINS: self._block_begins}
+        for name, array in (*context.rope.items(), *bound_once.items()):
+            self._set(name, context.shared(array))
+        self._row, self._row_out = np.zeros((1, model.hidden), np.float32), np.zeros((1, model.hidden), np.float32)
+        self._row_position = np.zeros((1, 1), np.int64)
         self._row_tensors = self._tensors(self._row, self._row_position, self._row_out)
         self._query = np.zeros((0, 0), np.float32)
         self._bound: Any = None
 
-    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+    def _run(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
+        self._stage.check_open()
         count = len(rows)
-        if self.length + count > self.capacity:
-            raise AssertionError(f"{self.length} + {count} rows in a cache of {self.capacity}")
         if count == 1:
             self._row[:], self._row_position[:] = rows, positions
             tensors, out = self._row_tensors, self._row_out
         else:
             out = np.empty_like(rows)
             tensors = self._tensors(np.ascontiguousarray(rows), positions[None].copy(), out)
-        self._bind(tensors)
-        self._say(count)
-        self._request.infer(share_outputs=True)
+        with run_failures(ENGINE, self._stage.name):
+            self._bind(tensors)
+            self._place(count)
+            run_request(self._request)
         if query:
             self._query = self._request.get_tensor(names.QUERY).data.copy()
-        self.length += count
         return out
 
-    def keep(self, length: int) -> None:
-        assert length <= self.length, (length, self.length)
-        self.length = length
-
     def attention(self, *, last_only: bool = False) -> Scores:
-        return self._backend.scores(self._query[-1:] if last_only else self._query, self._last_keys()[None])
+        score = self._context.score
+        assert score is not None
+        outputs = score.run(
+            {
+                names.QUERY: self._query[-1:] if last_only else self._query,
+                names.KEY: self._last_keys()[None].astype(self._context.key, copy=False),
+                names.TOTAL_SLOTS: np.array([self.length], np.int32),
+            }
+        )
+        return outputs[names.ATTENTION_SUM], outputs[names.ATTENTION_MAX]
 
     def keys(self) -> NDArray[np.float32]:
         return self._last_keys().astype(np.float32)
@@ -93,23 +127,14 @@ class OpenvinoStageCache:
         self._kv[:, :, slots // BLOCK, :, slots % BLOCK] = kv
         self.length = length
 
-    def _say(self, count: int) -> None:
-        """Tell the attention where `count` rows go. Its buffers are made for the blocks in use: more would overflow."""
+    def _place(self, count: int) -> None:
+        """Tell the attention where `count` tokens go. Its buffers fit the blocks in use: more would overflow them."""
         filled = self.length + count
         self._past[0], self._begins[1], self._filled[...] = self.length, count, filled
         blocks = -(-filled // BLOCK)
         if blocks != self._block_begins[1]:
             self._block_begins[1] = blocks
-            self._set(BLOCKS, self._shared(self._block_numbers[:blocks]))
-
-    def _blocks(self, array: NDArray[Any]) -> Any:
-        """A tensor over K or V of a layer."""
-        if self._backend._kv == "bf16":
-            return self._tensor(array, array.shape, self._backend._openvino.Type.bf16)
-        return self._shared(array)
-
-    def _shared(self, array: NDArray[Any]) -> Any:
-        return self._tensor(array, shared_memory=True)
+            self._set(BLOCKS, self._context.shared(self._block_numbers[:blocks]))
 
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)
@@ -117,11 +142,12 @@ class OpenvinoStageCache:
     def _tensors(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> tuple[tuple[str, Any], ...]:
         """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""
         arrays = ((names.HIDDEN, rows), (names.POSITIONS, positions), (names.HIDDEN_OUT, out))
-        return tuple((name, self._shared(array)) for name, array in arrays)
+        return tuple((name, self._context.shared(array)) for name, array in arrays)
 
     def _bind(self, tensors: tuple[tuple[str, Any], ...]) -> None:
         if tensors is self._bound:
             return
+        self._bound = None  # until all are set
         for name, tensor in tensors:
             self._set(name, tensor)
         self._bound = tensors

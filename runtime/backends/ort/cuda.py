@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.ort.backend import OrtBackend, OrtStageCache
+from vtx.runtime.backends.ort.backend import OrtBackend
+from vtx.runtime.backends.ort.cache import OrtStageCache
 from vtx.runtime.backends.ort.library import load_onnxruntime
-from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.vision.tokens import Ids
 
@@ -38,17 +37,11 @@ class OrtCudaBackend(OrtBackend):
 
     device = "cuda"
     providers = (PROVIDER, "CPUExecutionProvider")
-    memory = "cuda"  # onnxruntime's word for where K and V lie
-
-    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
-        super().__init__(bundle, threads)
-        make = self._ort.OrtValue.ortvalue_from_numpy
-        cos, sin = (make(table, self.memory, 0) for table in read_rope(bundle))
-        self._rope = cos, sin
+    memory = "cuda"
 
     def stage(self, index: int, capacity: int) -> OrtCudaCache:
         try:
-            return OrtCudaCache(self, self._stages[index], self._specs[index], capacity)
+            return OrtCudaCache(self._context, self._stages[index], self._manifest.stages[index], capacity)
         except Exception as e:  # onnxruntime's own, without a type
             raise DeviceError(
                 f"no KV cache of {capacity} slots on the GPU ({type(e).__name__}: {str(e)[:200]}); end other programs "
@@ -65,10 +58,9 @@ class OrtCudaCache(OrtStageCache):
     bound_once = False
 
     def _allocate(self, shape: tuple[int, ...], kv_type: np.dtype[Any]) -> Iterator[tuple[Any, Any]]:
-        assert isinstance(self._backend, OrtCudaBackend)
-        place, make = self._backend.memory, self._backend._ort.OrtValue.ortvalue_from_numpy
+        memory, make = self._context.memory, self._context.ort.OrtValue.ortvalue_from_numpy
         for _ in range(shape[0]):
-            yield make(np.zeros(shape[2:], kv_type), place, 0), make(np.zeros(shape[2:], kv_type), place, 0)
+            yield make(np.zeros(shape[2:], kv_type), memory, 0), make(np.zeros(shape[2:], kv_type), memory, 0)
 
     def keys(self) -> NDArray[np.float32]:
         return self._scaled(self._buffers[-2][2].numpy()[0, :, : self.length])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support import bundles
+from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.memory import (
     EXPANDED,
     KEPT,
@@ -19,7 +20,6 @@ from vtx.runtime.backends.memory import (
     answering_memory,
     needed_memory,
     weights_in_memory,
-    zeros_in_small_pages,
 )
 
 MB = 1 << 20

@@ -235,7 +235,9 @@ def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(reduced: list
 def test_every_layer_attends_in_one_kernel_over_its_cache(models: Get, tiny: Tiny, precision: str) -> None:
     """Without the kernel each token would copy the whole cache."""
     for stage, spec in zip(models(tiny, precision).backend._stages, stage_specs(models(tiny, precision)), strict=True):  # type: ignore[attr-defined]
-        kinds = Counter(node.get_rt_info()["layerType"].astype(str) for node in stage.get_runtime_model().get_ops())
+        kinds = Counter(
+            node.get_rt_info()["layerType"].astype(str) for node in stage.compiled.get_runtime_model().get_ops()
+        )
         assert kinds["PagedAttention"] == spec.layers, kinds
         assert not {"Softmax", "MatMul", "ScaledDotProductAttention", "MemoryInput"} & set(kinds)
 
@@ -409,7 +411,7 @@ def test_threads_answer_side_by_side_as_alone(model: Model) -> None:
 
 def test_the_number_of_threads_is_what_was_asked_for(model: Model) -> None:
     for stage in model.backend._stages:  # type: ignore[attr-defined]
-        assert stage.get_property("INFERENCE_NUM_THREADS") == THREADS
+        assert stage.compiled.get_property("INFERENCE_NUM_THREADS") == THREADS
 
 
 def test_a_bundle_without_plain_graphs_is_refused_with_the_export_option(bundle_models: Models, tmp_path: Path) -> None:
@@ -483,7 +485,7 @@ def test_quantised_weights_answer_as_on_onnxruntime_and_stay_narrow(
         found = [greedy(m, a, k, STEPS, forced=ids).logits for m, a in zip((one, other), asked[1:], strict=True)]
         np.testing.assert_allclose(found[0], found[1], atol=2.0, rtol=0)  # three times the largest difference seen
     for stage in one.backend._stages:  # type: ignore[attr-defined]
-        matrices = [n for n in stage.get_runtime_model().get_ops() if n.get_output_size() and is_matrix(n)]
+        matrices = [n for n in stage.compiled.get_runtime_model().get_ops() if n.get_output_size() and is_matrix(n)]
         assert matrices
         assert {n.get_output_element_type(0).bitwidth for n in matrices} == {8 if precision == "int8" else 4}
 
@@ -521,7 +523,7 @@ def test_a_damaged_graph_is_one_line(bundle_models: Models, tmp_path: Path) -> N
     stage = bundle_models(Tiny()).manifest.dialects["plain"].stages[0]
     (folder / stage).write_bytes(b"\x08\x07 no graph")
     bundles.reseal(folder, stage)
-    with pytest.raises(BundleError, match=f"OpenVINO cannot read {stage}") as caught:
+    with pytest.raises(BundleError, match=f"OpenVINO cannot load {stage}") as caught:
         load(folder, device="openvino", threads=THREADS)
     assert "\n" not in str(caught.value)
     (folder / stage).write_bytes((folder / "head.plain.onnx").read_bytes())

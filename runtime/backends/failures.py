@@ -1,0 +1,64 @@
+"""Failures of engines as errors of vtx: one line with the graph's name, the engine's reason, and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vtx.runtime.errors import BundleError, DeviceError, ModelClosedError, VtxError
+
+MAX_REASON = 300  # characters of an engine's own message
+
+
+def load_failure(engine: str, graph: str, error: Exception) -> VtxError:
+    """The error to raise where an engine cannot load a graph."""
+    if _lacks_memory(error):
+        return DeviceError(
+            f"not enough memory to load {graph}; end other programs, use a smaller precision or a machine with more"
+        )
+    return BundleError(f"{engine} cannot load {graph}: {_reason(error)}; export the bundle again")
+
+
+@contextmanager
+def run_failures(engine: str, graph: str) -> Iterator[None]:
+    """Raise what an engine raises while it binds to or runs a graph as an error of vtx."""
+    try:
+        yield
+    except VtxError:
+        raise
+    except Exception as e:
+        raise _run_failure(engine, graph, e) from e
+
+
+def _run_failure(engine: str, graph: str, error: Exception) -> VtxError:
+    if _lacks_memory(error):
+        return DeviceError(
+            f"not enough memory to run {graph}; end other programs, ask about fewer images or with a shorter question, "
+            "or export with a smaller --precision"
+        )
+    return DeviceError(f"{engine} failed in {graph}: {_reason(error)}; check the bundle with vtx-doctor")
+
+
+def cache_failure(capacity: int) -> VtxError:
+    """The error to raise where there is no memory for a stage's cache of `capacity` slots."""
+    return DeviceError(
+        f"not enough memory for a KV cache of {capacity} slots; end other programs, or export with a smaller "
+        "--max-context"
+    )
+
+
+def closed_failure(graph: str) -> VtxError:
+    """The error to raise where a graph is run after its backend was closed."""
+    return ModelClosedError(f"{graph} cannot run: the model is closed; load it again with vtx.load")
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Engines report memory by text, each in its own words: bad_alloc, "Failed to allocate", "could not allocate"."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "alloc" in text or "out of memory" in text
+
+
+def _reason(error: Exception) -> str:
+    """One line; OpenVINO's messages begin with places in its source and end with the reason."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= MAX_REASON else f"...{text[-MAX_REASON:]}"

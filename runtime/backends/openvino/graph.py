@@ -1,0 +1,104 @@
+"""One graph that OpenVINO has compiled: its ports as a contract sees them, its runs, and failures that name it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from vtx.runtime.backends import contract
+from vtx.runtime.backends.failures import closed_failure, run_failures
+
+ENGINE = "OpenVINO"
+TYPES = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # OpenVINO's and onnxruntime's
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output as `contract.check` looks at it."""
+
+    name: str
+    type: str
+    shape: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, port: Any, promised: Iterable[str]) -> Port:
+        """A port may have further names, which tensors had on the way to it."""
+        name = next(iter(port.get_names().intersection(promised)), port.get_any_name())
+        shape = tuple(None if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
+        kind = port.get_element_type().get_type_name()
+        return cls(name, f"tensor({TYPES.get(kind, kind)})", shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """A graph's inputs and outputs, asked for as onnxruntime's sessions are."""
+
+    model: Any
+    promised: contract.Contract
+
+    def get_inputs(self) -> Sequence[Port]:
+        return [Port.of(port, self.promised[0]) for port in self.model.inputs]
+
+    def get_outputs(self) -> Sequence[Port]:
+        return [Port.of(port, self.promised[1]) for port in self.model.outputs]
+
+
+class OpenvinoGraph:
+    """A compiled graph with one infer request. Calls from several threads wait for each other."""
+
+    def __init__(self, name: str, compiled: Any, outputs: Iterable[str]) -> None:
+        self.name, self._outputs = name, tuple(outputs)
+        self._request: Any = compiled.create_infer_request()
+        self._lock = threading.Lock()
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The outputs by name."""
+        with self._lock:
+            if self._request is None:
+                raise closed_failure(self.name)
+            with run_failures(ENGINE, self.name):
+                run_request(self._request, inputs)
+            return {name: self._request.get_tensor(name).data.copy() for name in self._outputs}
+
+    def close(self) -> None:
+        """Let go of the compiled graph, and with it of its weights and threads."""
+        with self._lock:
+            self._request = None
+
+
+def run_request(request: Any, inputs: Mapping[str, NDArray[Any]] | None = None) -> None:
+    """Run an infer request over host arrays, or over what is set, and wait for it.
+
+    Not by `infer`: where memory runs out, OpenVINO 2026.4 returns from it without an error, and the outputs are those
+    of the run before. `wait` raises.
+    """
+    try:
+        request.start_async(None if inputs is None else dict(inputs), share_inputs=True)
+    finally:  # also where a signal comes between the two
+        request.wait()
+
+
+@dataclass(slots=True)
+class StageGraph:
+    """A stage's compiled graph; each cache makes its own infer request over it. `compiled` is None once closed."""
+
+    name: str
+    compiled: Any
+
+    def request(self) -> Any:
+        compiled = self.compiled
+        if compiled is None:
+            raise closed_failure(self.name)
+        return compiled.create_infer_request()
+
+    def check_open(self) -> None:
+        """Raise ModelClosedError where the model was closed."""
+        if self.compiled is None:
+            raise closed_failure(self.name)
+
+    def close(self) -> None:
+        self.compiled = None

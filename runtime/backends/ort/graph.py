@@ -1,0 +1,78 @@
+"""One graph that onnxruntime has loaded: its runs, and failures that name it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from vtx.runtime.backends import contract
+from vtx.runtime.backends.allocation import returning_memory
+from vtx.runtime.backends.failures import closed_failure, load_failure, run_failures
+from vtx.runtime.bundle.bundle import Bundle
+
+ENGINE = "onnxruntime"
+
+
+@dataclass(frozen=True, slots=True)
+class OrtLoader:
+    """Loads graphs of a bundle with the same options on the same providers."""
+
+    ort: Any
+    bundle: Bundle
+    options: Any
+    providers: Sequence[str]
+
+    def load(self, name: str, promised: contract.Contract) -> OrtGraph:
+        """The graph in the file `name`, checked against its contract.
+
+        Raises:
+            DeviceError: there is too little memory.
+            BundleError: onnxruntime does not load it, or it is not the graph that the manifest promises.
+
+        """
+        with self.bundle.lent(name) as path:
+            try:
+                with returning_memory():
+                    session = self.ort.InferenceSession(os.fspath(path), self.options, providers=list(self.providers))
+            except Exception as e:
+                raise load_failure(ENGINE, name, e) from e
+        contract.check(name, session, promised)
+        return OrtGraph(name, session)
+
+
+class OrtGraph:
+    """A loaded graph. Safe to share between threads."""
+
+    def __init__(self, name: str, session: Any) -> None:
+        self.name, self._session = name, session
+        self._outputs = [output.name for output in session.get_outputs()]
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The outputs by name."""
+        session = self._open_session()
+        with run_failures(ENGINE, self.name):
+            return dict(zip(self._outputs, session.run(None, dict(inputs)), strict=True))
+
+    def binding(self) -> Any:
+        """An empty onnxruntime.IOBinding for `run_bound`."""
+        return self._open_session().io_binding()
+
+    def run_bound(self, binding: Any) -> None:
+        """Run over what is bound."""
+        session = self._open_session()
+        with run_failures(ENGINE, self.name):
+            session.run_with_iobinding(binding)
+
+    def close(self) -> None:
+        """Let go of the session, and with it of its weights and threads."""
+        self._session = None
+
+    def _open_session(self) -> Any:
+        session = self._session
+        if session is None:
+            raise closed_failure(self.name)
+        return session

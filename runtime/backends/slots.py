@@ -1,0 +1,35 @@
+"""The slots of a stage's cache: counted and guarded once, whatever engine runs the stage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from vtx.runtime.vision.tokens import Ids, Rows
+
+
+class SlotCounter(ABC):
+    """What every `StageCache` shares: `length` of `capacity` slots are filled, and no run may fill more.
+
+    Slots are forgotten by being counted no longer.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.length, self.capacity = 0, capacity
+
+    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+        """Run hidden states [n, hidden] at their positions; their K/V fill the next n slots. Returns [n, hidden]."""
+        count = len(rows)
+        if self.length + count > self.capacity:
+            raise AssertionError(f"{self.length} + {count} tokens in a cache of {self.capacity} slots")
+        out = self._run(rows, positions, query=query)
+        self.length += count
+        return out
+
+    def keep(self, length: int) -> None:
+        """Forget every slot from `length` on."""
+        assert length <= self.length, (length, self.length)
+        self.length = length
+
+    @abstractmethod
+    def _run(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
+        """Run the stage; K/V go into the slots from `length` on, which are counted afterwards."""

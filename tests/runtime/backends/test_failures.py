@@ -1,0 +1,107 @@
+"""Engines that fail while they run, or that were closed: errors of vtx that name the graph and the fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.support.bundles import export
+from tests.support.exported import THREADS
+from vtx.runtime.api.load import load
+from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.ort.library import check_release
+from vtx.runtime.errors import DeviceError, ModelClosedError
+
+DEVICES = [name for name, module in (("cpu", "onnxruntime"), ("openvino", "openvino")) if find_spec(module)]
+OUT_OF_MEMORY = """
+import resource
+import sys
+import numpy as np
+import vtx
+from vtx.runtime.errors import DeviceError
+
+backend = vtx.load(sys.argv[1], device=sys.argv[2], threads=1).backend
+backend.head(np.zeros((4, 64), np.float32))
+pages = int(open("/proc/self/statm").read().split()[0])
+hidden = np.zeros((1 << 20, 64), np.float32)  # the logits are larger still
+limit = pages * resource.getpagesize() + hidden.nbytes + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    backend.head(hidden)
+except DeviceError as e:
+    print(e)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tiny_checkpoint(), tmp_path_factory.mktemp("failures") / "bundle", (3,)).folder
+
+
+@pytest.fixture(params=DEVICES)
+def backend(request: pytest.FixtureRequest, folder: Path) -> Backend:
+    return load(folder, device=request.param, threads=THREADS).backend
+
+
+def test_a_run_that_fails_names_its_graph_and_the_fix(backend: Backend) -> None:
+    narrow = np.zeros((2, 7), np.float32)
+    with pytest.raises(DeviceError, match=r"failed in head\.\w+\.onnx: .*; check the bundle with vtx-doctor") as caught:
+        backend.head(narrow)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DeviceError, match=r"failed in stage-01-02\.\w+\.onnx: "):
+        backend.stage(0, 8).append(narrow, np.arange(2))
+
+
+def test_a_cache_is_as_it_was_after_a_run_that_failed(backend: Backend) -> None:
+    hidden = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+    cache, fresh = backend.stage(0, 8), backend.stage(0, 8)
+    cache.append(hidden[:3], np.arange(3))
+    with pytest.raises(DeviceError):
+        cache.append(np.zeros((2, 7), np.float32), np.arange(3, 5))
+    assert cache.length == 3
+    fresh.append(hidden[:3], np.arange(3))
+    np.testing.assert_array_equal(*(c.append(hidden[3:], np.arange(3, 5)) for c in (cache, fresh)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_without_enough_memory_is_an_error_with_the_fix(device: str, folder: Path) -> None:
+    command = [sys.executable, "-c", OUT_OF_MEMORY, folder, device]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("not enough memory to run head.")
+    assert "shorter question" in done.stdout
+
+
+def test_a_closed_backend_says_so_and_may_be_closed_again(backend: Backend) -> None:
+    cache, hidden = backend.stage(0, 8), np.zeros((2, 64), np.float32)
+    cache.append(hidden, np.arange(2))
+    backend.close()
+    backend.close()
+    for call in (
+        lambda: backend.embed(np.arange(3)),
+        lambda: backend.head(hidden),
+        lambda: backend.stage(0, 8),
+        lambda: cache.append(hidden, np.arange(2, 4)),
+        lambda: cache.append(hidden[:1], np.arange(2, 3)),
+    ):
+        with pytest.raises(ModelClosedError, match="closed; load it again"):
+            call()
+
+
+@pytest.mark.parametrize(("release", "works"), [("1.22.1", False), ("1.26.0", False), ("1.27.0", True), ("2.0", True)])
+def test_int8_caches_need_a_release_of_onnxruntime_that_has_them(release: str, works: bool) -> None:
+    library = SimpleNamespace(__version__=release)
+    check_release(library, "float16")
+    if works:
+        check_release(library, "int8")
+        return
+    with pytest.raises(DeviceError, match=rf'1\.27 or newer, this is {release}; pip install -U "onnxruntime'):
+        check_release(library, "int8")
