@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE, QUESTION, ANSWER = ROOT / "examples" / "scene-1.jpg", "How many shapes are there?", "5"
+INT8_KV = (1, 27)  # the first release of onnxruntime that takes K and V of 8 bits
 RUNTIMES = {"cpu": "cpu", "openvino": "openvino"}  # extra: the device that it brings
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^]]*\])?>=(?P<version>[\w.]+)(?:,<[\w.]+)?(?:;(?P<marker>.*))?")
 
@@ -36,9 +37,13 @@ def main() -> None:
         work = Path(folder)
         bundles = [given.bundle] if given.bundle else [_export(work / "demo")]
         if given.matrix:
-            bundles += [] if given.bundle else [_export(work / "demo-int8-kv", "--kv-precision", "int8")]
+            narrow = _export(work / "demo-int8-kv", "--kv-precision", "int8")
             for release in onnxruntime_releases():
-                _answer(work / release, [*bounds("dependencies"), f"onnxruntime=={release}.*"], "cpu", bundles)
+                able = tuple(map(int, release.split("."))) >= INT8_KV
+                asked = [*bundles, narrow] if able else bundles
+                _answer(work / release, [*bounds("dependencies"), f"onnxruntime=={release}.*"], "cpu", asked)
+                if not able:
+                    _refused(work / release / "bin" / "python", narrow)
             return
         for extra, device in RUNTIMES.items():
             _answer(work / extra, [*bounds("dependencies"), *bounds(extra)], device, bundles)
@@ -86,6 +91,18 @@ def _answer(folder: Path, requirements: Sequence[str], device: str, bundles: Seq
     for bundle in bundles:
         _vtx(python, "doctor", str(bundle), "--device", device)
         _check(_vtx(python, "run", "--bundle", str(bundle), "--device", device, str(PICTURE), QUESTION))
+
+
+def _refused(python: Path, bundle: Path) -> None:
+    """K and V of 8 bits on an onnxruntime that is too old for them: one line that names the release it takes."""
+    try:
+        _vtx(python, "run", "--bundle", str(bundle), "--device", "cpu", str(PICTURE), QUESTION)
+    except SystemExit as e:
+        if "need onnxruntime 1.27" not in str(e):
+            raise
+        print("   refuses K and V of 8 bits by name", flush=True)
+    else:
+        raise SystemExit("lowest: an old onnxruntime took K and V of 8 bits")
 
 
 def _exporter(folder: Path, torch: str) -> None:
