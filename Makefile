@@ -7,7 +7,6 @@ LOCK ?=
 TORCH ?= torch==2.13.0
 EXTRAS ?= cpu,openvino,rtx,export,dev
 
-COMMA := ,
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
@@ -82,10 +81,8 @@ test-onnxruntime: $(READY) ## every minor release of onnxruntime from the lowest
 	$(BIN)/python scripts/lowest.py --matrix
 
 lock: $(READY) ## write ci.lock anew from pyproject.toml and constraints.txt: every package with its hashes
-	$(BIN)/python -m pip install --constraint constraints.txt pip-tools
-	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --no-header --no-annotate --no-emit-index-url \
-	    --no-emit-trusted-host --no-emit-find-links --allow-unsafe --unsafe-package torch --unsafe-package pip \
-	    --constraint constraints.txt $(foreach extra,$(subst $(COMMA), ,$(EXTRAS)),--extra $(extra)) --output-file ci.lock pyproject.toml
+	$(BIN)/python -m pip install uv
+	$(BIN)/python scripts/lock.py $(EXTRAS)
 
 audit: $(READY) ## known vulnerabilities of the packages in ci.lock; asks a database on the network
 	$(BIN)/python -m pip install --constraint constraints.txt pip-audit
