@@ -27,7 +27,8 @@ from vtx.runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vtx.exporter.reference.model import Sample
+    from vtx.exporter.data.prompts import PreparedItem
+    from vtx.exporter.reference.model import Reference, Sample
 
 SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
 FACTORS = ".factors.safetensors"
@@ -92,13 +93,13 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
     return Factors(search.factors, record)
 
 
-def _sample(reference: Any, plan: Plan, question: Any) -> Sample:
+def _sample(reference: Reference, plan: Plan, question: PreparedItem) -> Sample:
     from vtx.exporter.reference.model import Sample
     from vtx.runtime.vision.image import load_image
     from vtx.runtime.vision.preprocess import preprocess
 
     pixels = np.stack([preprocess(load_image(image), plan.image) for image in question.item.images])
-    ids = question.ids if question.wanted is None else np.concatenate([question.ids, question.wanted])
+    ids = question.ids if question.answer_ids is None else np.concatenate([question.ids, question.answer_ids])
     return Sample(ids, reference.features(pixels))
 
 
