@@ -32,7 +32,7 @@ TABLES = [
         ("Nesting, of any JSON", "runtime.bundle.safetensors", "MAX_DEPTH", "levels"),
     ]),
     ("Bundles", [
-        ("`vtx.json`", "runtime.bundle.manifest", "MAX_BYTES", "bytes"),
+        ("`vtx.json`", "runtime.bundle.spec.manifest", "MAX_BYTES", "bytes"),
         ("`vtx.json.sha256`", "runtime.bundle.seal", "MAX_CHECKSUM", "bytes"),
         ("A signature", "runtime.bundle.seal", "SIGNATURE_BYTES", "bytes"),
         ("A key file", "runtime.bundle.seal", "MAX_KEY", "bytes"),
