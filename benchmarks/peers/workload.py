@@ -58,29 +58,33 @@ class Asker:
 
         self._text = Text(parse_tokenizer(plan.tokenizer, RequestError), plan.template, plan.text)
         self._renderer, self._settings = Renderer(plan.template, plan.text), plan.text
-        self._rows = plan.config.vision_tokens
+        self._layout = plan.config.layout
 
     def __call__(self, image: Path, start: str, tokens: int) -> Question:
-        asked = self._filled(start, tokens)
-        ids = self._ids(asked)
+        from vtx.runtime.vision.image import image_size
+
+        count = self._layout.count(*image_size(image))
+        asked = self._filled(start, tokens, count)
+        ids = self._ids(asked, count)
         front = len(ids) - ids[::-1].index(self._settings.image_token_id)
         text = self._renderer.render(self._chat(asked), add_generation_prompt=True)
         return Question(str(image.resolve()), asked, text, ids, self._settings.image_token_id, front)
 
-    def _filled(self, start: str, tokens: int) -> str:
-        """`start` and as many characters more as keep the prompt within `tokens`."""
-        least = len(self._ids(start.strip()))
+    def _filled(self, start: str, tokens: int, count: int) -> str:
+        """`start` and as many characters more as keep the prompt, an image of `count` tokens in it, within `tokens`."""
+        least = len(self._ids(start.strip(), count))
         if least > tokens:
             raise ValueError(f"{tokens} tokens do not hold an image and a question, which take {least}; ask for more")
         whole = start + SENTENCE * (tokens // 4)
         fits, beyond = len(start), len(whole)
         while beyond - fits > 1:
             middle = (fits + beyond) // 2
-            fits, beyond = (middle, beyond) if len(self._ids(whole[:middle].strip())) <= tokens else (fits, middle)
+            taken = len(self._ids(whole[:middle].strip(), count))
+            fits, beyond = (middle, beyond) if taken <= tokens else (fits, middle)
         return whole[:fits].strip()
 
-    def _ids(self, asked: str) -> tuple[int, ...]:
-        return tuple(map(int, self._text.prompt(self._chat(asked), self._rows)))
+    def _ids(self, asked: str, count: int) -> tuple[int, ...]:
+        return tuple(map(int, self._text.prompt(self._chat(asked), count)))
 
     @staticmethod
     def _chat(asked: str) -> Any:

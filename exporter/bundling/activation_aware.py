@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vtx.exporter.data.prompts import PreparedItem
+    from vtx.exporter.data.source import Source
     from vtx.exporter.reference.model import Reference, Sample
 
 SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
@@ -68,11 +69,12 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
     from vtx.exporter.reference.model import Reference
     from vtx.exporter.weights.tensors import CheckpointWeights
 
-    questions, skipped = prepare(plan.source(), aware.data, 0)
+    source = plan.source()
+    questions, skipped = prepare(source, aware.data, 0)
     reference, layers = Reference(plan.checkpoint, plan.config), plan.config.text.layers
     report("activations", 0, layers)
     with torch.inference_mode(), returning_memory():
-        samples = [_sample(reference, plan, question) for question in questions]
+        samples = [_sample(reference, source, question) for question in questions]
         search = _FactorSearch(plan, samples, CheckpointWeights(plan.checkpoint).read)
         done = 0
 
@@ -93,14 +95,12 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
     return Factors(search.factors, record)
 
 
-def _sample(reference: Reference, plan: Plan, question: PreparedItem) -> Sample:
+def _sample(reference: Reference, source: Source, question: PreparedItem) -> Sample:
+    from vtx.exporter.data.prompts import pixel_values
     from vtx.exporter.reference.model import Sample
-    from vtx.runtime.vision.image import load_image
-    from vtx.runtime.vision.preprocess import preprocess
 
-    pixels = np.stack([preprocess(load_image(image), plan.image) for image in question.item.images])
     ids = question.ids if question.answer_ids is None else np.concatenate([question.ids, question.answer_ids])
-    return Sample(ids, reference.features(pixels))
+    return Sample(ids, reference.features(pixel_values(source, question.item)))
 
 
 @dataclass(slots=True)

@@ -186,13 +186,13 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
         Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text),
     )
     if scaled:
-        record_kv_scales(folder / KV_SCALES, reference, text, plan.image, plan.config.vision_tokens, layer)
+        record_kv_scales(folder / KV_SCALES, reference, text, plan.image, plan.config.layout, layer)
     record_golden(
         folder / GOLDEN,
         reference,
         text,
         plan.image,
-        plan.config.vision_tokens,
+        plan.config.layout,
         plan.config.image_token_id,
         [None, *plan.ks],
         layer,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from vtx.exporter.bundling.predict import QUESTION_TOKENS
 from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.data.items import Data
+from vtx.exporter.data.items import Data, image_tokens
 from vtx.exporter.weights.precision import FULL, Precisions
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError
@@ -86,4 +86,4 @@ class ExportOptions:
     def measured_tokens(self, config: ModelConfig) -> tuple[int, ...]:
         """Approximate number of tokens of each prompt whose activations are measured."""
         items = self.aware.data.items if self.aware else ()
-        return tuple(config.vision_tokens * len(item.images) + QUESTION_TOKENS for item in items)
+        return tuple(sum(image_tokens(config.layout, item)) + QUESTION_TOKENS for item in items)

@@ -17,7 +17,7 @@ from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.backends.memory import answering_memory, resident_bytes
 from vtx.runtime.bundle.spec.manifest import KV_BYTES
 from vtx.runtime.errors import ExportError
-from vtx.runtime.report.golden import SEEN_ROWS, SHOWN_ROWS
+from vtx.runtime.report.golden import SEEN_ROWS, SHOWN_ROWS, golden_image
 from vtx.runtime.units import size
 
 # What Python, PyTorch, transformers and onnx_ir take before any weight is touched.
@@ -64,7 +64,7 @@ def predict(
     slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
     answering = answering_memory(
         layers=text.layers, hidden=text.hidden, heads=text.heads, kv_heads=text.kv_heads, head_dim=text.head_dim,
-        vision_tokens=config.vision_tokens, max_context=max_context, kv_bytes=KV_BYTES[kv_dtype],
+        image_tokens=config.layout.max_tokens, max_context=max_context, kv_bytes=KV_BYTES[kv_dtype],
     )  # fmt: skip
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
@@ -72,7 +72,8 @@ def predict(
         if text.tied or name != EMBEDDING  # an untied table stays in its file and is read a row at a time
     )
     disk = sum(file.size for file in plan.files) + small
-    tokens = config.vision_tokens + PASSAGE_TOKENS if kv_dtype == "int8" else SEEN_ROWS + QUESTION_TOKENS
+    golden = config.layout.count(*golden_image().size)
+    tokens = golden + PASSAGE_TOKENS if kv_dtype == "int8" else SEEN_ROWS + QUESTION_TOKENS
     return Prediction(
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),

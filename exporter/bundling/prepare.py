@@ -183,9 +183,10 @@ def _context(requested: int | None, config: ModelConfig) -> int:
     context = min(DEFAULT_CONTEXT, most) if requested is None else requested
     if context > most:
         raise RequestError(f"--max-context is {context}; the model has {most} positions; lower it")
-    if context <= config.vision_tokens + 1:
+    image = config.layout.max_tokens
+    if context <= image + 1:
         raise RequestError(
-            f"--max-context is {context}; one image takes {config.vision_tokens} tokens and a question more; raise it"
+            f"--max-context is {context}; one image takes up to {image} tokens and a question more; raise it"
         )
     return context
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from vtx.exporter.bundling.predict import EXPORT_BASE
 from vtx.exporter.calibration.source import OpenedModel, answering
-from vtx.exporter.data.items import Data, Item, plain
+from vtx.exporter.data.items import Data, plain
 from vtx.exporter.data.journal import ResultJournal
-from vtx.exporter.data.prompts import PreparedItem, prepare
+from vtx.exporter.data.prompts import PreparedItem, pixel_values, prepare
 from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.rates import LAYER_SECONDS, product_speed
 from vtx.exporter.estimate.sizes import model_size
@@ -32,8 +32,6 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import CheckpointError, RequestError
-from vtx.runtime.vision.image import load_image
-from vtx.runtime.vision.preprocess import preprocess
 
 LOGITS = 1 << 25  # logits computed at a time
 Report = Callable[[str, int, int], None]
@@ -88,17 +86,18 @@ class CalibrationForecast:
 def forecast(source: Source, items: Sequence[PreparedItem], options: CalibrationOptions) -> CalibrationForecast:
     """Estimate the cost of a measurement from its matrix products and the speed of one of them on this machine."""
     size, text = model_size(source.config, source.name), source.config.text
-    ks, vision = options.ks(text.layers), source.config.vision_tokens
-    macs, longest = 0, max(len(prepared.ids) for prepared in items) + options.max_new_tokens
+    ks, macs, longest, longest_text = options.ks(text.layers), 0, 0, 0
     for prepared in items:
         tokens = len(prepared.ids) + options.max_new_tokens
-        text_tokens = tokens - vision * len(prepared.item.images)
+        image_tokens = int((prepared.ids == source.config.image_token_id).sum())
+        text_tokens = tokens - image_tokens
+        longest, longest_text = max(longest, tokens), max(longest_text, text_tokens)
         withdrawn_layers = sum(text.layers - k + 1 for k in ks)
         macs += size.decoder.layer_macs * (tokens * text.layers + text_tokens * withdrawn_layers)
         macs += size.decoder.head_macs * (1 + options.max_new_tokens) * (1 + len(ks))
-        macs += (size.vision.parameters if size.vision else 0) * vision * len(prepared.item.images)
+        macs += (size.vision.parameters if size.vision else 0) * image_tokens
     largest = 4 * max(size.decoder.head_macs, size.decoder.layer_macs)
-    withdrawn = 4 * text.hidden * len(ks) * (longest - vision)
+    withdrawn = 4 * text.hidden * len(ks) * longest_text
     batch = min(options.batch, len(items)) * (4 * text.hidden * longest + withdrawn)
     memory = EXPORT_BASE + 2 * largest + batch + 4 * withdrawn * max(1, text.ffn // text.hidden) + 12 * LOGITS
     if options.max_new_tokens:
@@ -169,7 +168,7 @@ class _Measure:
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[dict[str, Any]]:
         """The results of some items; calls `layer(1)` after each decoder layer."""
         answers = [self._answer(prepared) for prepared in batch]
-        features = [self._features(prepared.item) for prepared in batch]
+        features = [self._reference.features(pixel_values(self._source, prepared.item)) for prepared in batch]
         # First each item followed by the model's own answer; then, where that is wrong, followed by the right one.
         own: list[NDArray[np.int64]] = [np.array(answer.token_ids if answer else (), np.int64) for answer in answers]
         forced = {
@@ -200,10 +199,6 @@ class _Measure:
             return None
         with self._model.open(list(prepared.item.images)) as conversation:
             return conversation.ask(prepared.item.question, None, Options(self._options.max_new_tokens))
-
-    def _features(self, item: Item) -> Tensor:
-        pixels = np.stack([preprocess(load_image(image), self._source.image) for image in item.images])
-        return self._reference.features(pixels)
 
     def _next_token(self, hidden: dict[int | None, Tensor]) -> dict[str, Any]:
         """VTW Eq. 6 both ways and top-1 agreement, after the prompt, for every K."""

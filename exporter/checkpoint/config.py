@@ -101,14 +101,14 @@ class ModelConfig:
     image_token_id: int
 
     @property
-    def vision_tokens(self) -> int:
-        """Tokens of one image: the tower's rows, less the first where the strategy is `default`."""
+    def view_tokens(self) -> int:
+        """Tokens of one pass of the tower: what it gives, less the first where the strategy is `default`."""
         return self.vision.rows - (self.select == "default")
 
     @property
     def layout(self) -> Layout:
         """How many tokens an image gives."""
-        return Single(self.vision_tokens)
+        return Single(self.view_tokens)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:

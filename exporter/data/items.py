@@ -19,7 +19,8 @@ from PIL import Image
 from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import ImageError, RequestError
-from vtx.runtime.vision.image import ImageSource, load_image
+from vtx.runtime.vision.image import ImageSource, image_size, load_image
+from vtx.runtime.vision.layout import Layout
 
 SCENES = "scenes"
 SCENES_SEED = 7_000_000_001  # training draws from small seeds
@@ -113,6 +114,11 @@ def scene_items(count: int) -> tuple[Item, ...]:
     return tuple(items)
 
 
+def image_tokens(layout: Layout, item: Item) -> list[int]:
+    """The number of image tokens that each image of an item gives."""
+    return [layout.count(*image_size(image)) for image in item.images]
+
+
 def plain(answer: str) -> str:
     """An answer normalised for comparison: case, spaces and the last full stop are ignored."""
     return " ".join(answer.casefold().split()).rstrip(" .!")
@@ -199,4 +205,4 @@ def _inside(folder: Path, name: str) -> Path:
     raise RequestError(f"image {shown(name)} lies outside {folder}")
 
 
-__all__ = ["SCENES", "Data", "Item", "plain", "read_data", "scene_items"]
+__all__ = ["SCENES", "Data", "Item", "image_tokens", "plain", "read_data", "scene_items"]

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.data.items import MAX_SKIPPED, Data, Item
+from vtx.exporter.data.items import MAX_SKIPPED, Data, Item, image_tokens
 from vtx.exporter.data.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.preprocess import preprocess
 
 MAX_REFERENCE = 32  # tokens; a longer answer is never matched word for word
 
@@ -34,7 +36,7 @@ def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[Prepa
     prepared, skipped, room = [], list(data.skipped), source.context - max(max_new_tokens, MAX_REFERENCE)
     for number, item in enumerate(data.items, 1):
         try:
-            ids = source.text.prompt(messages(item), source.config.vision_tokens)
+            ids = prompt_ids(source, item)
         except RequestError as e:
             skipped.append(f"question {number}: {e}")
             continue
@@ -60,6 +62,19 @@ def messages(item: Item) -> list[Message]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": item.question}]}]
 
 
+def prompt_ids(source: Source, item: Item) -> NDArray[np.int64]:
+    """Token ids [tokens] of an item's prompt, each image with as many image tokens as its size gives.
+
+    Raises RequestError for a question that cannot be asked, ImageError for a file that cannot be read.
+    """
+    return source.text.prompt(messages(item), image_tokens(source.config.layout, item))
+
+
+def pixel_values(source: Source, item: Item) -> NDArray[np.float32]:
+    """The vision tower's input for an item's images, [images, 3, height, width]."""
+    return np.stack([preprocess(load_image(image), source.image) for image in item.images])
+
+
 def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """The right answer's tokens after the prompt `ids`, an end token last; None where the template drops it."""
     if item.answer is None:
@@ -67,7 +82,7 @@ def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np
     text, answer = source.text, [Part(type="text", text=item.answer)]
     try:
         turns: list[Message] = [*messages(item), {"role": "assistant", "content": answer}]
-        whole = text.prompt(turns, source.config.vision_tokens, add_generation_prompt=False)
+        whole = text.prompt(turns, image_tokens(source.config.layout, item), add_generation_prompt=False)
     except (RequestError, TemplateError):
         return None
     if not np.array_equal(whole[: len(ids)], ids):

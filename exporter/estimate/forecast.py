@@ -41,7 +41,7 @@ from vtx.runtime.errors import CheckpointError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
-from vtx.runtime.report.golden import SEEN_ROWS
+from vtx.runtime.report.golden import SEEN_ROWS, golden_image
 
 LEAST, WIDEST = 512, 1 << 22  # the least side and the most weights of the matrix in product trials
 OTHER_FILES = 8  # of a bundle, beside graphs and weights
@@ -135,8 +135,9 @@ def _products(plan: Plan, sizes: ModelSize) -> float:
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
     text = Text(parse_tokenizer(plan.tokenizer, CheckpointError), plan.template, plan.text)
-    image = plan.config.vision_tokens
-    text_tokens = len(golden_ids(text, image)) - image
+    layout = plan.config.layout
+    image = layout.count(*golden_image().size)
+    text_tokens = len(golden_ids(text, layout)) - image
     tokens, withdrawn_layers = min(image, SEEN_ROWS) + text_tokens, [size.layers - k + 1 for k in plan.ks]
     flops = prefill_flops(size, [tokens] * size.layers)
     flops += (

@@ -101,7 +101,7 @@ def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
 
 def model_size(config: ModelConfig, name: str) -> ModelSize:
     """Sizes of a configuration that the exporter has read."""
-    return spec_size(model_spec(config, name), config.vision_tokens, "config")
+    return spec_size(model_spec(config, name), config.layout.max_tokens, "config")
 
 
 def bundle_size(bundle: Bundle) -> ModelSize:

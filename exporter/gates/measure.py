@@ -17,13 +17,11 @@ from torch import Tensor
 
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.data.items import Item, plain
-from vtx.exporter.data.prompts import answer_ids, messages
+from vtx.exporter.data.prompts import answer_ids, pixel_values, prompt_ids
 from vtx.exporter.data.source import Source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.runtime.errors import CheckpointError, RequestError, VtxError
-from vtx.runtime.vision.image import load_image
-from vtx.runtime.vision.preprocess import preprocess
 
 HEAD_TOKENS = 512  # tokens whose logits are in memory at once
 UNKNOWN = 2
@@ -122,7 +120,7 @@ class Measurer:
         source = self._source
         if not item.images:
             raise RequestError("it has no image; questions about text skip the gates")
-        prompt = source.text.prompt(messages(item), source.config.vision_tokens)
+        prompt = prompt_ids(source, item)
         if prompt[-1] == source.config.image_token_id:
             raise RequestError("its prompt ends with the image; give a chat template that prints the question after it")
         ids = answer_ids(source, item, prompt)
@@ -134,9 +132,8 @@ class Measurer:
             raise RequestError(
                 f"its prompt and answer take {longest} tokens, the model's context is {source.context}; shorten them"
             )
-        pixels = np.stack([preprocess(load_image(image), source.image) for image in item.images])
         with torch.inference_mode():
-            return _PreparedItem(number, prompt, self._reference.features(pixels), answer)
+            return _PreparedItem(number, prompt, self._reference.features(pixel_values(source, item)), answer)
 
     def _answer(self, items: Sequence[_PreparedItem], held_out: bool) -> None:
         """Set the answers to follow: the one that gives the labels, and both where the item is held out."""

@@ -77,7 +77,7 @@ class _Tower:
 def build_vision(
     b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False, last_attention: bool = False
 ) -> None:
-    """[images, 3, side, side] float32 to [images, vision_tokens, hidden] float32.
+    """[images, 3, side, side] float32 to [images, view_tokens, hidden] float32.
 
     `merges`: windows of similar patches merge after the first block. The graph then takes one image at a time, and the
     number of tokens is known only at run time, or an output marks the removed ones. `attention`: also give the class
@@ -93,8 +93,8 @@ def build_vision(
     hidden = activate(b, b.linear(hidden, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
     hidden = b.linear(hidden, "projector.linear_2", bias=c.projector_bias)
     leaving = merges and b.dialect.sizes_from_values
-    out = b.to_float32(b.reshape(hidden, *((1, -1) if leaving else (-1, c.vision_tokens)), c.text.hidden))
-    count = "tokens" if leaving else c.vision_tokens
+    out = b.to_float32(b.reshape(hidden, *((1, -1) if leaving else (-1, c.view_tokens)), c.text.hidden))
+    count = "tokens" if leaving else c.view_tokens
     b.output(out, names.FEATURES, FLOAT, [1 if merges else "images", count, c.text.hidden])
     if tower.merged:
         for value, name in ((tower.merged.patch_index, names.PATCH_INDEX), (tower.merged.merged, names.MERGED)):

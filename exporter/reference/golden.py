@@ -18,13 +18,14 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, key_of, seen
+from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.preprocess import preprocess
 
 
-def golden_ids(text: Text, vision_tokens: int) -> NDArray[np.int64]:
-    """The golden prompt's token ids [tokens]."""
-    content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    return text.prompt([{"role": "user", "content": content}], vision_tokens)
+def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[np.int64]:
+    """Token ids [tokens] of the golden picture and a question."""
+    content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
+    return text.prompt([{"role": "user", "content": content}], layout.count(*golden_image().size))
 
 
 def record_golden(
@@ -32,13 +33,13 @@ def record_golden(
     reference: Reference,
     text: Text,
     settings: ImageSettings,
-    vision_tokens: int,
+    layout: Layout,
     image_token_id: int,
     ks: Sequence[int | None],
     report: Callable[[int], None],
 ) -> None:
     """Run the reference at every K of `ks` and write its features and logits to `path`."""
-    ids = golden_ids(text, vision_tokens)
+    ids = golden_ids(text, layout)
     pixels = preprocess(golden_image(), settings)
     with torch.inference_mode():
         features = reference.features(pixels[None])

@@ -14,14 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vtx.exporter.reference.golden import golden_ids
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, golden_image
+from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.preprocess import preprocess
 
 MARGIN = 2.0  # of the scales over the measured values; larger values are clipped
@@ -40,15 +41,14 @@ def record_kv_scales(
     reference: Reference,
     text: Text,
     settings: ImageSettings,
-    vision_tokens: int,
+    layout: Layout,
     report: Callable[[int], None],
 ) -> None:
     """Run the reference over the golden picture and a passage of text, and write each layer's scales to `path`.
 
     They are [1, kv_heads, 1, head_dim] float32 under the names that the graphs give them. `report` gets 1 a layer.
     """
-    content: list[Part] = [{"type": "image"}, {"type": "text", "text": f"{PASSAGE} {QUESTION}"}]
-    ids = text.prompt([{"role": "user", "content": content}], vision_tokens)
+    ids = golden_ids(text, layout, f"{PASSAGE} {QUESTION}")
     tensors: dict[str, NDArray[np.float32]] = {}
     with torch.inference_mode(), returning_memory():
         features = reference.features(preprocess(golden_image(), settings)[None])

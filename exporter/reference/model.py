@@ -33,7 +33,7 @@ Feed = Callable[[int, int, str, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence: `ids` [n], and `features` [images * vision_tokens, hidden] for its image tokens.
+    """One sequence: `ids` [n], and `features` [image tokens, hidden] for its image tokens.
 
     The hidden states of the last `last` tokens are returned: 1 for the prompt's end, more with an answer appended.
     """
@@ -65,7 +65,7 @@ class Reference:
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
-        """Images [images, 3, side, side] to image tokens [images * vision_tokens, hidden]."""
+        """Images [images, 3, side, side] to their image tokens [image tokens, hidden], image after image."""
         c, v = self._config, self._config.vision
         w, name = self._tensor, "vision.embeddings"
         bias = w(f"{name}.patch_embedding.bias") if v.family == "siglip" else None

@@ -50,14 +50,14 @@ def weights_in_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> i
 
 
 def answering_memory(
-    *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, vision_tokens: int, max_context: int,
+    *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, image_tokens: int, max_context: int,
     kv_bytes: int,
 ) -> int:  # fmt: skip
     """Bytes beside the weights while one image is asked about and all layers see it.
 
     They are K and V of `kv_bytes` a number, the scores of one layer's attention, and the rows in work.
     """
-    rows = min(max_context, vision_tokens + QUESTION_ROWS)
+    rows = min(max_context, image_tokens + QUESTION_ROWS)
     kv = 2 * layers * kv_heads * head_dim * kv_bytes * rows
     return RUN_BASE + kv + 4 * rows * (heads * rows + PREFILL_BUFFERS * hidden)
 
@@ -67,7 +67,7 @@ def needed_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> int:
     m = bundle.manifest
     return weights_in_memory(bundle, floats) + answering_memory(
         layers=m.model.layers, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,
-        head_dim=m.model.head_dim, vision_tokens=m.layout.max_tokens, max_context=m.max_context,
+        head_dim=m.model.head_dim, image_tokens=m.layout.max_tokens, max_context=m.max_context,
         kv_bytes=KV_BYTES[m.kv_dtype],
     )  # fmt: skip
 

@@ -19,11 +19,11 @@ from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.array import from_array
 from vtx.runtime.vision.files.container import Container, check_size
 from vtx.runtime.vision.files.formats import check_formats, read_container
-from vtx.runtime.vision.files.orientation import TAG, UPRIGHT
+from vtx.runtime.vision.files.orientation import TAG, TRANSPOSED, UPRIGHT
 from vtx.runtime.vision.files.source import BGR, ImageSource, read_bytes
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_DECODE_SECONDS
 
-__all__ = ["ImageSource", "load_image", "to_rgb"]
+__all__ = ["ImageSource", "image_size", "load_image", "to_rgb"]
 
 BAND_PIXELS = 4 << 20
 
@@ -51,6 +51,16 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
     with _image_errors(name):
         container = read_container(name, content, formats)
         return _upright(to_rgb(_decoded(name, container)), container.orientation)
+
+
+def image_size(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) -> tuple[int, int]:
+    """(width, height) of `load_image(source)`; of a file by its structure, without decoding it. Raises ImageError."""
+    if isinstance(source, (np.ndarray, BGR, Image.Image)):
+        return load_image(source).size
+    name, content = read_bytes(source)
+    container = read_container(name, content, check_formats(formats))
+    size = container.width, container.height
+    return size[::-1] if container.orientation in TRANSPOSED else size
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -16,6 +16,7 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+TRANSPOSED = frozenset({5, 6, 7, 8})  # width and height change places
 TAG = 0x0112
 _TYPES = {1: "B", 3: "H", 4: "I"}  # TIFF's BYTE, SHORT, LONG
 _XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')

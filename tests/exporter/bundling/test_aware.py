@@ -260,7 +260,7 @@ def error_of_logits(plan: Plan, folder: Path) -> float:
     lost = spread = 0.0
     with torch.inference_mode():
         for seed in range(100, 106):
-            ids = text.prompt(prompt_messages(WORDS[seed % 4]), plan.config.vision_tokens)
+            ids = text.prompt(prompt_messages(WORDS[seed % 4]), plan.config.layout.max_tokens)
             features = whole.features(random_noise(seed))
             a, b = (model.logits(ids, features, [None])[None] for model in (whole, rounded))
             lost, spread = lost + float((a - b).square().sum()), spread + float((a - a.mean()).square().sum())

@@ -68,7 +68,7 @@ def test_the_sizes_are_read_as_they_stand(configs: Any, text: str) -> None:
     assert (config.text.family, config.text.layers, config.text.hidden, config.text.ffn) == (text, 8, 64, 96)
     assert (config.text.heads, config.text.kv_heads, config.text.head_dim, config.text.vocab) == (4, 2, 16, 320)
     assert (config.vision.layers, config.vision.hidden, config.vision.image, config.vision.patch) == (4, 32, 56, 14)
-    assert (config.vision_tokens, config.image_token_id, config.feature_layers) == (16, 319, (3,))
+    assert (config.layout.max_tokens, config.image_token_id, config.feature_layers) == (16, 319, (3,))
     assert (config.text.qkv_bias, config.text.o_bias) == (text == "qwen2", False)
 
 

@@ -74,6 +74,6 @@ def test_narrow_weights_count_half_where_nothing_expands_them(
 
 def test_an_answer_of_the_7b_shape_takes_half_a_megabyte_a_slot_beside_a_gigabyte_at_most() -> None:
     shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "head_dim": 128, "max_context": 4096}
-    wide, narrow = (answering_memory(**shape, vision_tokens=576, kv_bytes=size) for size in (4, 2))
+    wide, narrow = (answering_memory(**shape, image_tokens=576, kv_bytes=size) for size in (4, 2))
     assert wide - narrow == (576 + 256) * 512 * 1024
     assert narrow < 1024 * MB

@@ -26,7 +26,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.vision import image as module
 from vtx.runtime.vision.files import source as source_module
-from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.image import image_size, load_image
 from vtx.runtime.vision.preprocess import preprocess
 
 PROCESSORS = {
@@ -174,6 +174,7 @@ def test_exif_turns_the_image_upright_as_hf_load_image_does(kind, orientation, t
     noise(30, 20).save(path, kind, exif=exif)
     result = load_image(path)
     assert result.size == ((20, 30) if 5 <= orientation <= 8 else (30, 20))
+    assert image_size(path) == image_size(Image.open(path)) == result.size
     np.testing.assert_array_equal(np.asarray(result), np.asarray(hf_load_image(str(path))))
     np.testing.assert_array_equal(np.asarray(result), np.asarray(load_image(Image.open(path))))
 
