@@ -124,7 +124,7 @@ def run(
                 _show(stream, before="" if number else _where(model, folder, automatic=device == "auto"))
             answers.append(stream.answer.stats)
         if show_tokens:
-            _draw(show_tokens, conversation, answers)
+            _draw(show_tokens, conversation, questions, answers)
 
 
 def _read(names: Sequence[str], formats: Sequence[str], reduce: str) -> list[Image]:
@@ -158,13 +158,13 @@ def _streams(
         yield turns.stream(question, options) if turns else conversation.stream(question, k, options, reduce=reduce)
 
 
-def _draw(path: Path, conversation: Conversation, answers: Sequence[Stats]) -> None:
+def _draw(path: Path, conversation: Conversation, questions: Sequence[str], answers: Sequence[Stats]) -> None:
     """Write the picture of the patches that survived to `path`, whole or not at all."""
     from vtx.exporter.common.files import replacing
     from vtx.runtime.errors import RequestError
     from vtx.runtime.report.tokens_plot import draw_tokens
 
-    picture = draw_tokens(answers, conversation.images, conversation.model.manifest)
+    picture = draw_tokens(questions, answers, conversation.images, conversation.model.manifest)
     try:
         with replacing(path) as partial:
             picture.save(partial, "PNG")

@@ -84,16 +84,16 @@ def _row(device: str, curve: Sequence[Sequence[float]]) -> list[str]:
 
 
 def _plot(curves: dict[str, Any], path: Path) -> None:
-    from vtx.exporter.common.plots import draw
+    from vtx.exporter.bench.machine import describe
+    from vtx.exporter.common.plots import draw, headline
 
     def fill(figure: Any) -> None:
-        axis = figure.subplots()
+        axes = figure.subplots()
         for device, curve in curves.items():
-            axis.plot([number for number, _ in curve], [size for _, size in curve], marker=".", label=device)
-        axis.set(
-            xlabel="questions answered", ylabel="RSS, MiB", ylim=(0, None), title="Memory of a process that answers"
-        )
-        axis.legend()
+            axes.plot([number for number, _ in curve], [size for _, size in curve], markersize=3, label=device)
+        axes.set(xlabel="questions answered", ylabel="resident memory, MiB", ylim=(0, None))
+        axes.legend()
+        headline(figure, "Memory of a process that answers", describe()["cpu"])
 
     draw(path, fill)
 

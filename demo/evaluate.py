@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from train import attention_mask, pixels_of, with_vision
 from words import Packer
 
+from vtx.exporter.common.plots import draw, headline
 from vtx.exporter.data.scenes import KINDS, ask, photograph, random_scene
 
 HELD_OUT_SEED = 7_000_000_000
@@ -75,20 +76,25 @@ def right_answers(model: Llava, batch: list[dict[str, Any]], at: int, ks: list[i
     return results
 
 
-def plot(table: dict[str, dict[str, float]], path: Path) -> None:
-    import matplotlib.pyplot as plt
+def plot(measured: dict[str, Any], path: Path) -> None:
+    """Draw the table of exact answers, kinds of question over K, each cell with its figure."""
+    table, kinds = measured["accuracy"], [*KINDS, "all"]
+    shares = np.array([[100 * table[k][kind] for k in table] for kind in kinds])
 
-    ks = [k for k in table if k != "none"]
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for kind in [*KINDS, "all"]:
-        style = {"color": "black", "linewidth": 2.5} if kind == "all" else {"linewidth": 1.2}
-        axes.plot([int(k) for k in ks], [100 * table[k][kind] for k in ks], label=kind, **style)
-    axes.axhline(100 * table["none"]["all"], color="grey", linestyle=":", label="all, K = none")
-    axes.set(xlabel="K: first layer without vision tokens", ylabel="exact answers, %", ylim=(0, 102))
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    def fill(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=220, aspect="auto")
+        for (row, column), share in np.ndenumerate(shares):
+            axes.text(column, row, f"{share:.1f}" if share < 99.95 else "100", ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(len(table)), list(table))
+        axes.set_yticks(range(len(kinds)), kinds)
+        axes.set(xlabel="K: the first layer without image tokens", title="exact answers, %")
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+        count = sum(number for kind, number in measured["questions"].items() if kind != "all")
+        headline(figure, "The demo model, by kind of question and K", f"{count:,} questions; float32 on a CPU")
+
+    draw(path, fill, width=12)
 
 
 def main() -> None:
@@ -98,7 +104,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=25)
     parser.add_argument("--ks", default="all", help="all, or a list such as none,8,16")
     parser.add_argument("--out", type=Path, default=HERE / "accuracy.json")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing; draw what --out holds")
     args = parser.parse_args()
+    if args.redraw:
+        plot(json.loads(args.out.read_text()), args.out.with_suffix(".png"))
+        return
     model, tokenizer = load(args.model)
     every = ["none", *map(str, range(2, model.shape.layers + 1))]
     ks = every if args.ks == "all" else args.ks.split(",")
@@ -116,9 +126,10 @@ def main() -> None:
     questions = {kind: len(v) for kind, v in counts[ks[0]].items()}
     for k, by in table.items():
         print(f"K = {k:>4}: " + ", ".join(f"{kind} {100 * by[kind]:.1f}" for kind in ["all", *KINDS]))
-    args.out.write_text(json.dumps({"scenes": len(rows), "questions": questions, "accuracy": table}, indent=1) + "\n")
+    measured = {"scenes": len(rows), "questions": questions, "accuracy": table}
+    args.out.write_text(json.dumps(measured, indent=1) + "\n")
     if args.ks == "all":
-        plot(table, args.out.with_suffix(".png"))
+        plot(measured, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

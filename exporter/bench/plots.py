@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.common.plots import draw
+from vtx.exporter.common.plots import COLORS, draw, headline
 
 LINES = {"first_token": "first token", "prefill": "prefill", "second_question": "second question"}
 
@@ -25,20 +25,20 @@ def _fill(figure: Any, report: Mapping[str, Any]) -> None:
         middle = [spread["median"] for spread in series]
         below = [spread["median"] - spread["min"] for spread in series]
         above = [spread["max"] - spread["median"] for spread in series]
-        latency.errorbar(full, middle, yerr=[below, above], marker="o", capsize=3, label=label)
-    latency.set(ylabel="ms, median and extremes")
+        latency.errorbar(full, middle, yerr=[below, above], capsize=3, label=label)
+    latency.set(title="Latency", ylabel="ms, median and extremes")
     latency.legend()
-    cache.plot(full, [depth["kv_bytes"] / 1e6 for depth in depths], marker="o")
-    cache.set(ylabel="KV cache after the prompt, MB")
+    cache.plot(full, [depth["kv_bytes"] / 1e6 for depth in depths])
+    cache.set(title="KV cache after the prompt", ylabel="MB")
     for axes in (latency, cache):
-        axes.set_xticks(full, [f"{depth['full_layers']}\nK = {depth['k'] or 'none'}" for depth in depths])
+        axes.set_xticks(full, [f"{depth['full_layers']}\nK={depth['k'] or 'none'}" for depth in depths])
         axes.set(xlabel="layers that see the image", ylim=(0, None))
-        axes.grid(alpha=0.3)
     model, work = report["model"], report["workload"]
-    figure.suptitle(
-        f"{model['name']}, {model['precision']}, {work['prompt_tokens']} tokens, {work['vision_tokens']} of the image; "
-        f"{model['device']} in {model['compute']}, {work['threads']} threads",
-        fontsize=10,
+    headline(
+        figure,
+        f"{model['name']} in {model['precision']} on {model['device']}",
+        f"a prompt of {work['prompt_tokens']} tokens, {work['vision_tokens']} of the image; {model['compute']} "
+        f"arithmetic, {work['threads']} threads; {report['machine']['cpu']}",
     )
 
 
@@ -60,28 +60,30 @@ def _fill_comparison(figure: Any, report: Mapping[str, Any]) -> None:
     _costs(left, report, lambda method: 100 * float(method["flops_ratio"]))
     _costs(right, report, lambda method: float(method["ms"]["first_token"]["median"]))
     left.set(
+        title="by arithmetic",
         xlabel="arithmetic of tower and prompt, % of none",
         ylabel="right answers, %" if report["score"] == "right" else "answers as without any method, %",
     )
-    right.set(xlabel="first token, ms, median")
-    left.legend(fontsize=8)
+    right.set(title="by latency", xlabel="first token, ms, median")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center")
     left.margins(y=0.15)
     model, data = report["model"], report["data"]
-    figure.suptitle(
-        f"{model['name']}, {data['items']} questions of {data['source']}; {model['device']} in {model['compute']}",
-        fontsize=10,
+    headline(
+        figure,
+        f"Answers of {model['name']} over their cost",
+        f"{data['items']} questions of {data['source']}; {model['device']} in {model['compute']}; "
+        f"{report['machine']['cpu']}",
     )
 
 
 def _costs(axes: Any, report: Mapping[str, Any], cost: Callable[[Mapping[str, Any]], float]) -> None:
     """One point a method, at its cost and its share of good answers."""
-    for kind, (label, style) in KINDS.items():
+    for color, (kind, (label, style)) in zip(COLORS, KINDS.items(), strict=False):
         methods = sorted((method for method in report["methods"] if method["kind"] == kind), key=cost)
         shares = [100 * method[report["score"]]["share"] for method in methods]
         if methods:
-            axes.plot([cost(method) for method in methods], shares, style, label=label)
+            axes.plot([cost(method) for method in methods], shares, style, color=color, label=label)
         for method, share in zip(methods, shares, strict=True):
             if kind != "both":
                 point = cost(method), share
                 axes.annotate(method["name"], point, (2, 4), textcoords="offset points", fontsize=7, rotation=45)
-    axes.grid(alpha=0.3)

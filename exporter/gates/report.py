@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.common.plots import draw
+from vtx.exporter.common.plots import COLORS, draw, headline, integer_axis, percent_axis
 from vtx.exporter.data.intervals import mean_intervals, share_interval
 from vtx.exporter.estimate.flops import total_flops, withdrawal_schedule
 from vtx.exporter.estimate.sizes import ModelSize
@@ -172,10 +172,14 @@ def plot_report(report: Mapping[str, Any], path: Path) -> None:
 def _fill(figure: Any, report: Mapping[str, Any]) -> None:
     curve, histogram = figure.subplots(1, 2)
     for name, points in (("fixed K", report["fixed"]), ("gates, by threshold", report["gates"])):
-        curve.plot([p["full_layers"] for p in points], [100 * p["agreement"] for p in points], marker="o", label=name)
-    curve.set(xlabel="full layers, mean", ylabel="same answer as the full model, %")
+        curve.plot([p["full_layers"] for p in points], [100 * p["agreement"] for p in points], label=name)
+    percent_axis(curve, "same answer as the full model, %", min(100 * p["agreement"] for p in report["fixed"]))
+    curve.set(title="Agreement over cost")
+    integer_axis(curve, "layers that see the image, mean")
     curve.legend()
-    exits = report["gates"][0]["exits"]
-    histogram.bar(range(len(exits)), exits.values())
-    histogram.set_xticks(range(len(exits)), list(exits), rotation=90, fontsize=7)
-    histogram.set(xlabel=f"K that the gates chose above {report['gates'][0]['threshold']:g}", ylabel="questions")
+    chosen = report["gates"][0]
+    histogram.bar(range(len(chosen["exits"])), chosen["exits"].values(), color=COLORS[1])
+    histogram.set_xticks(range(len(chosen["exits"])), list(chosen["exits"]), rotation=90, fontsize=8)
+    histogram.grid(visible=False, axis="x")
+    histogram.set(title=f"K that the gates choose above {chosen['threshold']:g}", xlabel="K", ylabel="questions")
+    headline(figure, "Gates against a fixed K", f"{report['items']} held-out items, {report['layers']} layers")

@@ -1,4 +1,4 @@
-"""A picture of which patches survive: one panel for each cut of each image, drawn with pillow."""
+"""A picture of which patches survive: each image beside one panel per cut, with a legend, drawn with pillow."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from vtx.runtime.api.answer import Stats
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import RequestError, printable
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.session.reduction_report import Kept, ReductionReport
 
 PANEL = 336  # pixels a side, at least
-MARGIN = 8
-CAPTION = 16
+MARGIN = 12
+HEADER = 26  # the question, above its panels
+CAPTION = 24  # what a panel shows, above it
+LEGEND = 24
+TEXT, SMALL = 17, 15  # heights of letters
 DIMMED = 0.2  # what is left of the light of a patch that has gone
 WINDOW = 3  # patches a side of a merged window
 MERGED = (255, 200, 0)
-KEY = (0, 220, 255)
+KEY = (0, 160, 220)
 INK = (20, 20, 20)
+EDGE = (190, 190, 190)
+
+Panel = tuple[str, Image.Image]
 
 
 def check_shown(policy: Policy, pictures: Sequence[PreparedImage]) -> None:
@@ -35,76 +41,124 @@ def check_shown(policy: Policy, pictures: Sequence[PreparedImage]) -> None:
         raise RequestError("--show-tokens has nothing to show without a reduction; add --reduce, as --reduce fastv")
 
 
-def draw_tokens(answers: Sequence[Stats], pictures: Sequence[PreparedImage], manifest: Manifest) -> Image.Image:
-    """One row for each answer and image, one panel for each cut: what has gone is dark.
-
-    Merged windows have a yellow frame, key rows a blue corner.
-    """
-    shown = [stats.reduced for stats in answers if stats.reduced is not None]
-    side = manifest.model.tower.grid
-    rows = [
-        [
-            _captioned(panel, f"question {question + 1}, image {number + 1}: {_said(found, step, number)}")
-            for step, panel in enumerate(_panels(_pixels(picture, manifest.image), side, found, number))
-        ]
-        for question, found in enumerate(shown)
-        for number, picture in enumerate(pictures)
-    ]
-    return _sheet(rows)
-
-
-def _sheet(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
-    width, height = rows[0][0].width + MARGIN, rows[0][0].height + MARGIN
-    sheet = Image.new("RGB", (MARGIN + width * max(map(len, rows)), MARGIN + height * len(rows)), "white")
-    for y, row in enumerate(rows):
-        for x, panel in enumerate(row):
-            sheet.paste(panel, (MARGIN + x * width, MARGIN + y * height))
-    return sheet
+def draw_tokens(
+    questions: Sequence[str], answers: Sequence[Stats], pictures: Sequence[PreparedImage], manifest: Manifest
+) -> Image.Image:
+    """One row for each question and image: the image as the tower sees it, then what is left of it after each cut."""
+    side, rows = manifest.model.tower.grid, list[tuple[str, list[Panel]]]()
+    shown = [(q, stats.reduced) for q, stats in zip(questions, answers, strict=True) if stats.reduced is not None]
+    for question, report in shown:
+        for number, picture in enumerate(pictures):
+            pixels = _pixels(picture, manifest.image)
+            title = question if len(pictures) == 1 else f"image {number + 1}: {question}"
+            rows.append((title, [("the image", _enlarged(pixels)), *_panels(pixels, side, report, number)]))
+    reports = [report for _, report in shown]
+    return _sheet(rows, _legend(any(map(any, (r.merged for r in reports))), any(map(any, (r.keys for r in reports)))))
 
 
 def _pixels(picture: PreparedImage, settings: ImageSettings) -> NDArray[np.float64]:
-    """The picture as the tower saw it, [height, width, 3], 0 to 255."""
+    """The picture as the tower sees it, [height, width, 3], 0 to 255."""
     values = picture.pixels.transpose(1, 2, 0) * np.array(settings.std) + np.array(settings.mean)
     pixels: NDArray[np.float64] = (values / settings.rescale).clip(0, 255)
     return pixels
 
 
-def _panels(pixels: NDArray[np.float64], side: int, found: ReductionReport, number: int) -> Iterator[Image.Image]:
-    for kept in found.kept:
-        yield _panel(pixels, side, found, kept, number)
+# --- panels ---------------------------------------------------------------------------------------
 
 
-def _panel(pixels: NDArray[np.float64], side: int, found: ReductionReport, kept: Kept, number: int) -> Image.Image:
+def _panels(pixels: NDArray[np.float64], side: int, report: ReductionReport, number: int) -> Iterator[Panel]:
+    for kept in report.kept:
+        yield _caption(report, kept, number), _panel(pixels, side, report, kept, number)
+
+
+def _caption(report: ReductionReport, kept: Kept, number: int) -> str:
+    entered, merged = len(report.kept[0].patches[number]), len(report.merged[number])
+    if kept.layer == 1:
+        return f"{entered} tokens enter" + (f", {merged} merged" if merged else "")
+    return f"{len(kept.patches[number])} of {entered} enter layer {kept.layer} ({kept.by})"
+
+
+def _panel(pixels: NDArray[np.float64], side: int, report: ReductionReport, kept: Kept, number: int) -> Image.Image:
     """The image, `side` patches a side, with those of `kept` lit."""
-    merged, alive = set(found.merged[number]), set(kept.patches[number]) - {-1}
+    merged, alive = set(report.merged[number]), set(kept.patches[number]) - {-1}
     lit = np.zeros((side, side), bool)
-    for place in alive:
-        y, x, reach = *divmod(place, side), WINDOW if place in merged else 1
+    for index in alive:
+        y, x, reach = *divmod(index, side), WINDOW if index in merged else 1
         lit[y : y + reach, x : x + reach] = True
     height, width = pixels.shape[:2]
     bright = lit[np.arange(height) * side // height][:, np.arange(width) * side // width]
-    dimmed = np.where(bright[..., None], pixels, pixels * DIMMED).round().astype(np.uint8)
-    scale = max(1, math.ceil(PANEL / width))
-    image = Image.fromarray(dimmed).resize((width * scale, height * scale), Image.Resampling.NEAREST)
+    image = _enlarged(np.where(bright[..., None], pixels, pixels * DIMMED))
     draw, step = ImageDraw.Draw(image), image.width / side
-    for place in alive & merged:
-        y, x = divmod(place, side)
-        draw.rectangle((x * step, y * step, (x + WINDOW) * step - 1, (y + WINDOW) * step - 1), outline=MERGED)
-    for place in alive & set(found.keys[number]):
-        y, x = divmod(place, side)
-        draw.polygon([(x * step, y * step), ((x + 0.5) * step, y * step), (x * step, (y + 0.5) * step)], fill=KEY)
+    for index in alive & merged:
+        y, x = divmod(index, side)
+        _frame(draw, x * step, y * step, WINDOW * step)
+    for index in alive & set(report.keys[number]):
+        y, x = divmod(index, side)
+        _corner(draw, x * step, y * step, step)
     return image
 
 
-def _said(found: ReductionReport, step: int, number: int) -> str:
-    kept, entered = found.kept[step], len(found.kept[0].patches[number])
-    if kept.layer == 1:
-        return f"{entered} rows enter, {len(found.merged[number])} merged"
-    return f"{len(kept.patches[number])} of {entered} go into layer {kept.layer} ({kept.by})"
+def _enlarged(pixels: NDArray[np.float64]) -> Image.Image:
+    scale = max(1, math.ceil(PANEL / pixels.shape[1]))
+    image = Image.fromarray(pixels.round().astype(np.uint8))
+    return image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
 
 
-def _captioned(image: Image.Image, text: str) -> Image.Image:
-    panel = Image.new("RGB", (image.width, image.height + CAPTION), "white")
-    panel.paste(image, (0, CAPTION))
-    ImageDraw.Draw(panel).text((0, 2), text, fill=INK)
-    return panel
+def _frame(draw: ImageDraw.ImageDraw, x: float, y: float, size: float) -> None:
+    draw.rectangle((x, y, x + size - 1, y + size - 1), outline=MERGED, width=2)
+
+
+def _corner(draw: ImageDraw.ImageDraw, x: float, y: float, size: float) -> None:
+    draw.polygon([(x, y), (x + size / 2, y), (x, y + size / 2)], fill=KEY)
+
+
+# --- the sheet ------------------------------------------------------------------------------------
+
+
+def _sheet(rows: Sequence[tuple[str, Sequence[Panel]]], legend: Image.Image) -> Image.Image:
+    panel = rows[0][1][0][1]
+    width, height = panel.width + MARGIN, HEADER + CAPTION + panel.height + MARGIN
+    columns = max(len(panels) for _, panels in rows)
+    size = MARGIN + max(width * columns, legend.width), MARGIN + height * len(rows) + LEGEND + MARGIN
+    sheet = Image.new("RGB", size, "white")
+    for number, (title, panels) in enumerate(rows):
+        top = MARGIN + number * height
+        _write(sheet, (MARGIN, top), title, TEXT, sheet.width - 2 * MARGIN)
+        for column, (caption, image) in enumerate(panels):
+            left = MARGIN + column * width
+            _write(sheet, (left, top + HEADER), caption, SMALL, image.width)
+            _paste(sheet, image, left, top + HEADER + CAPTION)
+    sheet.paste(legend, (MARGIN, sheet.height - LEGEND - MARGIN))
+    return sheet
+
+
+def _paste(sheet: Image.Image, image: Image.Image, x: int, y: int) -> None:
+    sheet.paste(image, (x, y))
+    ImageDraw.Draw(sheet).rectangle((x - 1, y - 1, x + image.width, y + image.height), outline=EDGE)
+
+
+def _legend(merged: bool, keys: bool) -> Image.Image:
+    """Each mark in a square, and what it means."""
+    entries = {"lit: goes on": True, "dark: left out": True, "merged window": merged, "key token": keys}
+    shown, step, square = [label for label, there in entries.items() if there], 150, LEGEND - 6
+    image = Image.new("RGB", (step * len(shown), LEGEND), "white")
+    draw = ImageDraw.Draw(image)
+    for number, label in enumerate(shown):
+        x, light = number * step, 215 if label != "dark: left out" else round(215 * DIMMED)
+        draw.rectangle((x, 0, x + square, square), fill=(light, light, light))
+        if label == "merged window":
+            _frame(draw, x, 0, square + 1)
+        if label == "key token":
+            _corner(draw, x, 0, square)
+        _write(image, (x + square + 8, 0), label, SMALL, step)
+    return image
+
+
+def _write(image: Image.Image, at: tuple[int, int], text: str, height: int, width: int) -> None:
+    """One line of `text`, shortened to `width` pixels."""
+    font, line = ImageFont.load_default(height), printable(" ".join(text.split()))[:400]
+    if font.getlength(line) > width:
+        while line and font.getlength(line + " ...") > width:
+            line = line[:-1]
+        line += " ..."
+    ImageDraw.Draw(image).text(at, line, fill=INK, font=font)

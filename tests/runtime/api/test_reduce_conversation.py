@@ -307,6 +307,12 @@ def lit(panel: NDArray[np.uint8], image: NDArray[np.float64]) -> NDArray[np.bool
     return found
 
 
+def panel(sheet: NDArray[np.uint8], row: int, column: int) -> NDArray[np.uint8]:
+    """Panels are 378 pixels a side, a margin of 12 apart, under a question and a caption of 50 pixels in all."""
+    top, left = 12 + row * (50 + 378 + 12) + 50, 12 + column * (378 + 12)
+    return sheet[top : top + 378, left : left + 378]
+
+
 def test_the_picture_shows_what_survives_each_cut(model: Model, picture: Path, tmp_path: Path, tau: float) -> None:
     out = tmp_path / "tokens.png"
     line = [picture, *QUESTIONS[:2], "--k", "none", "--reduce", f"{DUAL},tau={tau}", "--show-tokens", out, "--json"]
@@ -318,16 +324,16 @@ def test_the_picture_shows_what_survives_each_cut(model: Model, picture: Path, t
     settings = model.manifest.image
     pixels = ((values * settings.std + settings.mean) / settings.rescale).clip(0, 255)
     for row, answer in enumerate(found):
+        assert lit(panel(sheet, row, 0), pixels).all(), "the image itself stands beside its panels"
         for column, kept in enumerate(answer["kept"]):
-            top, left = 8 + 16 + row * (378 + 16 + 8), 8 + column * (378 + 8)
             alive = np.zeros((9, 9), bool)
             for place in kept["patches"][0]:
                 reach = 3 if place in answer["merged"][0] else 1
                 alive[place // 9 : place // 9 + reach, place % 9 : place % 9 + reach] = True
             dark = pixels.max() < 10
             assert not dark
-            assert (lit(sheet[top : top + 378, left : left + 378], pixels) == alive).mean() > 0.9
-    assert sheet.shape[0] == 8 + 2 * (378 + 16 + 8)
+            assert (lit(panel(sheet, row, column + 1), pixels) == alive).mean() > 0.9
+    assert (sheet[-36:] != 255).any(), "the legend is below"
 
 
 @pytest.mark.parametrize(
