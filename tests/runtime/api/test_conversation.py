@@ -171,7 +171,7 @@ def test_closing_frees_the_caches_and_starts_afresh(model: Model, fresh: dict[An
     conversation = model.open(IMAGE)
     conversation.ask(QUESTIONS[0], 3, OPTIONS)
     session = conversation._caches.session
-    caches = [weakref.ref(cache) for cache in (*session._full.values(), *session._pruned.values())]
+    caches = [weakref.ref(cache) for cache in (*session.caches.full.values(), *session.caches.pruned.values())]
     del session
     assert len(caches) == 5
     conversation.close()
@@ -291,10 +291,13 @@ def test_a_later_turn_runs_only_its_own_rows(model: Model) -> None:
     with model.open(IMAGE) as conversation:
         chat, cut = conversation.chat(5), conversation._caches.session
         first = chat.ask(QUESTIONS[1], Options(max_new_tokens=4, ignore_eos=True))
-        held = cut._full[0].length
+        held = cut.caches.full[0].length
         ran: list[int] = []
-        append = cut._full[0].append
-        cut._full[0].append = lambda rows, positions, **how: (ran.append(len(rows)), append(rows, positions, **how))[1]  # type: ignore[method-assign]
+        append = cut.caches.full[0].append
+        cut.caches.full[0].append = lambda rows, positions, **how: (
+            ran.append(len(rows)),
+            append(rows, positions, **how),
+        )[1]  # type: ignore[method-assign]
         second = chat.ask(QUESTIONS[0], Options(max_new_tokens=1))
     assert held == first.stats.prompt_tokens + 3
     assert ran[0] < second.stats.prompt_tokens - first.stats.prompt_tokens + 4

@@ -197,7 +197,7 @@ def test_the_image_is_not_run_again_before_the_first_cut(model: Model, prompts: 
     session = Session(model.backend, model.manifest)
     session.prefill(prompts[0], policy(model, "mustdrop"))
     ran: list[int] = []
-    for cache in session._full.values():
+    for cache in session.caches.full.values():
         append = cache.append
         cache.append = lambda rows, *rest, append=append, **how: (ran.append(len(rows)), append(rows, *rest, **how))[1]  # type: ignore[method-assign]
     assert session.prefill(prompts[2], policy(model, "mustdrop")).reused_image
@@ -301,7 +301,7 @@ def test_what_is_set_aside_is_what_full_stages_lost(model: Model, prompts: list[
     """A stage before the first cut sets K and V of the dropped rows saved; later ones run anew and keep nothing."""
     session = Session(model.backend, model.manifest)
     done = session.prefill(prompts[0], policy(model, "mustdrop"))
-    (saved,) = session._prefix.saved_kv
+    (saved,) = session.caches.prefix.saved_kv
     spec, dropped = model.manifest.model, int((~done.cuts[-1].kept).sum())
-    assert session._stages[saved.stage].first == 2
+    assert model.manifest.stages[saved.stage].first == 2
     assert saved.kv.shape == (1, 2, 1, spec.kv_heads, dropped, spec.head_dim)

@@ -50,7 +50,7 @@ def one_shot(backend: Backend, session: Session, asked: Prompt, k: int | None) -
     if asked.encoders:
         rows[asked.is_vision] = np.concatenate([encode().rows for _, encode in asked.encoders])
     positions = np.arange(len(rows), dtype=np.int64)
-    for number, stage in enumerate(session._stages):
+    for number, stage in enumerate(session.caches.stages):
         if stage.first == k:
             rows, positions = rows[~asked.is_vision], positions[~asked.is_vision]
         rows = backend.stage(number, session.capacity).append(rows, positions).copy()
@@ -193,22 +193,22 @@ def roomy(models: Models) -> Model:
 
 
 def caches(session: Session) -> list[Any]:
-    return [session._cache(number) for number in range(len(session._stages))]
+    return [session.caches.cache(number) for number in range(len(session.caches.stages))]
 
 
 @pytest.mark.parametrize("k", [None, 3])
 def test_decoding_writes_one_slot_in_place(roomy: Model, k: int | None) -> None:
     session = Session(roomy.backend, roomy.manifest)
     session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(k))
-    before = [cache._kv.copy() for cache in caches(session)]
+    before = [cache.kv.copy() for cache in caches(session)]
     session.decode(40)
     for cache, old in zip(caches(session), before, strict=True):
-        changed = (cache._kv != old).any(axis=(0, 1, 2, 3, 5))
+        changed = (cache.kv != old).any(axis=(0, 1, 2, 3, 5))
         assert np.flatnonzero(changed).tolist() == [cache.length - 1]
-        for number, (_, _, value) in enumerate(cache._buffers):
-            assert value.data_ptr() == cache._kv[number // 2, number % 2].ctypes.data
-        outputs = {value.data_ptr() for value in cache._row_binding.get_outputs()}
-        assert {value.data_ptr() for _, _, value in cache._buffers} < outputs
+        for number, (_, _, value) in enumerate(cache.buffers):
+            assert value.data_ptr() == cache.kv[number // 2, number % 2].ctypes.data
+        outputs = {value.data_ptr() for value in cache.row_binding.get_outputs()}
+        assert {value.data_ptr() for _, _, value in cache.buffers} < outputs
 
 
 @pytest.mark.parametrize("k", [None, 3])
@@ -216,10 +216,10 @@ def test_decoding_allocates_nothing_that_grows_with_the_cache(roomy: Model, k: i
     session = Session(roomy.backend, roomy.manifest)
     session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(k))
     for cache in caches(session):
-        cache._kv += 0  # touch every page, as a full context would
+        cache.kv += 0  # touch every page, as a full context would
     for _ in range(50):
         session.decode(40)
-    process, addresses = psutil.Process(), [cache._kv.ctypes.data for cache in caches(session)]
+    process, addresses = psutil.Process(), [cache.kv.ctypes.data for cache in caches(session)]
     gc.collect()
     tracemalloc.start()
     resident, (held, _) = process.memory_info().rss, tracemalloc.get_traced_memory()
@@ -227,7 +227,7 @@ def test_decoding_allocates_nothing_that_grows_with_the_cache(roomy: Model, k: i
         session.decode(40)
     (after, peak), grown = tracemalloc.get_traced_memory(), process.memory_info().rss - resident
     tracemalloc.stop()
-    assert [cache._kv.ctypes.data for cache in caches(session)] == addresses
+    assert [cache.kv.ctypes.data for cache in caches(session)] == addresses
     # One layer's K alone is 4 MB: a single copy would show in either number.
     assert after - held < 1 << 16
     assert peak - held < 1 << 16
@@ -239,5 +239,5 @@ def test_withdrawn_stages_hold_no_slot_for_vision_rows(roomy: Model) -> None:
     session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(3))
     full, text = caches(session)
     assert (full.capacity, text.capacity) == (4096, 4096 - 16)
-    assert set(session._full) == {0}
-    assert set(session._pruned) == {1}
+    assert set(session.caches.full) == {0}
+    assert set(session.caches.pruned) == {1}
