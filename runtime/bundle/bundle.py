@@ -52,7 +52,7 @@ class Bundle:
             raise BundleError(f"{folder} cannot be read ({reason(e)}); check its name and permissions") from e
         if check:
             for name in bundle.manifest.files:
-                bundle._check(name, whole=key is not None)
+                bundle.check_file(name, whole=key is not None)
         return bundle
 
     @property
@@ -105,7 +105,7 @@ class Bundle:
         """Hash every file: (name, None) where it is as exported, else (name, what is wrong)."""
         for name in self.manifest.files:
             try:
-                self._check(name, whole=True, progress=progress)
+                self.check_file(name, whole=True, progress=progress)
             except BundleError as e:
                 yield name, str(e)
             else:
@@ -120,7 +120,7 @@ class Bundle:
             raise BundleError(f"{name} holds {status.st_size:,} bytes, the manifest says {record.bytes:,}; {CURE}")
         return file
 
-    def _check(self, name: str, *, whole: bool, progress: Callable[[int], None] = lambda _: None) -> None:
+    def check_file(self, name: str, *, whole: bool, progress: Callable[[int], None] = lambda _: None) -> None:
         record = self.manifest.files[name]
         with self._open(name) as file:
             small = whole or record.bytes <= QUICK_BYTES
@@ -133,7 +133,7 @@ class Bundle:
             if name != graph and name.endswith(".onnx"):
                 continue
             if name not in self._checked:
-                self._check(name, whole=self.key is not None)
+                self.check_file(name, whole=self.key is not None)
             with self._open(name) as file:
                 self._same(name, file)
 

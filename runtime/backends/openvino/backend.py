@@ -81,7 +81,7 @@ class OpenvinoBackend:
         key_type = names.kv_type(DIALECT, self._manifest.kv_dtype)
         self._context = OpenvinoCacheContext(openvino, model, self._kv, rope, score, np.dtype(key_type))
         self.kv_slot_bytes = self._context.slot_bytes
-        self._stages = [self._compile_stage(spec, file) for spec, file in self._manifest.stage_files(DIALECT)]
+        self.stages = [self._compile_stage(spec, file) for spec, file in self._manifest.stage_files(DIALECT)]
         self._vision: OpenvinoGraph | None = None
         self._vision_lock = threading.Lock()
 
@@ -159,13 +159,13 @@ class OpenvinoBackend:
 
     def stage(self, index: int, capacity: int) -> OpenvinoStageCache:
         try:
-            return OpenvinoStageCache(self._context, self._stages[index], self._manifest.stages[index], capacity)
+            return OpenvinoStageCache(self._context, self.stages[index], self._manifest.stages[index], capacity)
         except MemoryError as e:
             raise cache_failure(capacity) from e
 
     def close(self) -> None:
         with self._vision_lock:
             loaded = [self._embed, self._head, *self._gates.values(), self._context.score, self._vision]
-        for graph in (*loaded, *self._stages):
+        for graph in (*loaded, *self.stages):
             if graph is not None:
                 graph.close()

@@ -59,7 +59,8 @@ class OpenvinoCacheContext:
 class OpenvinoStageCache(SlotCounter):
     """`StageCache` whose K and V are arrays of blocks, which an infer request over the stage's graph reads and fills.
 
-    One token, as in decoding, runs through tensors made once.
+    `kv` is [layers, 2, blocks, kv_heads, slots of a block, slot width]. One token, as in decoding, runs through tensors
+    made once.
     """
 
     def __init__(self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int) -> None:
@@ -68,8 +69,8 @@ class OpenvinoStageCache(SlotCounter):
         self._request = stage.request()
         model, blocks = context.model, -(-capacity // BLOCK)
         shape = (spec.layers, 2, blocks, model.kv_heads, BLOCK, context.slot_width)
-        self._kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[context.kv]))
-        for layer, (keys, values) in zip(range(spec.first, spec.last + 1), self._kv, strict=True):
+        self.kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[context.kv]))
+        for layer, (keys, values) in zip(range(spec.first, spec.last + 1), self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
         self._past, self._begins, self._filled = np.zeros(1, np.int32), np.zeros(2, np.int32), np.array(0, np.int32)
@@ -117,14 +118,14 @@ class OpenvinoStageCache(SlotCounter):
 
     def _last_keys(self) -> NDArray[Any]:
         """The last layer's keys, [kv_heads, length, head_dim]."""
-        keys = self._kv[-1, 0, : -(-self.length // BLOCK)].swapaxes(0, 1)
+        keys = self.kv[-1, 0, : -(-self.length // BLOCK)].swapaxes(0, 1)
         return _wide(keys.reshape(len(keys), -1, keys.shape[-1])[:, : self.length])
 
     def read(self, slots: Ids) -> NDArray[Any]:
-        return self._kv[:, :, slots // BLOCK, :, slots % BLOCK]
+        return self.kv[:, :, slots // BLOCK, :, slots % BLOCK]
 
     def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
-        self._kv[:, :, slots // BLOCK, :, slots % BLOCK] = kv
+        self.kv[:, :, slots // BLOCK, :, slots % BLOCK] = kv
         self.length = length
 
     def _place(self, count: int) -> None:

@@ -38,7 +38,9 @@ class OrtCacheContext:
 class OrtStageCache(SlotCounter):
     """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.
 
-    One token, as in decoding, runs through a binding made once; nothing is allocated for it.
+    `kv` is [layers, 2, 1, kv_heads, capacity, head_dim]; `buffers` are its parts with the names they are bound by.
+    `query` [tokens, heads * head_dim] are those of the tokens last appended with it. One token, as in decoding, runs
+    through `row_binding`, made once; nothing is allocated for it.
     """
 
     bound_once = True
@@ -48,26 +50,26 @@ class OrtStageCache(SlotCounter):
         self._context, self._stage = context, stage
         model, kv_type = context.model, np.dtype(context.kv_dtype)
         shape = (spec.layers, 2, 1, model.kv_heads, capacity, model.head_dim)
-        self._kv: NDArray[Any]
-        self._buffers: list[tuple[str, str, Any]] = []
+        self.kv: NDArray[Any]
+        self.buffers: list[tuple[str, str, Any]] = []
         for layer, (key, value) in zip(range(spec.first, spec.last + 1), self._allocate(shape, kv_type), strict=True):
-            self._buffers.append((names.past_key(layer), names.present_key(layer), key))
-            self._buffers.append((names.past_value(layer), names.present_value(layer), value))
+            self.buffers.append((names.past_key(layer), names.present_key(layer), key))
+            self.buffers.append((names.past_value(layer), names.present_value(layer), value))
         self._key_scale = context.kv_scales.get(names.key_scale(spec.last))
         scales = {name(n) for n in range(spec.first, spec.last + 1) for name in (names.key_scale, names.value_scale)}
         self._scales = {name: scale for name, scale in context.kv_scales.items() if name in scales}  # none if not int8
-        self._query = np.zeros((0, model.heads * model.head_dim), np.float32)
+        self.query = np.zeros((0, model.heads * model.head_dim), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
         self._row: Rows = np.zeros((1, model.hidden), np.float32)
         self._row_out: Rows = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
-        self._row_binding = self._bind(self._row, self._row_position, self._row_out)
+        self.row_binding = self._bind(self._row, self._row_position, self._row_out)
 
     def _allocate(self, shape: tuple[int, ...], kv_type: np.dtype[Any]) -> Iterator[tuple[Any, Any]]:
         """Key and value buffer of each layer, of `shape` [layers, 2, 1, kv_heads, capacity, head_dim] together."""
-        self._kv = zeros_in_small_pages(shape, kv_type)
-        for layer in self._kv:
+        self.kv = zeros_in_small_pages(shape, kv_type)
+        for layer in self.kv:
             yield self._context.value(layer[0]), self._context.value(layer[1])
 
     def _run(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
@@ -75,23 +77,23 @@ class OrtStageCache(SlotCounter):
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
         if count == 1 and self.bound_once and not query:
             self._row[:], self._row_position[:] = rows, positions
-            self._stage.run_bound(self._row_binding)
+            self._stage.run_bound(self.row_binding)
             return self._row_out
         out = np.empty_like(rows)
         binding = self._bind(np.ascontiguousarray(rows), positions[None].copy(), out)
         if query:
-            self._query = np.empty((count, self._query.shape[1]), np.float32)
-            binding.bind_ortvalue_output(names.QUERY, self._context.value(self._query))
+            self.query = np.empty((count, self.query.shape[1]), np.float32)
+            binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))
         self._stage.run_bound(binding)
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
         score, value = self._context.score, self._context.value
         assert score is not None
-        query = self._query[-1:] if last_only else self._query
+        query = self.query[-1:] if last_only else self.query
         binding = score.binding()
         binding.bind_ortvalue_input(names.QUERY, value(query))
-        binding.bind_ortvalue_input(names.KEY, self._buffers[-2][2])  # the last layer's
+        binding.bind_ortvalue_input(names.KEY, self.buffers[-2][2])  # the last layer's
         binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
         if self._key_scale is not None:
             binding.bind_ortvalue_input(names.KEY_SCALE, self._key_scale)
@@ -102,7 +104,7 @@ class OrtStageCache(SlotCounter):
         return total[: self.length], most[: self.length]
 
     def keys(self) -> NDArray[np.float32]:
-        return self._scaled(self._kv[-1, 0, 0, :, : self.length])
+        return self._scaled(self.kv[-1, 0, 0, :, : self.length])
 
     def _scaled(self, keys: NDArray[Any]) -> NDArray[np.float32]:
         """Keys [kv_heads, slots, head_dim] of the last layer as numbers."""
@@ -110,10 +112,10 @@ class OrtStageCache(SlotCounter):
         return wide if self._key_scale is None else wide * self._key_scale.numpy()[0]
 
     def read(self, slots: Ids) -> NDArray[Any]:
-        return np.take(self._kv, slots, axis=-2)
+        return np.take(self.kv, slots, axis=-2)
 
     def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
-        self._kv[..., slots, :] = kv
+        self.kv[..., slots, :] = kv
         self.length = length
 
     def _bind(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> Any:
@@ -125,7 +127,7 @@ class OrtStageCache(SlotCounter):
         binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
         for name, constant in (*self._context.rope.items(), *self._scales.items()):
             binding.bind_ortvalue_input(name, constant)
-        for past, present, buffer in self._buffers:
+        for past, present, buffer in self.buffers:
             binding.bind_ortvalue_input(past, buffer)
             binding.bind_ortvalue_output(present, buffer)
         return binding

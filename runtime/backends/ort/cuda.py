@@ -63,13 +63,13 @@ class OrtCudaCache(OrtStageCache):
             yield make(np.zeros(shape[2:], kv_type), memory, 0), make(np.zeros(shape[2:], kv_type), memory, 0)
 
     def keys(self) -> NDArray[np.float32]:
-        return self._scaled(self._buffers[-2][2].numpy()[0, :, : self.length])
+        return self._scaled(self.buffers[-2][2].numpy()[0, :, : self.length])
 
     def read(self, slots: Ids) -> NDArray[Any]:
-        return np.stack([np.take(buffer.numpy(), slots, axis=-2) for _, _, buffer in self._buffers])
+        return np.stack([np.take(buffer.numpy(), slots, axis=-2) for _, _, buffer in self.buffers])
 
     def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
-        for (_, _, buffer), part in zip(self._buffers, kv, strict=True):
+        for (_, _, buffer), part in zip(self.buffers, kv, strict=True):
             content = buffer.numpy()
             content[..., slots, :] = part
             buffer.update_inplace(content)

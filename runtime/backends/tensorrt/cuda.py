@@ -33,9 +33,9 @@ def load_cuda() -> Any:
 class Buffer:
     """Device memory that is freed with this object."""
 
-    def __init__(self, cuda: Cuda, nbytes: int, what: str) -> None:
+    def __init__(self, cuda: Cuda, nbytes: int, purpose: str) -> None:
         self.nbytes = nbytes
-        self.address = cuda.malloc(nbytes, what)
+        self.address = cuda.malloc(nbytes, purpose)
         self.free = weakref.finalize(self, cuda.release, self.address)
 
 
@@ -45,40 +45,46 @@ class Cuda:
     def __init__(self, runtime: Any) -> None:
         self._rt = runtime
         self._kinds = runtime.cudaMemcpyKind
-        self.stream = int(self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
+        self.stream = int(self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
 
-    def malloc(self, nbytes: int, what: str) -> int:
-        """An address of so many bytes; DeviceError with what is free where they are not to be had."""
+    def call(self, name: str, *args: Any) -> Any:
+        """The values that a call gives after its error: none, one, or a tuple."""
+        error, *values = getattr(self._rt, name)(*args)
+        self._check(name, error)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def malloc(self, nbytes: int, purpose: str) -> int:
+        """The address of `nbytes` bytes; DeviceError, which says how many are free, where there are not enough."""
         error, address = self._rt.cudaMalloc(nbytes)
         if int(error) == _OUT_OF_MEMORY:
             free, total = self.memory()
             raise DeviceError(
-                f"{what} needs {size(nbytes)} of device memory, {size(free)} of {size(total)} is free; "
+                f"{purpose} needs {size(nbytes)} of device memory, {size(free)} of {size(total)} is free; "
                 "end other programs on the GPU, export with a smaller --precision or --max-context, or use --device cpu"
             )
         self._check("cudaMalloc", error)
         return int(address)
 
     def release(self, address: int) -> None:
-        self._call("cudaFree", address)
+        self.call("cudaFree", address)
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
-        free, total = self._call("cudaMemGetInfo")
+        free, total = self.call("cudaMemGetInfo")
         return int(free), int(total)
 
     def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """A zeroed host array that the device reads and writes by itself."""
         like = np.zeros(shape, dtype)
-        address = int(self._call("cudaHostAlloc", max(like.nbytes, 1), self._rt.cudaHostAllocDefault))
+        address = int(self.call("cudaHostAlloc", max(like.nbytes, 1), self._rt.cudaHostAllocDefault))
         memory = (ctypes.c_byte * like.nbytes).from_address(address)
         array: NDArray[Any] = np.frombuffer(memoryview(memory), like.dtype).reshape(shape)
         array[...] = 0
-        weakref.finalize(memory, self._call, "cudaFreeHost", address)
+        weakref.finalize(memory, self.call, "cudaFreeHost", address)
         return array
 
     def zero(self, buffer: Buffer) -> None:
-        self._call("cudaMemsetAsync", buffer.address, 0, buffer.nbytes, self.stream)
+        self.call("cudaMemsetAsync", buffer.address, 0, buffer.nbytes, self.stream)
 
     def copy_in(self, address: int, array: NDArray[Any]) -> None:
         """Queue a contiguous host array for the device."""
@@ -90,37 +96,31 @@ class Cuda:
     def copy_rows(self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int) -> None:
         """Queue `height` rows of `width` bytes from one place on the device to another, `pitch` bytes apart."""
         kind = self._kinds.cudaMemcpyDeviceToDevice
-        self._call("cudaMemcpy2DAsync", to, to_pitch, source, pitch, width, height, kind, self.stream)
+        self.call("cudaMemcpy2DAsync", to, to_pitch, source, pitch, width, height, kind, self.stream)
 
     def wait(self) -> None:
         """Until all that was queued is done."""
-        self._call("cudaStreamSynchronize", self.stream)
+        self.call("cudaStreamSynchronize", self.stream)
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
         """Record what is queued inside into a graph, instead of running it."""
         graph = Graph(self)
-        self._call(
+        self.call(
             "cudaStreamBeginCapture", self.stream, self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         )
         try:
             yield graph
         finally:
-            recorded = self._call("cudaStreamEndCapture", self.stream)
+            recorded = self.call("cudaStreamEndCapture", self.stream)
         graph.finish(recorded)
 
     def _copy(self, to: int, source: int, nbytes: int, kind: Any) -> None:
-        self._call("cudaMemcpyAsync", to, source, nbytes, kind, self.stream)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        """The values that a call gives after its error: none, one, or a tuple."""
-        error, *values = getattr(self._rt, name)(*args)
-        self._check(name, error)
-        return values[0] if len(values) == 1 else tuple(values)
+        self.call("cudaMemcpyAsync", to, source, nbytes, kind, self.stream)
 
     def _check(self, name: str, error: Any) -> None:
         if int(error):
-            cure = _CURES.get(int(error), "run it again, and vtx-doctor where it stays")
+            cure = _CURES.get(int(error), "run it again; run vtx-doctor if it fails again")
             raise DeviceError(f"the GPU fails at {name} ({getattr(error, 'name', error)}): {cure}")
 
 
@@ -132,9 +132,9 @@ class Graph:
         self._run: Any = None
 
     def finish(self, recorded: Any) -> None:
-        self._run = self._cuda._call("cudaGraphInstantiate", recorded, 0)
-        self._cuda._call("cudaGraphDestroy", recorded)
-        weakref.finalize(self, self._cuda._call, "cudaGraphExecDestroy", self._run)
+        self._run = self._cuda.call("cudaGraphInstantiate", recorded, 0)
+        self._cuda.call("cudaGraphDestroy", recorded)
+        weakref.finalize(self, self._cuda.call, "cudaGraphExecDestroy", self._run)
 
     def launch(self) -> None:
-        self._cuda._call("cudaGraphLaunch", self._run, self._cuda.stream)
+        self._cuda.call("cudaGraphLaunch", self._run, self._cuda.stream)

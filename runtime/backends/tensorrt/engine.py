@@ -47,7 +47,7 @@ class Context:
     """One engine with one profile; shapes and addresses are set where they change."""
 
     def __init__(self, engine: Engine, context: Any, cuda: Cuda) -> None:
-        self.engine, self._context, self._cuda = engine, context, cuda
+        self.engine, self.execution, self._cuda = engine, context, cuda
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
 
@@ -55,25 +55,25 @@ class Context:
         """Shapes of the inputs that have free sizes, and the address of every tensor that is not bound yet."""
         for name, shape in shapes.items():
             if self._shapes.get(name) != shape:
-                if not self._context.set_input_shape(name, shape):
+                if not self.execution.set_input_shape(name, shape):
                     raise DeviceError(f"{self.engine.name} takes no {name} of shape {shape}; build the engines again")
                 self._shapes[name] = shape
         for name, address in addresses.items():
             if self._addresses.get(name) != address:
-                if not self._context.set_tensor_address(name, address):
+                if not self.execution.set_tensor_address(name, address):
                     raise AssertionError(f"{self.engine.name} has no tensor {name}")
                 self._addresses[name] = address
 
     def shape(self, name: str) -> Shape:
         """A tensor's shape with the inputs as they are set."""
-        return tuple(self._context.get_tensor_shape(name))
+        return tuple(self.execution.get_tensor_shape(name))
 
     def enqueue(self) -> None:
-        if not self._context.execute_async_v3(self._cuda.stream):
+        if not self.execution.execute_async_v3(self._cuda.stream):
             raise DeviceError(f"TensorRT cannot run {self.engine.name}; run vtx-doctor")
 
     @property
     def capturable(self) -> bool:
         """Whether its work can be recorded into a CUDA graph; releases that cannot tell can do it."""
-        ask = getattr(self._context, "is_stream_capturable", None)
+        ask = getattr(self.execution, "is_stream_capturable", None)
         return ask is None or bool(ask(self._cuda.stream))

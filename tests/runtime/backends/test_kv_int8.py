@@ -276,7 +276,7 @@ def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None
     cache = model.backend.stage(number, 64)
     cache.append(rows[:20], np.arange(20))
     cache.append(rows[20:], np.arange(20, 30), query=True)
-    query = cache._query.reshape(10, 4, 16).transpose(1, 0, 2)  # type: ignore[attr-defined]
+    query = cache.query.reshape(10, 4, 16).transpose(1, 0, 2)  # type: ignore[attr-defined]
     key = cache.read(np.arange(30))[-1, 0, 0] * read_kv_scales(model.bundle)[names.key_scale(spec.last)][0]
     products = query @ key.repeat(2, 0).transpose(0, 2, 1) / 4
     products[:, np.arange(30) > np.arange(20, 30)[:, None]] = -np.inf
@@ -313,7 +313,7 @@ def test_a_cache_takes_a_byte_a_number(loaded: Callable[[str], Model]) -> None:
     spec = model.manifest.model
     assert stats.kv_bytes == sum(stats.kv_slots) * 2 * spec.kv_heads * spec.head_dim
     cache = model.backend.stage(0, 100)
-    assert cache._kv.nbytes == 2 * spec.kv_heads * spec.head_dim * 100  # type: ignore[attr-defined]
+    assert cache.kv.nbytes == 2 * spec.kv_heads * spec.head_dim * 100  # type: ignore[attr-defined]
 
 
 def test_inspect_says_what_each_dialect_keeps(made: Callable[..., Made]) -> None:

@@ -234,7 +234,7 @@ def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(reduced: list
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_layer_attends_in_one_kernel_over_its_cache(models: Get, tiny: Tiny, precision: str) -> None:
     """Without the kernel each token would copy the whole cache."""
-    for stage, spec in zip(models(tiny, precision).backend._stages, stage_specs(models(tiny, precision)), strict=True):  # type: ignore[attr-defined]
+    for stage, spec in zip(models(tiny, precision).backend.stages, stage_specs(models(tiny, precision)), strict=True):  # type: ignore[attr-defined]
         kinds = Counter(
             node.get_rt_info()["layerType"].astype(str) for node in stage.compiled.get_runtime_model().get_ops()
         )
@@ -251,7 +251,7 @@ def test_rows_fill_the_arrays_in_place_and_no_slot_beyond_is_read(models: Get, p
     found = []
     for bits in (0, -1):  # zeros, and what is not a number
         cache = backend.stage(1, 100)
-        cache._kv.view(np.int8)[:] = bits
+        cache.kv.view(np.int8)[:] = bits
         chunks = [cache.append(rows[a:b], np.arange(a, b)).copy() for a, b in itertools.pairwise((0, 37, 38, 70))]
         found.append(np.concatenate(chunks))
         slots = cache.read(np.arange(70)).view(np.int8)
@@ -410,7 +410,7 @@ def test_threads_answer_side_by_side_as_alone(model: Model) -> None:
 
 
 def test_the_number_of_threads_is_what_was_asked_for(model: Model) -> None:
-    for stage in model.backend._stages:  # type: ignore[attr-defined]
+    for stage in model.backend.stages:  # type: ignore[attr-defined]
         assert stage.compiled.get_property("INFERENCE_NUM_THREADS") == THREADS
 
 
@@ -484,7 +484,7 @@ def test_quantised_weights_answer_as_on_onnxruntime_and_stay_narrow(
         ids = greedy(exact, asked[0], k, STEPS).ids
         found = [greedy(m, a, k, STEPS, forced=ids).logits for m, a in zip((one, other), asked[1:], strict=True)]
         np.testing.assert_allclose(found[0], found[1], atol=2.0, rtol=0)  # three times the largest difference seen
-    for stage in one.backend._stages:  # type: ignore[attr-defined]
+    for stage in one.backend.stages:  # type: ignore[attr-defined]
         matrices = [n for n in stage.compiled.get_runtime_model().get_ops() if n.get_output_size() and is_matrix(n)]
         assert matrices
         assert {n.get_output_element_type(0).bitwidth for n in matrices} == {8 if precision == "int8" else 4}

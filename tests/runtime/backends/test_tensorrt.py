@@ -29,6 +29,7 @@ from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host import gpu
 from vtx.runtime.report.compare import compare, first_difference
@@ -134,7 +135,7 @@ def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(
     build_all(folder, "jetson-thor", Release(TENSORRT, (10, 16)))
     monkeypatch.setattr(tensorrt, "find_gpu", lambda: gpu.Gpu("Thor", (11, 0), 1 << 37, (13, 0)))
     ours, reference = open_model(folder), load(exported, device="cpu", threads=THREADS)
-    assert {len(r.profiles) for g, r in ours.backend.engines.engines.items() if g.startswith("stage")} == {2}
+    assert {len(r.profiles) for g, r in ours.backend.engine_set.engines.items() if g.startswith("stage")} == {2}
     images, messages = [random_image(3)], prompt_messages(QUESTIONS[1])
     want, got = (greedy(m, prompt(m, messages, images), 3, STEPS) for m in (reference, ours))
     assert got.ids == want.ids
@@ -250,21 +251,20 @@ def test_saved_slots_come_back_where_they_are_put(slots: list[int], exported: Pa
     first, other = random.standard_normal((2, 9, model.manifest.model.hidden)).astype(np.float32)
     cache = model.backend.stage(1, 16)
     cache.append(first, np.arange(9))
-    before = _content(cache)
+    before = _content(cache, model.manifest)
     saved = cache.read(np.array(slots, np.int64))
     cache.keep(0)
     cache.append(other, np.arange(9))
-    expected = _content(cache)
+    expected = _content(cache, model.manifest)
     assert not np.isclose(before[..., :9, :], expected[..., :9, :]).all(-1).any()  # no slot holds what it held
     cache.write(np.arange(len(slots)), saved, length=9)
     expected[..., : len(slots), :] = before[..., slots, :]
-    np.testing.assert_array_equal(_content(cache), expected)
+    np.testing.assert_array_equal(_content(cache, model.manifest), expected)
 
 
-def _content(cache: Any) -> Any:
-    m = cache._backend._manifest
-    shape = (cache._spec.layers, 2, m.model.kv_heads, m.max_context, m.model.head_dim)
-    return gpu_standin.view(cache._kv.address, shape, np.float32).copy()
+def _content(cache: Any, m: Manifest) -> Any:
+    shape = (m.stages[1].layers, 2, m.model.kv_heads, m.max_context, m.model.head_dim)
+    return gpu_standin.view(cache.kv.address, shape, np.float32).copy()
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_a_prompt_longer_than_the_profile_says_the_longest_that_fits(bundle: Pat
         changed[graph] = replace(record, profiles=profiles)
     rewrite(bundle, engines=changed)
     model = open_model(bundle)
-    with pytest.raises(ContextError, match=r"takes \d+ rows at once, the engine of .* was built for at most 7"):
+    with pytest.raises(ContextError, match=r"takes \d+ tokens at once, the engine of .* was built for at most 7"):
         greedy(model, prompt(model, prompt_messages(QUESTIONS[2]), [random_image(1)]), None, 1)
 
 
@@ -420,13 +420,14 @@ def test_an_engine_outside_of_the_bundle_is_refused(bundle: Path) -> None:
 def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(exported: Path, device: Gpu) -> None:
     backend = TensorrtBackend(Bundle.open(exported))
     backend.embed(np.array([1, 2]))
-    context = backend.context("embed.trt.onnx", 0)._context
+    engines = backend.engines
+    context = engines.context("embed.trt.onnx", 0).execution
     with pytest.raises(AssertionError, match="hidden is bound twice"):
-        context.set_tensor_address("hidden", backend.place("hidden"))
-    device.cudaFree(backend.place("hidden"))
+        context.set_tensor_address("hidden", engines.address("hidden"))
+    device.cudaFree(engines.address("hidden"))
     with pytest.raises(AssertionError, match="are not device memory"):
-        backend.cuda.copy_out(np.zeros(1, np.float32), backend.place("hidden"))
-    backend._io["hidden"].free.detach()
+        backend.cuda.copy_out(np.zeros(1, np.float32), engines.address("hidden"))
+    engines.buffers["hidden"].free.detach()
 
 
 # --- the choice of the device ---------------------------------------------------------------------

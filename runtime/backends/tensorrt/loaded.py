@@ -1,0 +1,152 @@
+"""A bundle's engines on one GPU: deserialised, with their contexts, and one buffer for each input and output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
+from vtx.runtime.backends.tensorrt.engine import Context, Engine
+from vtx.runtime.bundle import fingerprint
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.fingerprint import EngineSet
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.errors import ContextError
+
+WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are no float32
+
+
+class LoadedEngines:
+    """The engines of every graph. All of them share their working memory and, by name, their inputs and outputs."""
+
+    def __init__(self, bundle: Bundle, engines: EngineSet, trt: Any, cuda: Cuda) -> None:
+        self._bundle, self._set, self._cuda = bundle, engines, cuda
+        self._trt, self._runtime = trt, trt.Runtime(_logger(trt))
+        self._engines = {graph: self._load(graph) for graph in engines.engines}
+        self._scratch = Buffer(cuda, max(e.scratch for e in self._engines.values()), "the engines' working memory")
+        self.buffers = {name: Buffer(cuda, nbytes, f"the tensor {name}") for name, nbytes in self._io_bytes().items()}
+        self._contexts: dict[tuple[str, int], Context] = {}
+
+    def new_context(self, graph: str, profile: int) -> Context:
+        """A context that the caller alone uses."""
+        return self._engines[graph].context(profile, self._scratch)
+
+    def context(self, graph: str, profile: int) -> Context:
+        """The one context that all share for a graph and a profile."""
+        if (graph, profile) not in self._contexts:
+            self._contexts[graph, profile] = self.new_context(graph, profile)
+        return self._contexts[graph, profile]
+
+    def longest(self, graph: str) -> int:
+        """The most tokens that a graph's engine takes at once."""
+        return self._set.engines[graph].longest("tokens")
+
+    def address(self, name: str) -> int:
+        """Where the input or output of that name lies, which all graphs share."""
+        return self.buffers[name].address
+
+    def check_tokens(self, graph: str, tokens: int) -> None:
+        """Raise ContextError where a graph's engine does not take so many tokens at once."""
+        longest = self.longest(graph)
+        if tokens > longest:
+            raise ContextError(
+                f"the prompt takes {tokens} tokens at once, the engine of {graph} was built for at most {longest}; "
+                f"ask for less, or {fingerprint.build_command(self._bundle, 'this')}"
+            )
+
+    def run(
+        self, graph: str, inputs: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, NDArray[Any]]:
+        """Run a graph of one profile on host arrays; its outputs of these `shapes`, on the host."""
+        context = self.context(graph, 0)
+        results = {name: np.empty(shape, WHOLE.get(name, np.float32)) for name, shape in shapes.items()}
+        addresses = {name: self.address(name) for name in (*inputs, *results)}
+        held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+        for name, array in held.items():
+            self._cuda.copy_in(addresses[name], array)
+        context.bind({name: array.shape for name, array in inputs.items()}, addresses)
+        context.enqueue()
+        for name, result in results.items():
+            self._cuda.copy_out(result, addresses[name])
+        self._cuda.wait()
+        return results
+
+    def close(self) -> None:
+        self._contexts.clear()
+        self._engines.clear()
+        self.buffers.clear()
+
+    def _load(self, graph: str) -> Engine:
+        record = fingerprint.check_sources(self._bundle, self._set, graph)
+        cure = fingerprint.build_command(self._bundle, self._set.target)
+        with fingerprint.open_engine(self._bundle, self._set, record) as file:
+            return Engine(self._trt, self._runtime, record.file, file, self._cuda, cure)
+
+    def _io_bytes(self) -> dict[str, int]:
+        """The largest size of every input and output but the caches, over all graphs, in bytes."""
+        m = self._bundle.manifest
+        graphs = m.dialects[self._set.dialect]
+        longest = {graph: self.longest(graph) for graph in self._engines if graph != graphs.vision}
+        most = max(longest[graph] for graph in graphs.stages)
+        sizes = {
+            names.IDS: 8 * longest[graphs.embed],
+            names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
+            names.HIDDEN_OUT: 4 * m.model.hidden * most,
+            names.POSITIONS: 8 * most,
+            names.TOTAL_SLOTS: 4,
+            names.PIXELS: 4 * 3 * m.image.height * m.image.width,
+            names.FEATURES: 4 * m.model.tower.tokens * m.model.hidden,
+            names.LOGITS: 4 * m.model.vocab * longest[graphs.head],
+            names.ODDS: 8,
+        }
+        if graphs.vision_merges:
+            sizes |= {names.TAU: 4, names.PATCH_INDEX: 8 * m.model.tower.tokens, names.MERGED: 8 * m.model.tower.tokens}
+            sizes[names.SIMILARITY] = 4 * m.model.tower.tokens
+        if graphs.vision_attention:
+            sizes[names.CLS_ATTENTION] = 4 * m.model.tower.tokens
+        if graphs.vision_last_attention:
+            sizes[names.CLS_ATTENTION_LAST] = 4 * m.model.tower.tokens
+        if graphs.score:
+            sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
+            sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorrtCacheContext:
+    """What the caches of a bundle share. `kv_dtype` is the engines' type of K and V; `score`: a graph's file."""
+
+    engines: LoadedEngines
+    cuda: Cuda
+    lock: RLock
+    model: ModelSpec
+    kv_dtype: np.dtype[Any]
+    max_context: int
+    rope: Mapping[str, Buffer]
+    score: str | None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of one head, K or V."""
+        return self.model.head_dim * self.kv_dtype.itemsize
+
+
+def _logger(trt: Any) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        """Keeps the first error as the reason of a failure; the rest is silence."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = ""
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= self.ERROR and not self.first:
+                self.first = " ".join(message.split())[:300]
+
+    return Logger()
