@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 # Before transformers is imported anywhere: no test may reach for the network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+# Tests run side by side, a process per core: each computes, and has what it starts compute, on its own.
+os.environ["OMP_NUM_THREADS"] = "1"
+if (worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")).isdigit() and hasattr(
+    os, "sched_setaffinity"
+):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
 # A shell's background job ignores Ctrl-C, and so would the commands that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import threading
 import weakref
@@ -144,6 +143,8 @@ class AsyncAnswerStream:
 
 async def _in_thread(stream: AnswerStream, call: Callable[[], T]) -> T:
     """Run a call of the stream in another thread. It has ended when this returns, cancelled or not."""
+    import asyncio  # a program without it need not wait for asyncio and ssl to load
+
     stream.reader = asyncio.current_task()
     future = asyncio.get_running_loop().run_in_executor(None, call)
     try:

@@ -7,17 +7,19 @@ pause for as long as it likes; it waits for a call that returns by itself, such 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from vtx.runtime.errors import ConversationBusyError
 
-Reader = threading.Thread | asyncio.Task[object]
+if TYPE_CHECKING:
+    from asyncio import Task
+
+Reader: TypeAlias = "threading.Thread | Task[object]"
 
 
 class Ended(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,18 +38,19 @@ class OrtBackend:
         self.threads = threads or cores()
         self.kv_slot_bytes = m.kv_slot_bytes()
         self._graphs = graphs = m.dialects["ort"]
-        self._loader = loader = OrtLoader(self._ort, bundle, self._session_options(), self.providers)
-        self._embed = loader.load(graphs.embed, contract.embed(m))
+        self._loader = loader = OrtLoader(self._ort, bundle, self._session_options(self.threads), self.providers)
+        light = replace(loader, options=self._session_options(1))  # for graphs too small to share among threads
+        self._embed = light.load(graphs.embed, contract.embed(m))
         self._head = loader.load(graphs.head, contract.head(m))
         self._stages = [loader.load(file, contract.stage(m, spec, "ort")) for spec, file in m.stage_files("ort")]
-        self._gates = {k: loader.load(file, contract.gate(m)) for k, file in m.gate_files("ort").items()}
+        self._gates = {k: light.load(file, contract.gate(m)) for k, file in m.gate_files("ort").items()}
         self._score = loader.load(graphs.score, contract.score(m, "ort")) if graphs.score else None
         self._vision: OrtGraph | None = None
         self._vision_lock = threading.Lock()
         self._context = self._cache_context(bundle)
 
-    def _session_options(self) -> Any:
-        options = session_options(self._ort, self.threads)
+    def _session_options(self, threads: int) -> Any:
+        options = session_options(self._ort, threads)
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.enable_mem_pattern = False  # the number of tokens changes with every prompt
         options.enable_cpu_mem_arena = False  # each session's own would keep what the longest prompt took
