@@ -52,7 +52,8 @@ def draw(path: Path, fill: Callable[[Any], None], width: float = 10, height: flo
     from cycler import cycler
     from matplotlib import rc_context
 
-    with rc_context({**LOOK, "axes.prop_cycle": cycler(color=COLORS, marker=MARKERS)}):
+    settings: dict[Any, Any] = {**LOOK, "axes.prop_cycle": cycler(color=COLORS, marker=MARKERS)}
+    with rc_context(settings):
         figure = make(figsize=(width, height), layout="constrained")
         fill(figure)
         try:
