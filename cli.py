@@ -117,9 +117,7 @@ def run(
         streams = _streams(conversation, questions, k, options, reduce, chat=chat)
         for number, (question, stream) in enumerate(zip(questions, streams, strict=True)):
             if as_json:
-                _print_json(
-                    {"question": question, **source, **stream.read().to_dict(), "stopped": stream.answer.stopped}
-                )
+                _print_json({"question": question, **source, **stream.read().to_dict()})
             else:
                 _show(stream, before="" if number else _where(model, folder, automatic=device == "auto"))
             answers.append(stream.answer.stats)

@@ -19,9 +19,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from vtx.runtime.backends.ort.library import INT8_KV_RELEASE
+
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE, QUESTION, ANSWER = ROOT / "examples" / "scene-1.jpg", "How many shapes are there?", "5"
-INT8_KV = (1, 27)  # the first release of onnxruntime that takes K and V of 8 bits
 RUNTIMES = {"cpu": "cpu", "openvino": "openvino"}  # extra: the device that it brings
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^]]*\])?>=(?P<version>[\w.]+)(?:,<[\w.]+)?(?:;(?P<marker>.*))?")
 
@@ -39,7 +40,7 @@ def main() -> None:
         if given.matrix:
             narrow = _export(work / "demo-int8-kv", "--kv-precision", "int8")
             for release in onnxruntime_releases():
-                able = tuple(map(int, release.split("."))) >= INT8_KV
+                able = tuple(map(int, release.split("."))) >= INT8_KV_RELEASE
                 asked = [*bundles, narrow] if able else bundles
                 _answer(work / release, [*bounds("dependencies"), f"onnxruntime=={release}.*"], "cpu", asked)
                 if not able:
@@ -98,7 +99,7 @@ def _refused(python: Path, bundle: Path) -> None:
     try:
         _vtx(python, "run", "--bundle", str(bundle), "--device", "cpu", str(PICTURE), QUESTION)
     except SystemExit as e:
-        if "need onnxruntime 1.27" not in str(e):
+        if f"need onnxruntime {'.'.join(map(str, INT8_KV_RELEASE))}" not in str(e):
             raise
         print("   refuses K and V of 8 bits by name", flush=True)
     else:

@@ -21,7 +21,7 @@ from vtx.exporter.weights.awq import TOKENS, find_factors, tried
 from vtx.exporter.weights.quantize import scheme
 from vtx.exporter.weights.scaling import Channels, Floats, quantised_channels
 from vtx.runtime.backends.allocation import returning_memory
-from vtx.runtime.bundle.safetensors import open_tensor, read_header, widen_bf16, write_safetensors
+from vtx.runtime.bundle.safetensors import read_bits, read_header, widen_bf16, write_safetensors
 from vtx.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Factors:
     @classmethod
     def read(cls, path: Path) -> Factors:
         header = read_header(path)
-        factors = {name: np.array(open_tensor(info)) for name, info in header.tensors.items()}
+        factors = {name: read_bits(info) for name, info in header.tensors.items()}
         return cls(factors, json.loads(header.metadata["record"]))
 
 

@@ -17,8 +17,8 @@ from vtx import __version__
 from vtx.exporter.bundling.activation_aware import FACTORS, Factors, measure_factors
 from vtx.exporter.bundling.materials import DISTRIBUTION, packages
 from vtx.exporter.bundling.prepare import Plan
-from vtx.exporter.bundling.staging import sync_file
 from vtx.exporter.checkpoint.spec import model_spec
+from vtx.exporter.common.files import sync_file
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect

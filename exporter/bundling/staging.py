@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from vtx.exporter.common.files import sync_file
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.errors import ExportError
 
@@ -167,12 +168,3 @@ def sync(folder: Path) -> None:
     """Sync all files to the disk before the rename that makes them a bundle."""
     for path in [*folder.rglob("*"), folder]:
         sync_file(path)
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file or a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

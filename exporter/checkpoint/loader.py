@@ -167,7 +167,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
 def check_finite(array: NDArray[Any], name: str) -> None:
     """Raise `CheckpointError` when a weight of any shape holds NaN or infinity: float32, float16, or uint16 for BF16.
 
-    Takes the stored bits as `open_tensor` maps them, a megabyte at a time.
+    Takes the stored bits as `read_bits` gives them, a megabyte at a time.
     """
     integer, exponent = _EXPONENT[array.dtype.name]
     bits = array.reshape(-1).view(integer)

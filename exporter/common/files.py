@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,11 @@ from vtx.runtime.errors import ExportError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to; it takes the place of `path` when the block ends well, else it is removed."""
+    """A file beside `path` to write to; once synced it takes the place of `path`, or is removed after an error."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
+        sync_file(partial)
         partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -36,3 +38,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
             partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as e:
         raise ExportError(f"cannot write {path} ({e.strerror}); free some space or name another place") from e
+
+
+def sync_file(path: Path) -> None:
+    """Sync a file or a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

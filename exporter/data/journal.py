@@ -57,10 +57,15 @@ class ResultJournal:
         size = os.fstat(self._file.fileno()).st_size
         if size > MAX_BYTES:
             raise RequestError(f"{self._path} has {size:,} bytes, the limit is {MAX_BYTES:,}; name another --out")
-        content = self._file.read()
-        whole = content.rfind(b"\n") + 1
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        try:
+            content = self._file.read()
+            whole = content.rfind(b"\n") + 1
+            self._file.truncate(whole)
+            self._file.seek(whole)
+        except OSError as e:
+            raise ExportError(
+                f"cannot resume {self._path} ({e.strerror}); check the disk, or name another --out"
+            ) from e
         lines = [self._parsed(line) for line in content[:whole].splitlines()]
         if not lines:
             self._write(_line(self._identity))

@@ -21,7 +21,7 @@ from vtx.exporter.weights.plan import Entry, WeightFile, laid_out, stored_tensor
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights
 from vtx.exporter.weights.writing import CHUNK, THREADS, forget, take_whole, write_tensor
-from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors
+from vtx.runtime.bundle.safetensors import read_bits, read_header, write_safetensors
 
 ELEMENTS = 8 * CHUNK  # of a tensor, in one trial
 TRIALS = 3  # the median counts: on a busy machine one of them may be delayed
@@ -91,7 +91,7 @@ def _part(entry: Entry) -> Entry:
 def _write_anew(_: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExecutor) -> tuple[float, StoredTensor]:
     """Seconds per source byte, and the location of the part."""
     header, [entry] = laid_out(PROBE, [(part.name, part.source)], [(part.dtype, part.scheme)])
-    open_tensor(part.source).copy()  # read it from the disk before the clock starts
+    read_bits(part.source)  # read it from the disk before the clock starts
     with probe.open("wb") as out:
         out.write(header)
         seconds = seconds_of(lambda: write_tensor(entry, out, hashlib.sha256(), pool, lambda _: None))
@@ -105,7 +105,7 @@ def _write_whole(file: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExe
         source.read(start.size)
     seconds = seconds_of(lambda: take_whole(start, probe, pool, lambda _: None))
     probe.unlink()
-    write_safetensors(probe, {"": open_tensor(part.source).copy()}, None)
+    write_safetensors(probe, {"": read_bits(part.source)}, None)
     [info] = read_header(probe).tensors.values()
     return seconds / start.size, StoredTensor(PROBE, info.offset, info.nbytes, part.dtype, part.source.shape)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.data.items import MAX_SKIPPED, Item
 from vtx.exporter.data.source import Source
-from vtx.runtime.bundle.safetensors import open_tensor, read_header, write_safetensors
+from vtx.runtime.bundle.safetensors import read_bits, read_header, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 
 FORMAT = "2"
@@ -103,7 +103,7 @@ class WorkDirectory:
             if shard.held_out == held_out:
                 tensors = read_header(self.folder / shard.name, error=RequestError).tensors
                 if name in tensors:
-                    parts.append(np.asarray(open_tensor(tensors[name], error=RequestError)))
+                    parts.append(read_bits(tensors[name], error=RequestError))
         if not parts:
             raise RequestError(f"no item of {self.folder} could be measured, and at least 1 is needed; fix the data")
         return np.concatenate(parts)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.runtime.bundle.safetensors import TensorInfo, open_tensor, read_header, read_tensor, shown
+from vtx.runtime.bundle.safetensors import TensorInfo, read_bits, read_header, read_tensor, shown
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import CheckpointError
 
@@ -100,7 +100,7 @@ def _gate(
     for info in (pair["1"], pair["2"]):
         if info.dtype not in ("F32", "F16", "BF16"):
             raise CheckpointError(f"{path.name}: {info.name} is {info.dtype}; it must be F32, F16 or BF16")
-        check_finite(open_tensor(info), info.name)
+        check_finite(read_bits(info), info.name)
         weights.append(read_tensor(info).astype(np.float32, copy=False))
     return weights[0], weights[1]
 

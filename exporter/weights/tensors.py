@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,11 +15,9 @@ from torch import Tensor
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.weights.quantize import Scheme, dequantise
 from vtx.exporter.weights.stored import StoredTensor
-from vtx.runtime.bundle.safetensors import TensorInfo, open_tensor
+from vtx.runtime.bundle.safetensors import EVERY, RowIndex, TensorInfo, read_bits, widen_bf16
 
 CHUNK = 1 << 22  # elements widened at a time
-EVERY = slice(None)
-Rows = slice | NDArray[np.int64]
 
 
 class WeightSource(Protocol):
@@ -28,7 +27,7 @@ class WeightSource(Protocol):
         """The number of rows of a weight."""
         ...
 
-    def read(self, name: str, rows: Rows = EVERY) -> Tensor:
+    def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
         """Some rows of a weight as float32, in memory of their own."""
         ...
 
@@ -42,9 +41,8 @@ class CheckpointWeights:
     def rows(self, name: str) -> int:
         return self._tensors[name].shape[0]
 
-    def read(self, name: str, rows: Rows = EVERY) -> Tensor:
-        info = self._tensors[name]
-        return _widened(open_tensor(info)[rows], info.dtype)
+    def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
+        return _widened(self._tensors[name], rows)
 
 
 class BundleWeights:
@@ -56,30 +54,51 @@ class BundleWeights:
     def rows(self, name: str) -> int:
         return self._stored[name].shape[0]
 
-    def read(self, name: str, rows: Rows = EVERY) -> Tensor:
+    def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
         where = self._stored[name]
         if where.scales is None:
-            return _widened(self._open(where, where.dtype, where.shape)[rows], where.dtype)
+            return _widened(self._info(where, where.dtype, where.shape), rows)
         count, width = where.shape
         scheme = Scheme(4 if where.dtype == "I4" else 8, width // where.scales.shape[1])
-        dtype = "U8" if where.dtype == "I4" else "I8"
-        integers = self._open(where, dtype, (count, scheme.nbytes(width)))[rows]
-        scales = self._open(where.scales, "F16", where.scales.shape)[rows]
-        out = np.empty((len(integers), width), np.float32)
-        step = max(1, CHUNK // width)
-        for start in range(0, len(out), step):
-            part = slice(start, start + step)
-            out[part] = dequantise(integers[part], scales[part], scheme)
-        return torch.from_numpy(out)
+        integers = self._info(where, "U8" if where.dtype == "I4" else "I8", (count, scheme.nbytes(width)))
+        scales = self._info(where.scales, "F16", where.scales.shape)
+        parts = (
+            dequantise(read_bits(integers, part), read_bits(scales, part), scheme)
+            for part in _parts(rows, count, max(1, CHUNK // width))
+        )
+        return _stacked(parts, (_count(rows, count), width))
 
-    def _open(self, where: StoredTensor, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        return open_tensor(TensorInfo("", dtype, shape, self._folder / where.file, where.offset, where.nbytes))
+    def _info(self, where: StoredTensor, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+        return TensorInfo("", dtype, shape, self._folder / where.file, where.offset, where.nbytes)
 
 
-def _widened(stored: NDArray[Any], dtype: str) -> Tensor:
-    out = torch.empty(stored.shape, dtype=torch.float32)
-    step = max(1, CHUNK // max(1, int(np.prod(stored.shape[1:]))))
-    for start in range(0, len(stored), step):
-        part = torch.from_numpy(stored[start : start + step].copy())
-        out[start : start + step] = part.view(torch.bfloat16) if dtype == "BF16" else part
-    return out
+def _widened(info: TensorInfo, rows: RowIndex) -> Tensor:
+    step = max(1, CHUNK // max(1, prod(info.shape[1:])))
+    parts = (_values(read_bits(info, part), info.dtype) for part in _parts(rows, info.shape[0], step))
+    return _stacked(parts, (_count(rows, info.shape[0]), *info.shape[1:]))
+
+
+def _values(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
+    return widen_bf16(bits) if dtype == "BF16" else bits
+
+
+def _parts(rows: RowIndex, count: int, step: int) -> Iterator[RowIndex]:
+    """`rows` of `count`, at most `step` at a time."""
+    if isinstance(rows, slice):
+        first, last, _ = rows.indices(count)
+        yield from (slice(start, min(start + step, last)) for start in range(first, last, step))
+    else:
+        yield from (rows[start : start + step] for start in range(0, len(rows), step))
+
+
+def _count(rows: RowIndex, count: int) -> int:
+    return len(range(count)[rows]) if isinstance(rows, slice) else len(rows)
+
+
+def _stacked(parts: Iterable[NDArray[Any]], shape: tuple[int, ...]) -> Tensor:
+    """Rows of any number type, one part after the other, as float32 of `shape`."""
+    out, at = np.empty(shape, np.float32), 0
+    for part in parts:
+        out[at : at + len(part)] = part
+        at += len(part)
+    return torch.from_numpy(out)

@@ -10,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -23,7 +23,7 @@ from vtx.exporter.weights.journal import ExportJournal, Written
 from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling
-from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, open_tensor, widen_bf16
+from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, widen_bf16
 from vtx.runtime.bundle.spec.manifest import FileRecord
 from vtx.runtime.errors import CheckpointError, ExportError
 
@@ -219,9 +219,13 @@ def forget(out: BinaryIO) -> None:
 
 def _tensor_bytes(entry: Entry, scaling: Scaling | None, pool: ThreadPoolExecutor, report: Report) -> Iterator[bytes]:
     """A tensor as it is stored, chunk by chunk in order, converted in the threads of `pool`."""
-    convert = partial(_quantised if entry.scheme else _converted, entry, scaling)
+    source, convert = _read_as(entry, scaling), _quantised if entry.scheme else _converted
+
+    def read_and_convert(span: slice) -> Converted:
+        return convert(entry, scaling, Chunk(span.start, read_bits(source, span)))
+
     scales = []
-    for data, beside, nbytes in _in_order(pool, convert, _chunks(entry, scaling)):
+    for data, beside, nbytes in _in_order(pool, read_and_convert, _spans(entry, scaling)):
         yield data
         scales.append(beside)
         report(nbytes)
@@ -230,25 +234,29 @@ def _tensor_bytes(entry: Entry, scaling: Scaling | None, pool: ThreadPoolExecuto
 
 
 def _in_order(
-    pool: ThreadPoolExecutor, convert: Callable[[Chunk], Converted], chunks: Iterable[Chunk]
+    pool: ThreadPoolExecutor, convert: Callable[[slice], Converted], spans: Iterable[slice]
 ) -> Iterator[Converted]:
     """As `pool.map`, but no more than `AHEAD` chunks are converted before they are taken."""
     ahead = deque[Future[Converted]]()
-    for chunk in chunks:
-        ahead.append(pool.submit(convert, chunk))
+    for span in spans:
+        ahead.append(pool.submit(convert, span))
         if len(ahead) == AHEAD:
             yield ahead.popleft().result()
     while ahead:
         yield ahead.popleft().result()
 
 
-def _chunks(entry: Entry, scaling: Scaling | None) -> list[Chunk]:
-    """The stored bits of a tensor, a bounded number at a time: flat, or whole rows where rows matter."""
-    stored = open_tensor(entry.source)
-    if not entry.scheme and not scaling:
-        stored = stored.reshape(-1)
-    step = max(1, CHUNK // max(1, prod(stored.shape[1:])))
-    return [Chunk(start, stored[start : start + step]) for start in range(0, len(stored), step)]
+def _spans(entry: Entry, scaling: Scaling | None) -> Iterator[slice]:
+    """The rows of a tensor, or its values where rows do not matter, a bounded number at a time."""
+    shape = _read_as(entry, scaling).shape
+    step = max(1, CHUNK // max(1, prod(shape[1:])))
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def _read_as(entry: Entry, scaling: Scaling | None) -> TensorInfo:
+    """The source tensor as it is cut into chunks: flat, unless its rows matter."""
+    flat = not entry.scheme and not scaling
+    return replace(entry.source, shape=(prod(entry.source.shape),)) if flat else entry.source
 
 
 def _quantised(entry: Entry, scaling: Scaling | None, chunk: Chunk) -> Converted:

@@ -62,7 +62,7 @@ class Backend(Protocol):
     kv_slot_bytes: int  # of one KV slot of one layer as it keeps K and V, scales included
 
     def embed(self, ids: Ids) -> Rows:
-        """Token ids [n] to rows [n, hidden]."""
+        """Token ids [n] int64 to rows [n, hidden]. Raises BundleError for an id that is not in the vocabulary."""
         ...
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:

@@ -1,4 +1,7 @@
-"""What each graph must take and give, by the manifest: compared when a graph is loaded, so that no run fails for it."""
+"""What each graph must take and give, by the manifest: compared when a graph is loaded, so that no run fails for it.
+
+Token ids are compared at each run, since a graph takes -1 for the last token, and an engine may not look at all.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec
 from vtx.runtime.errors import BundleError
+from vtx.runtime.vision.tokens import Ids
 
 Tensor = tuple[Sequence[int | None], str]  # sizes (None: any) and onnxruntime's name of the type
 Contract = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # inputs and outputs
@@ -19,6 +23,17 @@ DTYPES = {"float32": "float"}  # numpy's names that differ from onnxruntime's
 
 def embed(m: Manifest) -> Contract:
     return _contract(graphs.embed(m))
+
+
+def embeddable(m: Manifest, ids: Ids) -> Ids:
+    """The token ids [n] int64 themselves; raises BundleError unless all are in the model's vocabulary."""
+    if ids.size and not 0 <= ids.min() <= ids.max() < m.model.vocab:
+        wrong = int(ids[(ids < 0) | (ids >= m.model.vocab)][0])
+        raise BundleError(
+            f"token {wrong} does not exist, the model has {m.model.vocab:,} tokens, numbered from 0; "
+            "export again with the tokenizer that belongs to the model"
+        )
+    return ids
 
 
 def vision(m: Manifest, dialect: str) -> Contract:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle.files import Folder, Identity, digest, open_named, reason
+from vtx.runtime.bundle.files import Folder, Identity, digest, open_named, read_all, reason
 from vtx.runtime.bundle.safetensors import Header, header_of, unpack
 from vtx.runtime.bundle.seal import CHECKSUM, PublicKey, SigningKey, read_sealed, write_sealed
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
@@ -71,7 +71,7 @@ class Bundle:
 
         """
         with self._open(name, limit) as file:
-            content = file.read(self.manifest.files[name].bytes)
+            content = read_all(file, name, BundleError)
             if hashlib.sha256(content).hexdigest() != self.manifest.files[name].sha256:
                 raise BundleError(_altered(name))
         return content

@@ -56,6 +56,8 @@ DTYPES: Mapping[str, tuple[int, str | None]] = {
     "F64": (64, "<f8"),
     "C64": (64, "<c8"),
 }
+RowIndex = slice | NDArray[np.int64]  # of a tensor's first axis
+EVERY = slice(None)
 _NAMES = {np.dtype(stored): name for name, (_, stored) in DTYPES.items() if stored and name != "BF16"}
 
 
@@ -120,30 +122,30 @@ def open_data(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> B
     return file
 
 
-def open_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:
-    """Map a tensor read-only, without a copy: the stored bits, so BF16 comes as uint16 (see `widen_bf16`).
+def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:
+    """The stored bits of a tensor, or of some of its rows, in memory of their own; BF16 comes as uint16.
 
-    Raises `error` for a dtype numpy has no word for (the 8-bit floats and smaller), or a file that has shrunk.
+    `rows` are a slice without a step, or row numbers. They are read, not mapped: a disk that fails under a mapping ends
+    the process. Raises `error` for a dtype numpy has no word for (the 8-bit floats and smaller), and for a file that
+    cannot be read or was written to since its header was read.
     """
     dtype = _stored_dtype(info, error)
-    if info.nbytes == 0:
-        empty = np.empty(info.shape, dtype)
-        empty.flags.writeable = False
-        return empty
     try:
         with open_data(info, error=error) as file:
-            return np.memmap(file, dtype, mode="r", offset=info.offset, shape=info.shape).view(np.ndarray)
-    except (OSError, ValueError) as cause:
-        raise error(f"cannot map tensor {shown(info.name)} of {info.file.name}: {reason(cause)}") from cause
+            return _read_rows(file, info, dtype, rows)
+    except (OSError, EOFError) as cause:
+        raise error(
+            f"cannot read tensor {shown(info.name)} of {info.file.name} ({reason(cause)}); check the disk"
+        ) from cause
 
 
 def read_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:
     """Read a tensor into memory of its own; BF16 is widened to float32, which loses nothing.
 
-    Raises `error` as `open_tensor` does.
+    Raises `error` as `read_bits` does.
     """
-    stored = open_tensor(info, error=error)
-    return widen_bf16(stored) if info.dtype == "BF16" else stored.copy()
+    stored = read_bits(info, error=error)
+    return widen_bf16(stored) if info.dtype == "BF16" else stored
 
 
 def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -192,6 +194,8 @@ def write_safetensors(
             file.write(header)
             for place in places:
                 file.write(np.asarray(tensors[place.name], DTYPES[place.dtype][1], order="C").tobytes())
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     except OSError as cause:
         raise ExportError(f"cannot write {path}: {cause.strerror}") from cause
@@ -360,6 +364,31 @@ def _stored_dtype(info: TensorInfo, error: type[VtxError]) -> np.dtype[Any]:
     if stored is None:
         raise error(f"tensor {shown(info.name)} in {info.file.name} is {info.dtype}, which vtx cannot read")
     return np.dtype(stored)
+
+
+def _read_rows(file: BinaryIO, info: TensorInfo, dtype: np.dtype[Any], rows: RowIndex) -> NDArray[Any]:
+    """Raises `EOFError` where the file ends too early."""
+    height, nbytes = (info.shape[0] if info.shape else 1), math.prod(info.shape[1:]) * dtype.itemsize
+    if isinstance(rows, slice):
+        first, last, step = rows.indices(height)
+        assert step == 1, rows
+        out = np.empty((max(0, last - first), *info.shape[1:]), dtype)
+        _fill(out, file, info.offset + first * nbytes)
+        return out if info.shape else out.reshape(())
+    out = np.empty((len(rows), *info.shape[1:]), dtype)
+    for number, row in enumerate(rows):
+        _fill(out[number : number + 1], file, info.offset + int(row) * nbytes)
+    return out
+
+
+def _fill(out: NDArray[Any], file: BinaryIO, offset: int) -> None:
+    file.seek(offset)
+    buffer = memoryview(out.reshape(-1).view(np.uint8))
+    while buffer.nbytes:
+        count = file.readinto(buffer)  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError("it ends too early")
+        buffer = buffer[count:]
 
 
 def _stored(content: bytes, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:

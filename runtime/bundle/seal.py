@@ -14,7 +14,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from vtx.runtime.bundle.files import Folder, read_named
 from vtx.runtime.errors import DeviceError, RequestError
@@ -37,18 +37,7 @@ class PublicKey:
     @classmethod
     def load(cls, path: Path) -> PublicKey:
         """Read a PEM file. Raises `RequestError`, or `DeviceError` without the cryptography package."""
-        content = read_named(path, MAX_KEY, error=RequestError)
-        _check_library()
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-        from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-        try:
-            key = load_pem_public_key(content)
-        except Exception as cause:  # ValueError and what OpenSSL has of its own
-            raise RequestError(f"{path} holds no public key in PEM form; make one: {_MAKE}") from cause
-        if not isinstance(key, Ed25519PublicKey):
-            raise RequestError(f"{path} is not an Ed25519 key; make one: {_MAKE}")
-        return cls(path.name, key)
+        return cls(path.name, _read_key(path, "public"))
 
     def signed(self, content: bytes, signature: bytes) -> bool:
         from cryptography.exceptions import InvalidSignature
@@ -70,20 +59,7 @@ class SigningKey:
     @classmethod
     def load(cls, path: Path) -> SigningKey:
         """Read a PEM file. Raises `RequestError`, or `DeviceError` without the cryptography package."""
-        content = read_named(path, MAX_KEY, error=RequestError)
-        _check_library()
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-        try:
-            key = load_pem_private_key(content, None)
-        except TypeError as cause:
-            raise RequestError(f"{path} is encrypted; decrypt it: openssl pkey -in {path} -out plain.pem") from cause
-        except Exception as cause:
-            raise RequestError(f"{path} holds no private key in PEM form; make one: {_MAKE}") from cause
-        if not isinstance(key, Ed25519PrivateKey):
-            raise RequestError(f"{path} is not an Ed25519 key; make one: {_MAKE}")
-        return cls(path.name, key)
+        return cls(path.name, _read_key(path, "private"))
 
     @property
     def public(self) -> PublicKey:
@@ -156,6 +132,27 @@ def _write(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def _read_key(path: Path, kind: Literal["public", "private"]) -> Any:
+    """The Ed25519 key in a PEM file."""
+    content = read_named(path, MAX_KEY, error=RequestError)
+    _check_library()
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
+    try:
+        if kind == "public":
+            key: Any = serialization.load_pem_public_key(content)
+        else:
+            key = serialization.load_pem_private_key(content, password=None)
+    except TypeError as cause:  # what the library raises without a password
+        raise RequestError(f"{path} is encrypted; decrypt it: openssl pkey -in {path} -out plain.pem") from cause
+    except Exception as cause:  # ValueError and what OpenSSL has of its own
+        raise RequestError(f"{path} holds no {kind} key in PEM form; make one: {_MAKE}") from cause
+    if not isinstance(key, (ed25519.Ed25519PublicKey, ed25519.Ed25519PrivateKey)):
+        raise RequestError(f"{path} is not an Ed25519 key; make one: {_MAKE}")
+    return key
 
 
 def _check_library() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import cases, damaged, fuzz, one_line
-from vtx.runtime.bundle.safetensors import DTYPES, layout, open_tensor, read_header, unpack
+from vtx.runtime.bundle.safetensors import DTYPES, layout, read_bits, read_header, unpack
 from vtx.runtime.errors import BundleError, VtxError
 
 SOUND = b"".join(
@@ -31,7 +31,7 @@ def attack(content: bytes, path: Path) -> None:
     """Read `content` in both ways; they agree, and nothing but a VtxError of one line is raised."""
     path.write_bytes(content)
     outcomes: list[Any] = []
-    for read in (lambda: unpack(content, "m", error=BundleError), lambda: _mapped(path)):
+    for read in (lambda: unpack(content, "m", error=BundleError), lambda: _read(path)):
         try:
             outcomes.append(read())
         except VtxError as error:
@@ -44,8 +44,8 @@ def attack(content: bytes, path: Path) -> None:
         assert array.tobytes() == other[name].tobytes()
 
 
-def _mapped(path: Path) -> dict[str, Any]:
-    return {name: open_tensor(info) for name, info in read_header(path, error=BundleError).tensors.items()}
+def _read(path: Path) -> dict[str, Any]:
+    return {name: read_bits(info) for name, info in read_header(path, error=BundleError).tensors.items()}
 
 
 @pytest.fixture(scope="module")

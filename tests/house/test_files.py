@@ -18,7 +18,7 @@ OWN = {"open": {"Bundle", "model", "Conversation", "files", "self", "folder", "c
 ALLOWED = {
     "runtime/bundle/files.py": "this is the place",
     "runtime/bundle/seal.py": "writes",
-    "runtime/bundle/safetensors.py": "maps an open file, and writes",
+    "runtime/bundle/safetensors.py": "reads open files, and writes",
     "runtime/backends/openvino/narrow.py": "/proc/self/maps",
     "exporter/calibration/report.py": "a report that the user names",
     "runtime/report/doctor.py": "/proc/cpuinfo",

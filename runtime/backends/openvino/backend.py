@@ -129,7 +129,7 @@ class OpenvinoBackend:
             raise load_failure(ENGINE, name, e) from e
 
     def embed(self, ids: Ids) -> Rows:
-        return self._embed.run({names.IDS: ids})[names.HIDDEN]
+        return self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         with self._vision_lock:

@@ -70,7 +70,7 @@ class OrtBackend:
         return {name: make(array, self.memory, 0) for name, array in arrays.items()}
 
     def embed(self, ids: NDArray[np.int64]) -> Rows:
-        return self._embed.run({names.IDS: ids})[names.HIDDEN]
+        return self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         with self._vision_lock:

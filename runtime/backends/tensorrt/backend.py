@@ -96,7 +96,8 @@ class TensorrtBackend:
 
     def embed(self, ids: Ids) -> Rows:
         hidden = self._manifest.model.hidden
-        return self._run(self._graphs.embed, {names.IDS: ids}, names.HIDDEN, (len(ids), hidden))
+        inputs = {names.IDS: contract.embeddable(self._manifest, ids)}
+        return self._run(self._graphs.embed, inputs, names.HIDDEN, (len(ids), hidden))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vtx.runtime.bundle.safetensors import open_tensor, parse_json, read_header, write_safetensors
+from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, write_safetensors
 from vtx.runtime.bundle.strict import Strict, write_json
 from vtx.runtime.errors import RequestError
 
@@ -124,4 +124,4 @@ def read_tensors(folder: Path, name: str) -> dict[str, NDArray[Any]]:
     if Path(name).name != name:
         raise RequestError(f"{INDEX}: the file {name!r:.80} is not in its directory; write the traces again")
     tensors = read_header(folder / name, error=RequestError).tensors
-    return {key: np.array(open_tensor(info, error=RequestError)) for key, info in tensors.items()}
+    return {key: read_bits(info, error=RequestError) for key, info in tensors.items()}

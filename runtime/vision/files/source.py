@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import os
 import re
 import stat
@@ -118,5 +119,6 @@ def _read_stream(name: str, stream: BinaryIO) -> bytes:
     except MemoryError as error:
         raise ImageError(f"no memory left to read {name}; give a smaller file, or free memory") from error
     except (OSError, ValueError, TypeError) as error:
-        raise ImageError(f"{name} cannot be read ({error}); give a readable binary stream") from error
+        cure = "give a readable binary stream" if error.args[:1] != (errno.EIO,) else "check the disk"
+        raise ImageError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error}); {cure}") from error
     return bytes(content)

@@ -20,7 +20,7 @@ from vtx.exporter.checkpoint.loader import (
     open_checkpoint,
     read_json_object,
 )
-from vtx.runtime.bundle.safetensors import open_tensor, read_header
+from vtx.runtime.bundle.safetensors import read_bits, read_header
 from vtx.runtime.errors import BundleError, CheckpointError, DeviceError, UnsupportedModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -139,7 +139,7 @@ def test_one_file_and_shards_hold_the_same_tensors(tmp_path: Path) -> None:
     assert one.tensors.keys() == many.tensors.keys()
     assert one.config == many.config == CONFIG
     assert one.revision is None
-    np.testing.assert_array_equal(open_tensor(many.tensors["projector.linear_1.weight"]), np.ones((4, 2)))
+    np.testing.assert_array_equal(read_bits(many.tensors["projector.linear_1.weight"]), np.ones((4, 2)))
     assert many.tensors["vision.embeddings.position_ids"].dtype == "I64"
 
 
@@ -452,7 +452,7 @@ def test_a_mapped_tensor_at_an_odd_offset_is_checked(tmp_path: Path) -> None:
     data = b"\0" + np.array([1, np.nan], np.float32).tobytes()
     (tmp_path / "m").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
     with pytest.raises(CheckpointError, match="in 1 of 2 places"):
-        check_finite(open_tensor(read_header(tmp_path / "m").tensors["w"]), "w")
+        check_finite(read_bits(read_header(tmp_path / "m").tensors["w"]), "w")
 
 
 # The hub

@@ -19,8 +19,8 @@ from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import (
     DTYPES,
     layout,
-    open_tensor,
     parse_json,
+    read_bits,
     read_header,
     read_tensor,
     widen_bf16,
@@ -85,21 +85,29 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
-def test_bf16_is_mapped_as_its_bits_and_read_as_float32(tmp_path: Path) -> None:
+def test_bf16_is_read_as_its_bits_or_as_float32(tmp_path: Path) -> None:
     bits = np.array([0x3F80, 0xC000, 0x7F80, 0x0001], np.uint16)  # 1, -2, inf, the smallest subnormal
     info = read_header(put(tmp_path, file_bytes({"x": entry("BF16", [4], [0, 8])}, bits.tobytes()))).tensors["x"]
-    np.testing.assert_array_equal(open_tensor(info), bits)
+    np.testing.assert_array_equal(read_bits(info), bits)
     assert read_tensor(info).tolist() == [1.0, -2.0, np.inf, 2.0**-133]
     assert widen_bf16(bits.reshape(2, 2)).shape == (2, 2)
 
 
-def test_a_mapped_tensor_is_read_only_and_a_read_one_is_our_own(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "m.safetensors", {"x": np.ones(3, np.float32), "none": np.ones(0, np.float32)})
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 3), slice(2, 99), slice(3, 3), [3, 0, 3], []], ids=str)
+def test_rows_are_read_as_numpy_indexes_them(tmp_path: Path, rows: Any) -> None:
+    arrays = {"flat": np.arange(4, dtype=np.int64), "wide": np.arange(24, dtype=np.float16).reshape(4, 2, 3)}
+    write_safetensors(tmp_path / "m.safetensors", {**arrays, "none": np.ones((4, 0), np.float32)})
     tensors = read_header(tmp_path / "m.safetensors").tensors
-    assert not open_tensor(tensors["x"]).flags.writeable
-    assert not open_tensor(tensors["none"]).flags.writeable
-    assert read_tensor(tensors["x"]).flags.owndata
-    assert read_tensor(tensors["x"]).flags.writeable
+    rows = np.array(rows, np.int64) if isinstance(rows, list) else rows
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(read_bits(tensors[name], rows), array[rows])
+        assert read_bits(tensors[name], rows).flags.writeable
+    assert read_bits(tensors["none"], rows).shape == np.ones((4, 0))[rows].shape
+
+
+def test_a_number_without_axes_is_read(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "m.safetensors", {"x": np.array(7, np.int32)})
+    assert read_bits(read_header(tmp_path / "m.safetensors").tensors["x"]).tolist() == 7
 
 
 def test_a_tensor_at_an_odd_offset_reads_right(tmp_path: Path) -> None:
@@ -281,7 +289,7 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_refused(tmp_path: Path
     info = read_header(path).tensors["x"]
     path.write_bytes(GOOD[:-4])
     with pytest.raises(CheckpointError, match="was replaced or written to since its header was read"):
-        open_tensor(info)
+        read_bits(info)
     path.unlink()
     with pytest.raises(BundleError, match="No such file"):
         read_tensor(info, error=BundleError)
@@ -327,7 +335,7 @@ def ours(path: Path) -> dict[str, tuple[str, list[int], bytes]] | None:
     for info in tensors.values():
         if DTYPES[info.dtype][1]:
             read_tensor(info)
-            assert open_tensor(info).tobytes() == content[info.offset :][: info.nbytes]
+            assert read_bits(info).tobytes() == content[info.offset :][: info.nbytes]
     return {i.name: (i.dtype, list(i.shape), content[i.offset :][: i.nbytes]) for i in tensors.values()}
 
 
