@@ -10,7 +10,7 @@ HEAD = """# Limits
 
 What vtx reads from files and requests is bounded before it costs anything. Larger is refused, in one line that names
 the quantity and the limit. This page is made from the constants by `python docs/limits.py`; a test compares them.
-MiB is 2^20 bytes. [SECURITY.md](../SECURITY.md) says what is trusted.
+MiB is 2^20 bytes, GiB 2^30. [SECURITY.md](../SECURITY.md) says what is trusted.
 """
 # (section, [(what, module, constant, unit)])
 TABLES = [
@@ -24,6 +24,22 @@ TABLES = [
         ("Positions", "exporter.checkpoint.config", "MAX_POSITIONS", "tokens"),
         ("A weight file that is taken whole, by the bytes that are needed of it", "exporter.weights.plan",
          "MOST_UNUSED", "times"),
+        ("Width of a gate", "exporter.graphs.gates", "MAX_WIDTH", "numbers"),
+        ("Metadata of a file of gates", "exporter.graphs.gates", "MAX_METADATA", "characters"),
+    ]),
+    ("Tokenizers of checkpoints", [
+        ("Id of a token", "runtime.bundle.spec.text_settings", "MAX_ID", ""),
+        ("Added token, or string that a normalizer or decoder writes", "exporter.checkpoint.tokenizer_limits",
+         "MAX_STRING", "characters"),
+        ("What normalizers make of one character", "exporter.checkpoint.tokenizer_limits", "MAX_GROWTH", "characters"),
+        ("Parts of a normalizer, pre-tokenizer, post-processor or decoder", "exporter.checkpoint.tokenizer_limits", "MAX_PARTS",
+         "parts"),
+        ("Tokens added around a prompt", "exporter.checkpoint.resolving", "MAX_ADDED_IDS", "tokens"),
+        ("Memory of the process that tries a tokenizer or template", "exporter.checkpoint.confined", "Limits.memory",
+         "bytes"),
+        ("Its processor time", "exporter.checkpoint.confined", "Limits.cpu_seconds", "seconds"),
+        ("Its time", "exporter.checkpoint.confined", "Limits.wall_seconds", "seconds"),
+        ("A file that it writes", "exporter.checkpoint.confined", "Limits.file", "bytes"),
     ]),
     ("Safetensors headers", [
         ("Header", "runtime.bundle.safetensors", "MAX_HEADER", "bytes"),
@@ -37,6 +53,13 @@ TABLES = [
         ("A signature", "runtime.bundle.seal", "SIGNATURE_BYTES", "bytes"),
         ("A key file", "runtime.bundle.seal", "MAX_KEY", "bytes"),
         ("`engines.json`", "runtime.bundle.fingerprint", "MAX_BYTES", "bytes"),
+        ("Any size of the model", "runtime.bundle.spec.model_spec", "MAX_SIZE", ""),
+        ("Layers", "runtime.bundle.spec.model_spec", "MAX_LAYERS", "layers"),
+        ("Side of what a vision tower takes", "runtime.bundle.spec.image_settings", "MAX_INPUT_SIDE", "pixels"),
+        ("`chat_template.jinja`", "runtime.prompt.text", "MAX_TEMPLATE_BYTES", "bytes"),
+        ("Header of `rope.safetensors`", "runtime.bundle.tensors.rope", "MAX_HEADER", "bytes"),
+        ("Header of `kv_scales.safetensors`", "runtime.bundle.tensors.kv_scales", "MAX_HEADER", "bytes"),
+        ("Header of the final norm's file", "runtime.bundle.tensors.final_norm", "MAX_HEADER", "bytes"),
         ("Golden vectors", "runtime.report.golden", "MAX_GOLDEN", "bytes"),
         ("Hashed at each load, also without a required signature: files up to", "runtime.bundle.bundle",
          "QUICK_BYTES", "bytes"),
@@ -44,7 +67,11 @@ TABLES = [
     ("Prompts", [
         ("A conversation", "runtime.prompt.messages", "MAX_TEXT", "characters"),
         ("What a chat template prints", "runtime.prompt.template", "MAX_OUTPUT", "characters"),
+        ("What a product in a chat template makes", "runtime.prompt.template", "MAX_PRODUCT",
+         "characters, items or bits"),
+        ("Stop strings", "runtime.api.options", "MAX_STOPS", "strings"),
         ("The spec of a reduction", "runtime.policies.spec", "MAX_SPEC", "characters"),
+        ("A whole number in it", "runtime.policies.spec", "MAX_NUMBER", ""),
     ]),
     ("Images", [
         ("File", "runtime.vision.limits", "MAX_FILE_BYTES", "bytes"),
@@ -52,14 +79,43 @@ TABLES = [
         ("Area", "runtime.vision.limits", "MAX_PIXELS", "pixels"),
         ("Segments of a JPEG, chunks of a PNG or WebP", "runtime.vision.limits", "MAX_PARTS", "parts"),
         ("Scans of a JPEG", "runtime.vision.limits", "MAX_SCANS", "scans"),
+        ("Blocks of 8x8 pixels that the scans of a JPEG pass over", "runtime.vision.limits", "MAX_SCAN_BLOCKS",
+         "blocks"),
+        ("Blocks of a GIF up to the end of its first frame", "runtime.vision.limits", "MAX_GIF_BLOCKS", "blocks"),
+        ("Side after resizing, before the crop", "runtime.vision.limits", "MAX_RESIZED_SIDE", "pixels"),
+        ("Area after resizing, before the crop", "runtime.vision.limits", "MAX_RESIZED_PIXELS", "pixels"),
         ("Decoding", "runtime.vision.limits", "MAX_DECODE_SECONDS", "seconds of CPU time"),
     ]),
     ("Questions for calibration", [
         ("File", "exporter.data.items", "MAX_FILE", "bytes"),
+        ("File that is one JSON list", "exporter.data.items", "MAX_LIST_FILE", "bytes"),
         ("Line", "exporter.data.items", "MAX_LINE", "bytes"),
         ("Images of a question", "exporter.data.items", "MAX_IMAGES", "images"),
+        ("Share of questions that are skipped", "exporter.data.items", "MAX_SKIPPED", ""),
+    ]),
+    ("Files of vtx", [
+        ("Report of a calibration", "exporter.calibration.report", "MAX_REPORT", "bytes"),
+        ("Journal of a measurement", "exporter.data.journal", "MAX_BYTES", "bytes"),
+        ("Index of traces", "runtime.report.traces.files", "MAX_BYTES", "bytes"),
+        ("Tokens of a prompt whose cost is estimated", "exporter.estimate.flops", "MAX_TOKENS", "tokens"),
     ]),
 ]  # fmt: skip
+# Nothing that is given is refused for these.
+OTHERS = {
+    ("exporter.bench.ceilings", "MAX_WEIGHTS"): "a matrix of our own",
+    ("exporter.checkpoint.forms", "MAX_LITERALS"): "a template beyond it has no forms and stays a template",
+    ("exporter.checkpoint.forms", "MAX_LITERAL"): "a template beyond it has no forms and stays a template",
+    ("exporter.checkpoint.forms", "MAX_SPLIT"): "a template beyond it has no forms and stays a template",
+    ("exporter.data.prompts", "MAX_REFERENCE"): "a longer answer is never matched word for word",
+    ("exporter.data.scenes", "MAX_OBJECTS"): "pictures that vtx draws",
+    ("exporter.graphs.dialects.plain", "MAX_SIZE"): "an end that stands for the last one in a slice",
+    ("exporter.graphs.vision", "MAX_ROW"): "an end that stands for the last one in a slice",
+    ("exporter.tensorrt.profiles", "MAX_CONTEXT"): "the name of a size",
+    ("runtime.backends.failures", "MAX_REASON"): "what is shown of an engine's message",
+    ("runtime.bundle.remake", "MAX_COMMAND"): "a longer command is not shown",
+    ("runtime.host.device", "MAX_FILE"): "of a file of the system, the rest is not read",
+    ("runtime.session.encoded_images", "MAX_SETS"): "how many encoded images are kept",
+}
 
 
 def page() -> str:
@@ -68,16 +124,26 @@ def page() -> str:
     for section, rows in TABLES:
         parts.append(f"\n## {section}\n\n| what | limit |\n|---|---:|\n")
         for subject, module, name, unit in rows:
-            parts.append(f"| {subject} | {_quantity(getattr(import_module(f'vtx.{module}'), name), unit)} |\n")
+            parts.append(f"| {subject} | {_quantity(_value(module, name), unit)} |\n")
     return "".join(parts)
 
 
+def _value(module: str, name: str) -> float:
+    """A constant of a module, or, written `Class.field`, the default of a dataclass."""
+    owner, _, field = name.rpartition(".")
+    source = import_module(f"vtx.{module}")
+    value: float = getattr(getattr(source, owner)() if owner else source, field)
+    return value
+
+
 def _quantity(value: float, unit: str) -> str:
+    if unit == "bytes" and value >= 1 << 30:
+        return f"{value / (1 << 30):g} GiB"
     if unit == "bytes" and value >= 1 << 20:
         return f"{value / (1 << 20):g} MiB"
     if unit == "bytes" and value >= 1 << 10:
         return f"{value / (1 << 10):g} KiB"
-    return f"{value:,g} {unit}" if isinstance(value, float) else f"{value:,} {unit}"
+    return (f"{value:,g} {unit}" if isinstance(value, float) else f"{value:,} {unit}").rstrip()
 
 
 if __name__ == "__main__":

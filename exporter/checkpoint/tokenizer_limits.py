@@ -11,7 +11,7 @@ from vtx.runtime.errors import CheckpointError
 
 MAX_STRING = 1024  # characters of an added token, or of a string that a normalizer or decoder writes
 MAX_GROWTH = 1024  # characters that normalizers may make of one
-MAX_PARTS = 64  # normalizers, pre-tokenizers or decoders in a row
+MAX_PARTS = 256  # of a normalizer, pre-tokenizer, post-processor or decoder, those within parts included
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _CURE = "take the tokenizer that belongs to the model"
 
@@ -30,9 +30,9 @@ def check_spec(spec: Any) -> None:
         _check_string("an added token", token.get("content"))
     for step in _STEPS:
         parts = list(_objects(spec.get(step)))
-        if len(parts) > 4 * MAX_PARTS:
+        if len(parts) > MAX_PARTS:
             raise CheckpointError(
-                f"tokenizer.json: the {step} has {len(parts)} parts, the limit is {4 * MAX_PARTS}; {_CURE}"
+                f"tokenizer.json: the {step} has {len(parts)} parts, the limit is {MAX_PARTS}; {_CURE}"
             )
         for part in parts:
             for name, value in part.items():
