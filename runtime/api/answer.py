@@ -72,7 +72,7 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `vtx-run --json` prints."""
-        facts = {"text": self.text, "token_ids": self.token_ids, "stopped": self.stopped}
+        facts: dict[str, Any] = {"text": self.text, "token_ids": self.token_ids, "stopped": self.stopped}
         facts |= dataclasses.asdict(self.stats)
         facts |= facts.pop("reduced") or {}
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}

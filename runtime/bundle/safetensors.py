@@ -383,7 +383,7 @@ def _read_rows(file: BinaryIO, info: TensorInfo, dtype: np.dtype[Any], rows: Row
 
 def _fill(out: NDArray[Any], file: BinaryIO, offset: int) -> None:
     file.seek(offset)
-    buffer = memoryview(out.reshape(-1).view(np.uint8))
+    buffer = out.reshape(-1).view(np.uint8).data
     while buffer.nbytes:
         count = file.readinto(buffer)  # type: ignore[attr-defined]
         if not count:
