@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.exporter.bench.ladder import Best, Ladder, find_best, verdict
 from vtx.exporter.bench.machine import describe, in_words
 from vtx.exporter.bench.methods import Method, MethodAnswer, Trial
 from vtx.exporter.bench.series import Series, markdown, shown, spread
 from vtx.exporter.data.intervals import CONFIDENCE, Interval, mean_intervals, share_interval
 from vtx.runtime.units import size
 
-FORMAT = "vtx-methods-1"
-PHASES = ("vision", "prefill", "first_token", "decode_per_token")
+FORMAT = "vtx-methods-2"
+PHASES = ("vision", "prefill", "first_token", "second_question", "decode_per_token")
 POINTS = 1.0  # a method answers as well as none when it loses at most this many points
+COSTS = {"flops": "the arithmetic", "first_token": "the time to the first token"}
 BETTER, WORSE, EQUAL = "better", "worse", "no difference beyond chance"
 
 
-def make_comparison(trial: Trial) -> dict[str, Any]:
+def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequence[float] = ()) -> dict[str, Any]:
     """The comparison, ready for JSON. Intervals are 95%; FLOPs, bytes and tokens are means over the questions.
 
-    `score` is the share of right answers, or of answers like those of no method where the data has no answers.
+    `score` is the share of right answers, or of answers like those of no method where the data has no answers. With a
+    `ladder`, the best setting of each of its families within each of `budgets`, by arithmetic and by first token.
     """
     methods = [_method(method, [by_method[method] for by_method in trial.answers]) for method in trial.methods]
     known = methods[0]["right"] is not None
@@ -52,7 +56,28 @@ def make_comparison(trial: Trial) -> dict[str, Any]:
         "methods": methods,
         "compared": compared,
     }
-    return {**report, "verdict": _verdict(report, scores)}
+    found = _within_budgets(trial.methods, methods, scores, ladder or {}, budgets)
+    report["families"] = {family: [method.name for method in settings] for family, settings in (ladder or {}).items()}
+    report["budgets"] = {cost: [asdict(row) for row in rows] for cost, rows in found.items()}
+    sentences = [line for cost, rows in found.items() if scores.any() for line in verdict(rows, COSTS[cost])]
+    return {**report, "verdict": [*_verdict(report, scores), *sentences]}
+
+
+def _within_budgets(
+    methods: Sequence[Method],
+    measured: Sequence[Mapping[str, Any]],
+    scores: NDArray[np.float64],
+    ladder: Ladder,
+    budgets: Sequence[float],
+) -> dict[str, tuple[Best, ...]]:
+    """By the name of the cost, each family's best within each budget."""
+    costs = {
+        "flops": [method["flops"] for method in measured],
+        "first_token": [method["ms"]["first_token"]["median"] for method in measured],
+    }
+    if not ladder or len(scores) < 2:
+        return {}
+    return {name: find_best(ladder, methods, scores, values, budgets) for name, values in costs.items()}
 
 
 def _method(method: Method, answers: Sequence[MethodAnswer]) -> dict[str, Any]:
@@ -68,6 +93,7 @@ def _method(method: Method, answers: Sequence[MethodAnswer]) -> dict[str, Any]:
         "vision_rows": _mean(answers, lambda answer: answer.vision_tokens),
         "flops": _mean(answers, lambda answer: answer.flops),
         "kv_bytes": _mean(answers, lambda answer: answer.kv_bytes),
+        "reused_layers": _mean(answers, lambda answer: answer.reused_layers),
         "ms": {phase: _times(answers, phase) for phase in PHASES},
     }
 
@@ -161,17 +187,41 @@ def in_tables(report: Mapping[str, Any]) -> str:
             "at least as many questions:",
             markdown([COMPARED_HEADS, *map(_compared_row, report["compared"])]),
         ]
+    for cost, rows in report["budgets"].items():
+        parts += [
+            f"Each method's best setting within a share of {COSTS[cost]} without any, chosen by half of the questions "
+            "and judged by the other half:",
+            markdown([BUDGET_HEADS, *(_budget_row(row, report["methods"]) for row in rows)]),
+        ]
     return "\n\n".join([*parts, "\n".join(report["verdict"])])
 
 
 METHOD_HEADS = (
     "method", "right, %", "as none, %", "full layers", "vision tokens", "GFLOPs", "of none", "vision", "prefill",
-    "first token", "per token", "KV cache",
+    "first token", "second question", "per token", "layers reused", "KV cache",
 )  # fmt: skip
 COMPARED_HEADS = (
     "method", "withdrawal at its cost", "FLOPs, of the method's", "method better by, points", "the method is",
     "withdrawal as accurate", "FLOPs, of the method's",
 )  # fmt: skip
+BUDGET_HEADS = (
+    "within", "best setting", "cost", "good answers, %", "behind, points", "first token", "second question",
+    "per token", "layers reused", "KV cache",
+)  # fmt: skip
+
+
+def _budget_row(row: Mapping[str, Any], methods: Sequence[Mapping[str, Any]]) -> list[str]:
+    method = next(method for method in methods if method["name"] == row["method"])
+    times = [
+        shown(method["ms"][phase]) if method["ms"][phase] else "-"
+        for phase in ("first_token", "second_question", "decode_per_token")
+    ]
+    behind = [f"{100 * row['behind'][name]:.1f}" for name in ("mean", "low", "high")]
+    return [
+        f"{row['budget']:.0%}", row["method"], f"{row['cost']:.0%}", _percent(row["score"]),
+        f"{behind[0]} ({behind[1]} to {behind[2]})", *times, f"{method['reused_layers']:.1f}",
+        size(method["kv_bytes"]),
+    ]  # fmt: skip
 
 
 def _method_row(method: Mapping[str, Any]) -> list[str]:
@@ -179,7 +229,7 @@ def _method_row(method: Mapping[str, Any]) -> list[str]:
     return [
         method["name"], _percent(method["right"]), _percent(method["same"]), f"{method['full_layers']:.1f}",
         f"{method['vision_rows']:.1f}", f"{method['flops'] / 1e9:.3g}", f"{method['flops_ratio']:.0%}", *times,
-        size(method["kv_bytes"]),
+        f"{method['reused_layers']:.1f}", size(method["kv_bytes"]),
     ]  # fmt: skip
 
 

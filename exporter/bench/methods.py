@@ -23,6 +23,7 @@ from vtx.runtime.policies import Reduction, parse, to_spec
 from vtx.runtime.prompt.messages import Part
 
 NONE = "none"
+OTHER_QUESTION = "What else is in the picture?"  # where the data asks one question only
 Report = Callable[[str, int, int], None]
 
 
@@ -51,7 +52,8 @@ class MethodAnswer:
     """One answer: whether it equals the data's (None: unknown) and that of no method, and its cost.
 
     `vision_tokens` is the mean over the layers of the image tokens that leave them; `full_layers` counts layers that
-    see at least one. FLOPs are the tower's and the prompt's, in one chunk.
+    see at least one. FLOPs are the tower's and the prompt's, in one chunk. `reused_layers`: in layers 1 to this one a
+    second question about the same image runs no image token; "second_question" in `ms` is its first token.
     """
 
     right: bool | None
@@ -60,6 +62,7 @@ class MethodAnswer:
     kv_bytes: int
     vision_tokens: float
     full_layers: int
+    reused_layers: int
     ms: dict[str, float]
 
 
@@ -99,7 +102,7 @@ class Trial:
         self.threads = threads
         backend, self._calls = timed(model.backend)
         self.model, self.data, self.methods = Model(model.bundle, backend, model.load_ms), data, tuple(methods)
-        self._options = Options(max_new_tokens=new_tokens)
+        self._options, self._one_token = Options(max_new_tokens=new_tokens), Options(max_new_tokens=1)
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         self.answers: list[dict[Method, MethodAnswer]] = []
         self.skipped, self.interrupted, self.predicted_s = list(data.skipped), False, 0.0
@@ -146,17 +149,26 @@ class Trial:
         text = len(self.model.text.prompt([{"role": "user", "content": content}], 1)) - len(images)
         first = number % len(self.methods)
         order = (*self.methods[first:], *self.methods[:first])
-        answers = dict[Method, tuple[Answer, int]]()
+        answers = dict[Method, tuple[Answer, Answer, int]]()
         for method in order:
             self._calls.clear()
             with Conversation(self.model, images) as conversation:
                 answer = conversation.ask(item.question, method.k, self._options, reduce=method.reduce)
-            answers[method] = answer, self._flops(answer, text)
+                flops = self._flops(answer, text)
+                other = self._other_question(number)
+                second = conversation.ask(other, method.k, self._one_token, reduce=method.reduce)
+            answers[method] = answer, second, flops
         unreduced = answers[self.methods[0]][0].token_ids
         return {
-            method: _method_answer(answer, flops, item, same=answer.token_ids == unreduced)
-            for method, (answer, flops) in answers.items()
+            method: _method_answer(answer, second, flops, item, same=answer.token_ids == unreduced)
+            for method, (answer, second, flops) in answers.items()
         }
+
+    def _other_question(self, number: int) -> str:
+        """The next question of the data that differs from question `number`."""
+        items = self.data.items
+        following = (*items[number + 1 :], *items[:number])
+        return next((i.question for i in following if i.question != items[number].question), OTHER_QUESTION)
 
     def _flops(self, answer: Answer, text: int) -> int:
         """FLOPs of the tower and of a prompt of `text` tokens plus the image tokens that each layer had."""
@@ -164,9 +176,10 @@ class Trial:
         return vision + prefill_flops(self._counter.decoder, make_schedule(answer.stats.vision_tokens_kept, text=text))
 
 
-def _method_answer(answer: Answer, flops: int, item: Item, *, same: bool) -> MethodAnswer:
+def _method_answer(answer: Answer, second: Answer, flops: int, item: Item, *, same: bool) -> MethodAnswer:
     stats, kept = answer.stats, answer.stats.vision_tokens_kept
     ended = answer.stopped == "end"
+    ms = {name: stats.timings_ms[name] for name in ("vision", "prefill", "first_token", "decode_per_token")}
     return MethodAnswer(
         right=None if item.answer is None else ended and plain(answer.text) == plain(item.answer),
         same=same,
@@ -174,5 +187,6 @@ def _method_answer(answer: Answer, flops: int, item: Item, *, same: bool) -> Met
         kv_bytes=stats.kv_bytes,
         vision_tokens=fmean((*kept[1:], kept[-1])),
         full_layers=sum(tokens > 0 for tokens in kept),
-        ms={name: stats.timings_ms[name] for name in ("vision", "prefill", "first_token", "decode_per_token")},
+        reused_layers=second.stats.reused_layers,
+        ms={**ms, "second_question": second.stats.timings_ms["first_token"]},
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vtx.exporter.bench.ladder import WITHDRAWAL
 from vtx.exporter.common.plots import COLORS, draw, headline
 
 LINES = {"first_token": "first token", "prefill": "prefill", "second_question": "second question"}
@@ -53,6 +54,7 @@ KINDS = {
     "pruning": ("pruning", "s"),
     "both": ("pruning, then withdrawal", "^"),
 }
+MARKERS = "o*sD^vPX<>hdp"
 
 
 def _fill_comparison(figure: Any, report: Mapping[str, Any]) -> None:
@@ -77,13 +79,60 @@ def _fill_comparison(figure: Any, report: Mapping[str, Any]) -> None:
 
 
 def _costs(axes: Any, report: Mapping[str, Any], cost: Callable[[Mapping[str, Any]], float]) -> None:
-    """One point a method, at its cost and its share of good answers."""
-    for color, (kind, (label, style)) in zip(COLORS, KINDS.items(), strict=False):
-        methods = sorted((method for method in report["methods"] if method["kind"] == kind), key=cost)
-        shares = [100 * method[report["score"]]["share"] for method in methods]
+    """One point a method, at its cost and its share of good answers; with families, a line each and the front."""
+
+    def share(method: Mapping[str, Any]) -> float:
+        return 100 * float(method[report["score"]]["share"])
+
+    groups = _families(report) or _kinds(report)
+    front = _front(report["methods"], cost, share)
+    for number, (label, style, group) in enumerate(groups):
+        methods = sorted(group, key=cost)
+        color = COLORS[number % len(COLORS)]
         if methods:
-            axes.plot([cost(method) for method in methods], shares, style, color=color, label=label)
-        for method, share in zip(methods, shares, strict=True):
-            if kind != "both":
-                point = cost(method), share
+            axes.plot(
+                [cost(method) for method in methods],
+                [*map(share, methods)],
+                style,
+                color=color,
+                label=label,
+                markersize=4,
+            )
+        for method in methods:
+            if method["name"] in front if report["families"] else method["kind"] != "both":
+                point = cost(method), share(method)
                 axes.annotate(method["name"], point, (2, 4), textcoords="offset points", fontsize=7, rotation=45)
+
+
+Group = tuple[str, str, list[Mapping[str, Any]]]  # its label, its style, its methods
+
+
+def _kinds(report: Mapping[str, Any]) -> list[Group]:
+    return [
+        (label, style, [method for method in report["methods"] if method["kind"] == kind])
+        for kind, (label, style) in KINDS.items()
+    ]
+
+
+def _families(report: Mapping[str, Any]) -> list[Group]:
+    """A marker and a line each: solid of withdrawal alone, dashed of prunes, dotted of prunes before a withdrawal."""
+    groups = list[Group]()
+    for number, (family, names) in enumerate(report["families"].items()):
+        line = ":" if "+" in family else "-" if family == WITHDRAWAL else "--"
+        methods = [method for method in report["methods"] if method["name"] in names]
+        groups.append((family, f"{MARKERS[number % len(MARKERS)]}{line}", methods))
+    return groups
+
+
+def _front(
+    methods: Sequence[Mapping[str, Any]],
+    cost: Callable[[Mapping[str, Any]], float],
+    share: Callable[[Mapping[str, Any]], float],
+) -> set[str]:
+    """Names of the Pareto front: methods that answer more questions than every cheaper one."""
+    names, most = set[str](), -1.0
+    for method in sorted(methods, key=lambda method: (cost(method), -share(method))):
+        if share(method) > most:
+            names.add(method["name"])
+            most = share(method)
+    return names

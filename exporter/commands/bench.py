@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from vtx.runtime.terminal.depth import DepthType
 DEMO_KS = (8, 3, 4, 5, 6, 12, 16)  # the first is the one behind reductions
 DEMO_REDUCTIONS = (
     "none", "lsm", "cls:keep=0.25", "cls:keep=0.5", "fastv", "fastv:k=2,ratio=0.75", "mustdrop:192", "mustdrop:128",
-    "mustdrop:64", "mustdrop:64,tau=off", "mustdrop:gamma=0.05,alpha=0.1,tau=off",
+    "mustdrop:64", "mustdrop:64,tau=off", "mustdrop:gamma=0.05,alpha=0.1,tau=off", "cdpruner:keep=0.25",
+    "cdpruner:keep=0.5", "dart:keep=0.25", "dart:keep=0.5",
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class Output:
     "vtx-bench --bundle llava-7b --k none,17,9 --image photo.jpg --question 'What is on the table?' --out out.json\n"
     "vtx-bench --prompt-tokens 640 --new-tokens 128 --repeats 15 --threads 4 --plot out.png\n"
     "vtx-bench --methods --samples 500\n"
+    "vtx-bench --methods --budgets 75,50,35,25 --plot methods.png\n"
     "vtx-bench --methods --bundle llava-7b --data questions.jsonl --images photos --out out.json"
 )
 @bundle_option
@@ -75,6 +78,11 @@ class Output:
     "--methods", is_flag=True,
     help="Compare instead all methods of the bundle, by accuracy and cost [default bundle: the demo's].",
 )  # fmt: skip
+@click.option(
+    "--budgets", metavar="PERCENT,...",
+    help="With --methods: try a ladder of settings of every method that the bundle can run, and name the best of each "
+    "within these shares of what no method costs.",
+)  # fmt: skip
 @click.option("--data", metavar="DATA", help="With --methods: questions as vtx-calibrate takes them [default: scenes].")
 @click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
 @click.option("--samples", type=int, default=200, show_default=True, help="Questions to ask, drawn from DATA.")
@@ -91,7 +99,7 @@ def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
     new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
     device: str, compute: str | None, threads: int | None, as_json: bool, target: Path | None,
-    plot: Path | None,
+    plot: Path | None, budgets: str | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
 
@@ -104,8 +112,11 @@ def bench(
         raise click.UsageError("--question and --prompt-tokens both settle the question; give one")
     if methods and (image, question, prompt_tokens) != (None, None, None):
         raise click.UsageError("--methods asks the questions of --data; leave out --image, --question, --prompt-tokens")
-    if not methods and (data, images) != (None, None):
-        raise click.UsageError("--data and --images go with --methods; one question to time is --image and --question")
+    if not methods and (data, images, budgets) != (None, None, None):
+        raise click.UsageError(
+            "--data, --images and --budgets go with --methods; one question to time is --image and --question"
+        )
+    from vtx.exporter.bench.ladder import parse_budgets
     from vtx.exporter.bench.measure import BenchOptions
     from vtx.exporter.common.plots import figures
     from vtx.runtime.api.load import load
@@ -115,11 +126,11 @@ def bench(
     if plot:
         figures()
     threads = cores() if threads is None else threads
-    output = Output(as_json, target, plot)
+    output, shares = Output(as_json, target, plot), parse_budgets(budgets) if budgets else ()
     if methods:
         questions = _data(data, images, samples)
         model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads)
-        interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, threads, output)
+        interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, threads, output, shares)
     else:
         text = QUESTION if question is None else question
         options = BenchOptions(image or golden_image(), text, prompt_tokens, new_tokens, repeats, warmup, threads)
@@ -145,13 +156,21 @@ def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Out
     return result.interrupted
 
 
-def _compare(model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threads: int, output: Output) -> bool:
+def _compare(
+    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threads: int, output: Output,
+    budgets: tuple[float, ...],
+) -> bool:  # fmt: skip
     """Every method on the same questions, with a forecast before and a bar during; whether it was interrupted."""
     from vtx.exporter.bench.compare import in_tables, make_comparison
-    from vtx.exporter.bench.methods import Trial, find_methods
+    from vtx.exporter.bench.ladder import make_ladder
+    from vtx.exporter.bench.methods import Method, Trial, find_methods
     from vtx.exporter.bench.plots import draw_comparison
 
-    methods = find_methods(model.manifest, ks)
+    ladder, lacking = make_ladder(model.manifest, model.backend.dialect, ks) if budgets else ({}, ())
+    settings = (method for family in ladder.values() for method in family)
+    methods = tuple(dict.fromkeys((Method(None), *settings))) if budgets else find_methods(model.manifest, ks)
+    if lacking:
+        note(f"left out, since the bundle was not exported for them: {', '.join(lacking)}")
     if not any(method.kind == "pruning" for method in methods):
         note("this bundle only withdraws image tokens; export it with --reduce to compare other methods")
     trial = Trial(model, data, methods, new_tokens, threads)
@@ -161,7 +180,7 @@ def _compare(model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threa
     )
     with bar() as show:
         trial.run(show)
-    report = make_comparison(trial)
+    report = make_comparison(trial, ladder, budgets)
     output.write(report, in_tables(report), draw_comparison)
     return trial.interrupted
 
@@ -184,12 +203,14 @@ def methods_bundle(named: str | None) -> Path:
     if named:
         return Path(named)
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.policies import parse, to_spec
     from vtx.runtime.terminal.last import home
 
     out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-methods"
-    try:
-        Bundle.open(out)
-    except BundleError:  # not there yet, or another version's
+    held = tuple[str, ...]()
+    with contextlib.suppress(BundleError):  # not there yet, or another version's
+        held = Bundle.open(out).manifest.reductions
+    if held != tuple(to_spec(parse(spec)) for spec in DEMO_REDUCTIONS):
         note("exporting the built-in demo model with every method; --bundle takes one of your own")
         library = exporter()
         plan = library.plan_export(library.ExportOptions(ks=DEMO_KS, reductions=DEMO_REDUCTIONS, dialects=("ort",)))

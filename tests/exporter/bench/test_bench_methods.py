@@ -94,11 +94,11 @@ def methods(report: dict[str, Any]) -> dict[str, Any]:
 
 def test_every_method_of_the_bundle_and_one_withdrawal_behind_each_is_asked(report: dict[str, Any]) -> None:
     assert [method["name"] for method in report["methods"]] == NAMES
-    assert report["format"] == "vtx-methods-1"
+    assert report["format"] == "vtx-methods-2"
     assert [one["method"] for one in report["compared"]] == NAMES[3:]
     assert report["data"] == {"source": "questions.jsonl", "items": 3, "skipped": []}
     for method in report["methods"]:
-        assert method["ms"]["first_token"]["n"] == 3
+        assert method["ms"]["first_token"]["n"] == method["ms"]["second_question"]["n"] == 3
         assert method["ms"]["vision"]["median"] + method["ms"]["prefill"]["min"] <= method["ms"]["first_token"]["max"]
 
 
@@ -221,6 +221,43 @@ def test_the_time_with_gates_is_measured_as_well(gated: tuple[bool, Path], tmp_p
     assert depths[2]["prefill_flops"] == depths[1 if fires else 0]["prefill_flops"]
 
 
+def test_layers_whose_image_a_second_question_reuses_are_counted(methods: dict[str, Any]) -> None:
+    reused = {name: method["reused_layers"] for name, method in methods.items()}
+    assert [reused[name] for name in ("none", "K = 3", "K = 5", "lsm:tau=-1", "cls:keep=0.25")] == [8, 2, 4, 8, 8]
+    assert reused["fastv:k=2,ratio=0.5"] == 2  # what goes on from layer 3 is the question's choice
+    assert reused["cls:keep=0.25 + K = 5"] == 4
+
+
+def test_a_ladder_of_settings_within_budgets(bundle: Path, data: Path, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    words = (
+        "--bundle",
+        str(bundle),
+        "--data",
+        str(data),
+        "--budgets",
+        "100,40",
+        "--out",
+        str(out),
+        "--plot",
+        str(plot),
+    )
+    done = vtx_bench(*words)
+    assert done.exit_code == 0, done.stderr
+    assert "left out, since the bundle was not exported for them: dart, " in done.stderr
+    report = json.loads(out.read_text())
+    named = {method["name"] for method in report["methods"]}
+    assert {"none", "K = 3", "cls:keep=0.125", "cdpruner:keep=0.25,text=none", "fastv:k=2,ratio=0.9"} < named
+    assert "cls:keep=0.5 + K = 3" in report["families"]["cls + withdrawal"]
+    assert set(report["budgets"]) == {"flops", "first_token"}
+    for row in report["budgets"]["flops"]:
+        assert row["cost"] <= row["budget"]
+        assert row["method"] in report["families"][row["family"]]
+    assert {row["budget"] for row in report["budgets"]["flops"]} == {1.0, 0.4}
+    assert "best setting within a share of the arithmetic" in done.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 
@@ -252,10 +289,11 @@ def test_without_a_fixed_k_nothing_stands_behind_a_reduction() -> None:
 
 def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Method, int]) -> dict[str, Any]:
     """A comparison of answers made up: per method, whether each of the questions was answered right."""
-    ms = {"vision": 1.0, "prefill": 2.0, "first_token": 3.0, "decode_per_token": 0.0}
+    ms = {"vision": 1.0, "prefill": 2.0, "first_token": 3.0, "second_question": 2.0, "decode_per_token": 0.0}
     count = len(next(iter(rights.values())))
     answers = [
-        {m: MethodAnswer(r[n], bool(r[n]), flops[m], 100, 5.0, 8, ms) for m, r in rights.items()} for n in range(count)
+        {m: MethodAnswer(r[n], bool(r[n]), flops[m], 100, 5.0, 8, 0, ms) for m, r in rights.items()}
+        for n in range(count)
     ]
     spec, layout = SimpleNamespace(name="made-up", layers=8), SimpleNamespace(max_tokens=V)
     model: Any = SimpleNamespace(
@@ -347,7 +385,9 @@ def test_questions_without_a_known_answer_do_not_count_where_others_have_one() -
         (["--methods", "--k", "4"], 1, "K = 4 was not prebuilt"),
         (["--methods", "--image", "a.jpg"], 2, "--methods asks the questions of --data"),
         (["--methods", "--prompt-tokens", "100"], 2, "--methods asks the questions of --data"),
-        (["--data", "a.jsonl"], 2, "--data and --images go with --methods"),
+        (["--methods", "--budgets", "200"], 1, "--budgets is '200'; each must be above 0 and at most 100"),
+        (["--data", "a.jsonl"], 2, "--data, --images and --budgets go with --methods"),
+        (["--budgets", "50"], 2, "--data, --images and --budgets go with --methods"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(
