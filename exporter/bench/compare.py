@@ -75,9 +75,8 @@ def _within_budgets(
         "flops": [method["flops"] for method in measured],
         "first_token": [method["ms"]["first_token"]["median"] for method in measured],
     }
-    if not ladder or len(scores) < 2:
-        return {}
-    return {name: find_best(ladder, methods, scores, values, budgets) for name, values in costs.items()}
+    found = {name: find_best(ladder, methods, scores, values, budgets) for name, values in costs.items()}
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def _method(method: Method, answers: Sequence[MethodAnswer]) -> dict[str, Any]:

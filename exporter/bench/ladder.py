@@ -94,19 +94,23 @@ def find_best(
     """The best setting of each family within each budget, budgets as given, the best family first.
 
     `scores` [questions, methods] are 1 for a good answer and NaN where that is not known; `costs` are those of
-    `methods`, of which the first is none. A family without a setting within a budget is left out there.
+    `methods`, of which the first is none. A family without a setting within a budget is left out there. Fewer than two
+    questions with known answers give nothing.
     """
-    choosing, judging = scores[::2], scores[1::2]
+    known = scores[~np.isnan(scores).any(1)]
+    if len(known) < 2:
+        return ()
+    choosing, judging = known[::2], known[1::2]
     found = list[Best]()
     for budget in budgets:
         chosen = dict[str, int]()
         for family, settings in ladder.items():
             fitting = [n for n in map(methods.index, settings) if costs[n] <= budget * costs[0]]
             if fitting:  # of equally good ones the costliest, which is the nearest to the budget
-                chosen[family] = max(fitting, key=lambda n: (_mean(choosing[:, n]), costs[n]))
+                chosen[family] = max(fitting, key=lambda n: (choosing[:, n].mean(), costs[n]))
         if not chosen:
             continue
-        first = max(chosen.values(), key=lambda n: (_mean(judging[:, n]), -costs[n]))
+        first = max(chosen.values(), key=lambda n: (judging[:, n].mean(), -costs[n]))
         rows = [_best(budget, family, n, methods, judging, first, costs) for family, n in chosen.items()]
         found += sorted(rows, key=lambda row: (-row.score["share"], row.cost))
     return tuple(found)
@@ -115,15 +119,9 @@ def find_best(
 def _best(
     budget: float, family: str, n: int, methods: Sequence[Method], judging: Scores, first: int, costs: Sequence[float]
 ) -> Best:
-    known = judging[~np.isnan(judging[:, n])][:, [n, first]]
-    [behind] = mean_intervals((known[:, 1] - known[:, 0])[:, None])
-    score = share_interval(int(known[:, 0].sum()), len(known))
+    [behind] = mean_intervals((judging[:, first] - judging[:, n])[:, None])
+    score = share_interval(int(judging[:, n].sum()), len(judging))
     return Best(budget, family, methods[n].name, costs[n] / costs[0], score, behind)
-
-
-def _mean(values: Scores) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else 0.0
 
 
 def verdict(rows: Sequence[Best], cost: str) -> list[str]:

@@ -72,9 +72,13 @@ def test_a_family_that_beats_withdrawal_is_named_first() -> None:
 
 
 def test_questions_without_a_known_answer_do_not_count() -> None:
-    unknown = [1.0, np.nan, 1.0, 1.0]
+    unknown = [1.0, np.nan, 1.0, np.nan, 1.0, 1.0]
     [row, _] = best(dict.fromkeys(METHODS, unknown), (0.6,))
-    assert (row.score["share"], row.score["count"]) == (1.0, 1)
+    assert (row.score["share"], row.score["count"]) == (1.0, 2)
+
+
+def test_one_known_answer_judges_nothing() -> None:
+    assert best({method: [1.0, np.nan] for method in METHODS}, (0.6,)) == []
 
 
 def test_only_what_the_bundle_can_run_is_tried(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
