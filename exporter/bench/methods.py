@@ -23,7 +23,7 @@ from vtx.runtime.policies import Reduction, parse, to_spec
 from vtx.runtime.prompt.messages import Part
 
 NONE = "none"
-OTHER_QUESTION = "What else is in the picture?"  # where the data asks one question only
+SECOND = "What else is in the picture?", "Describe it."  # asked about the same images, the one that was not asked
 Report = Callable[[str, int, int], None]
 
 
@@ -155,7 +155,7 @@ class Trial:
             with Conversation(self.model, images) as conversation:
                 answer = conversation.ask(item.question, method.k, self._options, reduce=method.reduce)
                 flops = self._flops(answer, text)
-                other = self._other_question(number)
+                other = next(question for question in SECOND if question != item.question)
                 second = conversation.ask(other, method.k, self._one_token, reduce=method.reduce)
             answers[method] = answer, second, flops
         unreduced = answers[self.methods[0]][0].token_ids
@@ -163,12 +163,6 @@ class Trial:
             method: _method_answer(answer, second, flops, item, same=answer.token_ids == unreduced)
             for method, (answer, second, flops) in answers.items()
         }
-
-    def _other_question(self, number: int) -> str:
-        """The next question of the data that differs from question `number`."""
-        items = self.data.items
-        following = (*items[number + 1 :], *items[:number])
-        return next((i.question for i in following if i.question != items[number].question), OTHER_QUESTION)
 
     def _flops(self, answer: Answer, text: int) -> int:
         """FLOPs of the tower and of a prompt of `text` tokens plus the image tokens that each layer had."""
