@@ -94,7 +94,7 @@ def building(out: Path, can_resume: Callable[[Path], bool], say: Callable[[str],
         ) from e
     finally:
         if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         if lock is not None:
             os.close(lock)
 
@@ -113,7 +113,7 @@ def _left_by_another(
             continue
         if resumable is None:
             say("the interrupted export here had other options or another checkpoint; starting afresh")
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(lock)
     return resumable
 
@@ -158,10 +158,18 @@ def put_in_place(folder: Path, out: Path, force: bool) -> None:
 
 def _set_back(old: Path, out: Path) -> None:
     """Rename the bundle `old` back to `out` where that is free, else remove it."""
+    if (old / MANIFEST).is_file():
+        with suppress(OSError):
+            old.rename(out)
+    if old.exists() and ((out / MANIFEST).is_file() or not (old / MANIFEST).is_file()):
+        _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a directory, its manifest first: killed midway, it leaves nothing that looks whole."""
     with suppress(OSError):
-        old.rename(out)
-    if old.exists() and (out / MANIFEST).is_file():
-        shutil.rmtree(old, ignore_errors=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
