@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 import vtx
 from tests.support import bundles
+from tests.support.gated import WAIT
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.runtime.errors import VtxError
@@ -437,7 +438,7 @@ def test_what_transformers_has_to_say_about_a_model_stays_out_of_the_one_line(
     (folder / "config.json").write_text(json.dumps(config))
     environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
     done = process("export", "--model", folder, "--out", tmp_path / "b", env=environment)
-    _, stderr = done.communicate(timeout=120)
+    _, stderr = done.communicate(timeout=WAIT)
     assert done.returncode == 1
     assert stderr.count(b"\n") == 1, stderr.decode()
     assert b"factor is -1" in stderr
@@ -514,7 +515,7 @@ def test_ctrl_c_during_an_answer_exits_with_130(talker: Path, image: Path) -> No
     assert running.stdout
     assert running.stdout.read(1)
     os.killpg(running.pid, signal.SIGINT)
-    _, stderr = running.communicate(timeout=60)
+    _, stderr = running.communicate(timeout=WAIT)
     assert running.returncode == 130, stderr.decode()
     assert stderr.decode().splitlines()[-1].endswith("interrupted")
     assert b"Traceback" not in stderr
@@ -528,7 +529,7 @@ def test_a_reader_that_goes_away_ends_an_answer_without_a_traceback(talker: Path
     running.stdout.close()
     stderr = running.stderr.read().decode()
     running.stderr.close()
-    assert running.wait(timeout=60) == 1
+    assert running.wait(timeout=WAIT) == 1
     assert len(stderr.splitlines()) <= 1, stderr  # the line that says what it runs on
     assert "cpu" in stderr
 
@@ -539,7 +540,7 @@ def test_a_closed_pipe_ends_a_report_without_a_traceback(bundle: Path, words: li
     os.close(read)
     running = process(*words, bundle, stdout=write)
     os.close(write)
-    _, stderr = running.communicate(timeout=60)
+    _, stderr = running.communicate(timeout=WAIT)
     assert running.returncode == 1
     assert b"Traceback" not in stderr
     assert b"Exception ignored" not in stderr

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tests.support.bundles import export
+from tests.support.gated import WAIT
 from vtx.exporter.bundling.options import DEMO
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "examples" / "python"
 SCENES = sorted((ROOT / "examples").glob("scene-*.jpg"))
-WAIT = 240
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import pytest
 
 import vtx
 from tests.support import bundles
+from tests.support.gated import WAIT
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import export as export_module
 from vtx.exporter.bundling import predict
@@ -398,7 +399,7 @@ def test_the_manifest_is_written_last(tiny_checkpoint: Make, tmp_path: Path, mon
 def test_of_two_exports_to_one_place_the_result_is_one_whole_bundle(
     tiny_checkpoint: Make, tmp_path: Path, force: bool
 ) -> None:
-    plans, meet = [plan(tiny_checkpoint(), (k,)) for k in (3, 5)], threading.Barrier(2, timeout=30)
+    plans, meet = [plan(tiny_checkpoint(), (k,)) for k in (3, 5)], threading.Barrier(2, timeout=WAIT)
     won: list[int] = []
     lost: list[BaseException] = []
 

@@ -235,16 +235,16 @@ def test_zero_is_no_size(configs: Any, way: tuple[str, str]) -> None:
 def test_an_absurd_size_is_refused_at_once(configs: Any, way: tuple[str, str]) -> None:
     for text in TEXTS:
         for value in (10**9, 10**400):
-            config, start = changed(configs(text), *way, to=value), time.process_time()
+            config, start = changed(configs(text), *way, to=value), time.thread_time()
             refused(config)
-            assert time.process_time() - start < 1
+            assert time.thread_time() - start < 1
 
 
 @pytest.mark.parametrize("part", [(), ("text_config",), ("vision_config",)])
 def test_a_billion_labels_take_no_time(configs: Any, part: tuple[str, ...]) -> None:
-    start = time.process_time()
+    start = time.thread_time()
     ModelConfig.from_hf(changed(configs(), *part, "num_labels", to=10**9))
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
 
 
 @pytest.mark.parametrize(

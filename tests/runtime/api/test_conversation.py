@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.support.exported import KS, QUESTIONS, Models
+from tests.support.gated import WAIT
 from tests.support.reference import Reference
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.answer import Answer
@@ -227,7 +228,7 @@ def test_a_stream_left_unread_does_not_block_the_next_question(model: Model, fre
     gc.disable()
     try:
         thread.start()
-        thread.join(timeout=30)
+        thread.join(WAIT)
     finally:
         gc.enable()
     assert found == [fresh[QUESTIONS[1], 3][0].token_ids]
@@ -310,7 +311,7 @@ def test_many_threads_over_one_model_answer_as_one(model: Model, fresh: dict[Any
     start = threading.Barrier(8)
 
     def talk(number: int) -> list[bool]:
-        start.wait(timeout=60)
+        start.wait(WAIT)
         with model.open(IMAGE) as conversation:
             asked = [(QUESTIONS[(number + i) % 3], DEPTHS[(number * i) % 5]) for i in range(8)]
             return [conversation.ask(q, k, OPTIONS).token_ids == fresh[q, k][0].token_ids for q, k in asked]

@@ -21,22 +21,33 @@ import vtx
 
 folder, other = sys.argv[1:]
 
-def use_onnxruntime(when):
-    session = onnxruntime.InferenceSession(other, providers=["CPUExecutionProvider"])
+def use(session, when):
     print(when, session.run(None, {"x": np.ones(2, np.float32)})[0].tolist())
 
-def ask(model):
-    return model.ask("red?", None, vtx.Options(max_new_tokens=3, ignore_eos=True)).token_ids
+def use_another(when):
+    use(onnxruntime.InferenceSession(other, providers=["CPUExecutionProvider"]), when)
 
-use_onnxruntime("before")
-model = vtx.load(folder, device="cpu", threads=2)
-use_onnxruntime("loaded")
-ids = ask(model)
-use_onnxruntime("asked")
-again = vtx.load(folder, device="cpu", threads=1)
-print("alike", ask(again) == ids == ask(model))
-del model, again
-use_onnxruntime("after")
+options = vtx.Options(max_new_tokens=3, ignore_eos=True)
+
+def ask(model):
+    return model.ask("red?", None, options).token_ids
+
+use_another("before")
+kept = onnxruntime.InferenceSession(other, providers=["CPUExecutionProvider"])
+with vtx.load(folder, device="cpu", threads=2) as model:
+    use_another("loaded")
+    stream = model.open([]).stream("red?", None, options)
+    next(stream)
+    use_another("while answering")
+    use(kept, "the one from before")
+    list(stream)
+    ids = stream.answer.token_ids
+    with vtx.load(folder, device="cpu", threads=1) as one:
+        print("threads", model.backend.threads, one.backend.threads)
+        print("alike", ask(one) == ids == ask(model))
+    print("alike", ask(model) == ids)
+use_another("closed")
+use(kept, "the one from before")
 """
 WARNING = "Removing initializer 'unused'"
 
@@ -60,8 +71,10 @@ def test_other_users_of_onnxruntime_find_it_as_it_was(tiny_checkpoint: Callable[
     other = write_graph_with_a_warning(tmp_path / "other.onnx")
     done = subprocess.run([sys.executable, "-c", USER, folder, other], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    answers = [f"{when} [2.0, 2.0]" for when in ("before", "loaded", "asked", "after")]
-    assert done.stdout.splitlines() == [*answers[:3], "alike True", answers[3]]
-    assert done.stderr.count(WARNING) == 4, "the other user's warnings are still told"
+    assert done.stdout.splitlines() == [
+        "before [2.0, 2.0]", "loaded [2.0, 2.0]", "while answering [2.0, 2.0]", "the one from before [2.0, 2.0]",
+        "threads 2 1", "alike True", "alike True", "closed [2.0, 2.0]", "the one from before [2.0, 2.0]",
+    ]  # fmt: skip
+    assert done.stderr.count(WARNING) == 5, "the other user's warnings are still told"
     logged = [line for line in done.stderr.splitlines() if ":onnxruntime:" in line and "device_discovery" not in line]
-    assert len(logged) == 4, "and ours are not"
+    assert len(logged) == 5, "and ours are not"

@@ -28,7 +28,7 @@ from vtx.runtime.bundle.safetensors import (
 )
 from vtx.runtime.errors import BundleError, CheckpointError, ExportError, VtxError
 
-one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def entry(dtype: object = "U8", shape: object = (1,), offsets: object = (0, 1)) -> dict[str, object]:

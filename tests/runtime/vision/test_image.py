@@ -6,9 +6,9 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import warnings
 import zlib
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -258,27 +258,26 @@ def gif(width, height, frame_width, frame_height):
     ],
     ids=range(8),
 )
-def test_too_many_pixels_are_refused_from_the_header_alone(content):
-    start = time.perf_counter()
+def test_too_many_pixels_are_refused_from_the_header_alone(content, monkeypatch):
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded := Mock())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         refused(content, "pixels", "16,384 a side and 67,108,864 in all")
-    assert time.perf_counter() - start < 0.5
+    decoded.assert_not_called()
 
 
 def test_a_decompression_bomb_takes_no_memory():
     script = (
-        "import resource, sys\nfrom vtx.runtime.vision.image import load_image\n"
-        "from vtx.runtime.errors import ImageError\n"
-        "content = sys.stdin.buffer.read()\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "import sys\nfrom vtx.exporter.bench.machine import peak\nfrom vtx.runtime.vision.image import load_image\n"
+        "from vtx.runtime.errors import ImageError\ncontent = sys.stdin.buffer.read()\nbefore = peak()\n"
         "try:\n    load_image(content)\nexcept ImageError as error:\n    print(error)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        "print(peak() - before)"
     )
     bomb = png(13_000, 13_000, (b"IDAT", zlib.compress(bytes(64 << 20), 9)))
     done = subprocess.run([sys.executable, "-c", script], input=bomb, capture_output=True, check=True)
     message, grown = done.stdout.decode().splitlines()
     assert "13000x13000 pixels" in message
-    assert int(grown) < 16 << 10  # KiB
+    assert int(grown) < 16 << 20
     assert done.stderr == b""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
+from tests.support.gated import WAIT
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision import image
 from vtx.runtime.vision.files import formats, jpeg
@@ -172,7 +173,7 @@ def test_decoding_raises_no_warning_and_leaves_the_filters_of_the_process_alone(
 
 def test_threads_decode_side_by_side(monkeypatch):
     """Two decoders meet at a barrier inside Pillow: with a shared lock the second would never come."""
-    barrier, real = threading.Barrier(2, timeout=60), Image.Image.getbands
+    barrier, real = threading.Barrier(2, timeout=WAIT), Image.Image.getbands
     content, errors = encoded(noise(), "PNG"), []
 
     def meeting(self: Image.Image) -> tuple[str, ...]:
@@ -214,8 +215,8 @@ def test_a_damaged_exif_block_leaves_the_picture_as_it_stands():
 
 def test_a_hostile_file_costs_little_cpu():
     """The margin is wide: each of these took from 10 to 40 seconds without limits."""
-    start = time.process_time()
+    start = time.thread_time()
     refused(progressive(2000, 10_000), "scans")
     refused(png(chunk(b"teSt") * 2_000_000), "chunks")
     refused(b"P3 3000 3000 255\n" + b"1 " * 27_000_000, "PPM")
-    assert time.process_time() - start < 8
+    assert time.thread_time() - start < 8
