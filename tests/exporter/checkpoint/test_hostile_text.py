@@ -73,8 +73,8 @@ def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("template", "limits", "message"),
     [
-        (SLOW + VICUNA, Limits(cpu_seconds=5), "takes more than 5 s of processor time to read, the limit"),
-        (BIG + VICUNA, Limits(memory=2 << 30), "needs more than 2.15 GB of memory to read, the limit"),
+        (SLOW + VICUNA, Limits(cpu_seconds=2), "takes more than 2 s of processor time to read, the limit"),
+        (BIG + VICUNA, Limits(memory=1 << 30), "needs more than 1.07 GB of memory to read, the limit"),
     ],
 )
 def test_hostile_templates_are_refused_with_the_limit(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,22 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(params=PROMPTS.values(), ids=list(PROMPTS))
-def question(request: pytest.FixtureRequest) -> tuple[int, str]:
-    found: tuple[int, str] = request.param
-    return found
+# Of each family and tower one variant is asked about two images at every change; all is asked of all in the slow tests.
+QUICK = {
+    "llama-siglip-biases", "llama-wide-heads-llama3-layers", "llama-narrow-heads-sharded", "mistral-clip-linear-new",
+    "mistral-siglip-tied", "qwen2-clip-full-no-bias", "qwen2-siglip-three-layers",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+def pairs() -> Iterator[Any]:
+    """Every variant with every prompt, most of them marked slow."""
+    for variant, tiny in VARIANTS.items():
+        for name, words in PROMPTS.items():
+            quick = variant == "llama-clip-gqa-hub" or (variant in QUICK and name == "two-images")
+            yield pytest.param(tiny, words, id=f"{variant}-{name}", marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("tiny", "question"), list(pairs()))
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     models: Models, reference: Callable[..., Reference], tiny: Tiny, question: tuple[int, str]
 ) -> None:

@@ -40,7 +40,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS.values(), ids=list(MODELS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(MODELS["16-layers-gqa"], id="16-layers-gqa"),
+        pytest.param(MODELS["32-layers-mha"], id="32-layers-mha", marks=pytest.mark.slow),
+    ],
+)
 def case(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
