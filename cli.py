@@ -240,7 +240,7 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
 def main() -> None:
     """LLaVA-type models as split engine graphs, visual tokens withdrawn in depth.
 
-    Each command also stands alone, under its name with vtx- before it: vtx-export, vtx-run.
+    Each command also stands alone: vtx run is vtx-run.
     """
 
 

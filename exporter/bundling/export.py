@@ -95,6 +95,7 @@ __all__ = [
     "ExportOptions",
     "Plan",
     "check_memory",
+    "check_target",
     "demo_checkpoint",
     "load_template",
     "plan_export",

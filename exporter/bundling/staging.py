@@ -20,13 +20,14 @@ from vtx.runtime.errors import ExportError
 
 
 def check_target(out: Path, force: bool) -> None:
+    """Raise ExportError where a bundle cannot be put at `out`."""
     if not out.exists() and not out.is_symlink():
         return
-    if not force:
-        raise ExportError(f"{out} exists already; --force replaces it, or name another --out")
     replaceable = out.is_dir() and not out.is_symlink() and ((out / MANIFEST).is_file() or not any(out.iterdir()))
     if not replaceable:
-        raise ExportError(f"{out} is not a bundle, so --force does not replace it; name another --out")
+        raise ExportError(f"{out} exists and is not a bundle, so nothing replaces it; name another --out")
+    if not force:
+        raise ExportError(f"{out} exists already; --force replaces it, or name another --out")
 
 
 def make_folder(folder: Path) -> None:

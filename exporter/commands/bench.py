@@ -26,6 +26,8 @@ DEMO_REDUCTIONS = (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from vtx.exporter.bench.ceilings import Ceilings
     from vtx.exporter.bench.measure import Bench, BenchOptions, K
     from vtx.exporter.data.items import Data
@@ -133,11 +135,18 @@ def bench(
         interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, threads, output, shares)
     else:
         text = QUESTION if question is None else question
-        options = BenchOptions(image or golden_image(), text, prompt_tokens, new_tokens, repeats, warmup, threads)
+        options = BenchOptions(
+            image or _square(golden_image()), text, prompt_tokens, new_tokens, repeats, warmup, threads
+        )
         model = load(find_bundle(bundle), device=device, compute=compute, threads=threads)
         interrupted = _measure(model, options, _chosen(ks, model.manifest), output)
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _square(image: Image) -> Image:
+    """A picture of ours loses nothing to a crop, so that no note about one comes."""
+    return image.resize((max(image.size),) * 2)
 
 
 def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Output) -> bool:

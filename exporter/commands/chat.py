@@ -49,7 +49,10 @@ def chat(
 ) -> None:  # fmt: skip
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.load import load
+    from vtx.runtime.vision.image import load_image
 
+    if image:
+        load_image(image)  # a wrong name is told before a bundle is loaded
     model = load(find_bundle(bundle), device=device, compute=compute, threads=threads)
     talk = _Talk(model, image, k, reduce, max_new_tokens)
     talk.begin()

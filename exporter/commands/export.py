@@ -125,6 +125,8 @@ def export(
     from vtx.runtime.bundle.seal import SigningKey
 
     library = exporter()
+    if out is not None:
+        library.check_target(out.expanduser().absolute(), force)
     key = SigningKey.load(sign) if sign else None
     template = library.load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None

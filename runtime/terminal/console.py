@@ -113,11 +113,12 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
     from rich.table import Table
     from rich.text import Text
 
-    text = Text(printable(title))
-    table = Table(*heads, title=text, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(heads))
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    Console().print(table)
+    console = Console()
+    console.print(Text(printable(title), style="bold"))  # the table's own title would wrap at the table's width
+    console.print(table)
 
 
 def end_on_sigterm() -> None:

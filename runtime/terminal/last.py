@@ -28,7 +28,7 @@ def last_bundle(named: str | None) -> Path:
     """The bundle that was named, else the one exported last. RequestError where there is neither."""
     last = Path(named) if named else remembered()
     if last is None:
-        raise RequestError("no bundle was named and none was exported yet; give --bundle, or run vtx-export first")
+        raise RequestError("no bundle was named and none was exported yet; name one, or run vtx-export first")
     return last
 
 

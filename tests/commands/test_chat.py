@@ -70,3 +70,9 @@ def test_what_cannot_be_done_is_said_and_the_chat_goes_on(
     done = typed(bundle, images[0], line, "red?")
     assert message in done.stderr
     assert done.stdout == typed(bundle, images[0], "red?").stdout
+
+
+def test_an_image_that_is_not_there_is_told_before_a_bundle_is_looked_for(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.chat, [str(tmp_path / "no.png"), "--bundle", str(tmp_path / "no bundle")])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "no.png' does not exist" in done.stderr

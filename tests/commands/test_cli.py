@@ -409,8 +409,8 @@ def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
         (["--max-context", "1"], "at least 2"),
         (["--chat-template", "missing.jinja"], r"missing\.jinja"),
         (["--model", "no such/dir ectory"], "no such"),
-        (["--out", "taken"], "exists already; --force"),
-        (["--out", "taken", "--force"], "not a bundle"),
+        (["--out", "taken"], "exists and is not a bundle, so nothing replaces it"),
+        (["--out", "taken", "--force"], "exists and is not a bundle, so nothing replaces it"),
     ],
 )
 def test_an_export_that_cannot_be_done_is_one_line(
