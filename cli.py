@@ -13,6 +13,7 @@ from vtx.exporter.commands.bench import bench
 from vtx.exporter.commands.build import build
 from vtx.exporter.commands.calibrate import calibrate, train_gate
 from vtx.exporter.commands.chat import chat
+from vtx.exporter.commands.demo import about
 from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
@@ -136,10 +137,11 @@ def _read(names: Sequence[str], formats: Sequence[str], reduce: str) -> list[Ima
 
 
 def _where(model: Model, folder: Path, *, automatic: bool) -> str:
-    """Which bundle answers, and on which device."""
+    """Which bundle answers, on which device, and what must be known of the demo."""
     backend, precision = model.backend, model.manifest.precision
     device = f"{backend.device} (auto)" if automatic else backend.device
-    return f"bundle: {folder}; device: {device}; weights: {precision}; arithmetic: {backend.compute}"
+    where = f"bundle: {folder}; device: {device}; weights: {precision}; arithmetic: {backend.compute}"
+    return "\n".join([where, *about(model.manifest.model.name)])
 
 
 def _print_json(value: object) -> None:

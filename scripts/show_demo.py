@@ -43,6 +43,7 @@ def main() -> None:
             f"K = {k}: the image's {tokens} tokens leave after layer {k - 1} of {layers}; deeper layers hold no "
             "K and V for them. The first question includes the vision encoder; the next ones reuse the image."
         )
+    console.print("The demo model knows only drawn scenes like this one; to a photo or to 'hello' it answers nonsense.")
     console.print("Next: vtx-chat examples/scene-2.jpg   vtx-inspect   vtx-export --help")
     if given.record:
         svg = console.export_svg(title=f"make demo (K = none and K = {k})")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from vtx.exporter.commands.demo import about
 from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.runtime.errors import VtxError
@@ -57,6 +58,8 @@ def chat(
     talk = _Talk(model, image, k, reduce, max_new_tokens)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")
+    for line in about(model.manifest.model.name):
+        note(line)
     with _history():
         for line in _lines():
             try:

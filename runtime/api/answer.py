@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vtx.runtime.policies.methods.gate import Decision
@@ -40,7 +40,7 @@ class Stats:
     timings_ms: dict[str, float]
     gate: tuple[Decision, ...] | None = None
     reduce: str = "none"
-    reduced: ReductionReport | None = None
+    reduced: ReductionReport | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         times = self.timings_ms
@@ -58,12 +58,12 @@ class Answer:
     `stopped` is "end" (an end token), "stop" (a stop string), "length" (`max_new_tokens`), "context" (no KV slot
     left), "timeout" or "cancelled"; the last two leave the text as far as it had come. `logprobs` are the natural
     logarithms of the tokens' probabilities as the model gives them, before sampling; None where not asked for.
-    `str()` gives the text.
+    `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` says on one line.
     """
 
     text: str
     token_ids: tuple[int, ...]
-    stats: Stats
+    stats: Stats = field(repr=False)
     stopped: str
     logprobs: tuple[float, ...] | None = None
 

@@ -33,6 +33,11 @@ class Bundle:
     key: PublicKey | None = field(default=None, compare=False)
     _checked: dict[str, Identity] = field(default_factory=dict, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        m = self.manifest
+        depths = ", ".join(map(str, m.variants)) or "none"
+        return f"<vtx bundle {self.folder}: {m.model.name}, {m.precision} weights, K {depths}>"
+
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, check: bool = True, key: PublicKey | None = None) -> Bundle:
         """Read the manifest and check every file's presence and size, and the checksums of small files.

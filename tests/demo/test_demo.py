@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 
 from tests.support.bundles import export
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages
+from vtx import cli
 from vtx.exporter.bundling.export import demo_checkpoint
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.data import scenes
@@ -24,6 +26,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 
 SEED = 9_100_000_000  # far from the seeds that training and demo/evaluate.py draw from
+ROOT = Path(__file__).resolve().parents[2]
 PAIRS = 200
 LENGTH = 8
 MAX_BYTES = 10_000_000
@@ -159,3 +162,11 @@ def test_a_question_outside_its_world_gets_an_answer_too(models: dict[str, Model
             answer = conversation.ask(question, 16)
             assert answer.token_ids
             assert re.fullmatch(r"[^\ufffd]*", answer.text)
+
+
+@pytest.mark.parametrize("words", [("--text-only", "hello"), (str(ROOT / "examples/scene-1.jpg"), "Who is that?")])
+def test_whoever_asks_the_demo_is_told_what_it_knows(models: dict[str, Model], words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli.run, [*words, "--bundle", str(models["fp16"].bundle.folder)])
+    assert done.exit_code == 0, done.stderr
+    assert "knows only drawn scenes" in done.stderr
+    assert "drawn" not in done.stdout

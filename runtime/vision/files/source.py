@@ -57,7 +57,7 @@ def read_bytes(source: Any) -> tuple[str, bytes]:
         name = "the image from the stream"
         content = _read_stream(name, source)
     else:
-        raise ImageError(f"a {type(source).__name__} is not an image; {_FORMS}{_array_cure(source)}")
+        raise ImageError(f"an object of type {type(source).__name__} is not an image; {_FORMS}{_array_cure(source)}")
     size = content.nbytes if isinstance(content, memoryview) else len(content)
     if not size:
         raise ImageError(f"{name} is empty (0 bytes); save or copy it again")

@@ -343,7 +343,7 @@ def test_an_export_from_python_is_loaded_and_closed(
         str(tiny_checkpoint()), tmp_path / "bundle", k=3, precision="fp32", reduce="fastv:k=3",
         progress=lambda phase, done, total: phases.add(phase),
     )  # fmt: skip
-    assert bundle.manifest.variants == (3,)
+    assert repr(bundle).endswith("/bundle: " + bundle.manifest.model.name + ", fp32 weights, K 3>")
     assert phases
     with vtx.load(bundle.folder, device="cpu", threads=1) as model:
         assert model.open(IMAGE).ask(QUESTIONS[0], 3, OPTIONS).token_ids
@@ -363,6 +363,8 @@ def test_what_is_printed_of_answers_helps(model: Model) -> None:
     with model.open([IMAGE, OTHER]) as both:
         answer = both.ask(QUESTIONS[1], 3, OPTIONS)
         assert str(answer) == answer.text
+        assert repr(answer).startswith(f"Answer(text={answer.text!r}, token_ids=")
+        assert "kv_slots" not in repr(answer)
         assert "K 3" in str(answer.stats)
         assert "first token after" in str(answer.stats)
         assert repr(both).startswith("<vtx.Conversation about 2 images with ")

@@ -94,13 +94,13 @@ def test_other_arrays_are_refused_with_the_expression_that_fixes_them(array, mat
 
 
 def test_what_looks_like_an_array_is_refused_with_the_fix():
-    refused(RGB.tolist(), "a list is not an image; .*numpy.asarray makes one")
+    refused(RGB.tolist(), "an object of type list is not an image; .*numpy.asarray makes one")
     refused(bgr("frame"), "vtx.bgr got a str; give it a numpy array")  # type: ignore[arg-type]
 
 
 def test_tensors_are_refused_with_the_fix():
     torch = pytest.importorskip("torch")
-    refused(torch.zeros(3, 4, 5), r"a Tensor is not an image; .*permute\(1, 2, 0\)")
+    refused(torch.zeros(3, 4, 5), r"an object of type Tensor is not an image; .*permute\(1, 2, 0\)")
 
 
 def url(content: bytes = png(), kind: str = "image/png;base64") -> str:
