@@ -88,6 +88,10 @@ audit: $(READY) ## known vulnerabilities of the packages in ci.lock; asks a data
 	$(BIN)/python -m pip install --constraint constraints.txt pip-audit
 	$(BIN)/pip-audit --disable-pip --no-deps --requirement ci.lock
 
+docs: $(READY) ## the documentation as a site, API reference included, into build/site
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/zensical build
+
 wheel: ## wheel, sdist and their checksums, into dist/; needs no torch
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/python -m pip install --quiet --constraint constraints.txt build

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 @click.option(
     "--fit",
     type=click.Choice(["crop", "pad", "squash"]),
-    help="Pictures that are not square: cut off their sides, put bars around them, or stretch them [default: what "
-    "the model was trained with].",
+    help="Pictures that are not square: cut off their sides, put bars around them, or stretch them [default: as the "
+    "checkpoint's image processor says].",
 )
 @click.option(
     "--image-formats", default="jpeg,png,webp,bmp,gif", show_default=True, help="Formats that are read; also ppm."
@@ -215,7 +215,7 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
         f"{model['kv_heads']} key/value heads of {model['head_dim']}, {facts['layout']['max_tokens']} tokens an image"
     )
     image = facts["image"]
-    click.echo(f"images: {image['width']}x{image['height']} pixels; other shapes: {image['fit']}, as in training")
+    click.echo(f"images: {image['width']}x{image['height']} pixels; other shapes: {image['fit']} (--fit)")
     whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
     if facts["kv_dtype"] == "int8":
         click.echo(INT8_KV)

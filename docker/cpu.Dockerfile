@@ -9,7 +9,7 @@
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY . .
-RUN pip install --no-cache-dir build && python -m build --wheel --outdir /wheels .
+RUN pip install --no-cache-dir --constraint constraints.txt build && python -m build --wheel --outdir /wheels .
 
 FROM python:3.11-slim
 ARG EXTRAS=cpu

@@ -47,7 +47,7 @@ def load(
         require_signature: a public key (Ed25519, PEM); only a bundle that the private half has signed is loaded. All
             its files are hashed before it is used, which takes a second for each 0.5 GB or so.
         fit: what becomes of images of another shape than the model takes: "crop" cuts off the sides, "pad" puts bars
-            around them, "squash" stretches them; when left out, what the model was trained with.
+            around them, "squash" stretches them; when left out, as the checkpoint's processor says.
         image_formats: formats of image files that are read, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; all but
             the last when left out.
 

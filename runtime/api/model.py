@@ -126,7 +126,7 @@ class Model:
                 `vtx.bgr(array)` BGR, [height, width] grey); or a list of these.
             system: a system prompt, which stands before every question.
             fit: what becomes of images of another shape than the model takes: "crop", "pad" or "squash"; when left
-                out, what `load` was given, else what the model was trained with.
+                out, what `load` was given, else what the checkpoint's image processor says.
 
         Raises:
             ImageError: an image cannot be read or is beyond the limits.

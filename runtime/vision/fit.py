@@ -1,7 +1,8 @@
 """What becomes of a picture that does not have the shape the vision tower takes.
 
 `crop` cuts off what stands beyond the middle, `pad` puts bars of the mean colour around the picture, `squash` stretches
-it. Without a choice a picture is treated as the checkpoint's image processor says, which is how the model was trained.
+it. Without a choice a picture is treated as the checkpoint's image processor says, which need not be how the model was
+trained: `docs/pictures.md` lists the checkpoints.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def note_discarded(width: int, height: int, settings: ImageSettings) -> None:
         return
     _noted.set()
     _log.warning(
-        "the centre crop leaves out %.0f%% of a %dx%d picture, at its %s, as in the model's training; "
+        "the centre crop leaves out %.0f%% of a %dx%d picture, at its %s, as the checkpoint's image processor has it; "
         "--fit pad (fit='pad') shows all of it with bars, --fit squash stretches it",
         100 * max(across, down), width, height, "left and right" if across > down else "top and bottom",
     )  # fmt: skip

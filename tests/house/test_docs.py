@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+
+from vtx import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -27,3 +32,52 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 def test_links_of_a_page_lead_to_files(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not re.match(r"[a-z]+:", link)]
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ENDS = {"|", "&&", ">", ";"}
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every vtx command in the code blocks of a page, without what a shell does around them."""
+    for block in (block for language, block in BLOCK.findall(text) if language in ("", "sh", "bash", "console")):
+        for line in block.replace("\\\n", " ").splitlines():
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError:  # a table or a sketch, not a command
+                continue
+            names = [Path(word).name.removeprefix("vtx-") for word in words]
+            starts = [n for n, word in enumerate(words) if "vtx-" in word and names[n] in cli.main.commands]
+            if starts:
+                rest = words[starts[0] + 1 :]
+                ends = [n for n, word in enumerate(rest) if word in ENDS]
+                yield [names[starts[0]], *(rest[: ends[0]] if ends else rest)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_have_options_that_exist(page: Path) -> None:
+    if page == HISTORY:
+        return
+    for name, *words in commands(page.read_text(encoding="utf-8")):
+        command = cli.main.commands[name]
+        try:
+            command.make_context(f"vtx-{name}", list(words))
+        except click.exceptions.Exit:  # --help and --version
+            continue
+        except click.UsageError as e:
+            pytest.fail(f"vtx-{name} {' '.join(words)}: {e.format_message()}")
+
+
+@pytest.mark.parametrize("name", sorted(cli.main.commands))
+def test_the_examples_of_a_command_s_help_have_options_that_exist(name: str) -> None:
+    examples = cli.main.commands[name].epilog or ""
+    found = list(commands(f"```\n{examples}\n```"))
+    assert found
+    for called, *words in found:
+        cli.main.commands[called].make_context(f"vtx-{called}", list(words))
+
+
+def test_the_search_for_commands_finds_them() -> None:
+    text = "```sh\ncat a.jpg | ~/vtx/bin/vtx-run - 'what?' --k 8 > out  # told\n```"
+    assert list(commands(text)) == [["run", "-", "what?", "--k", "8"]]
+    assert len(list(commands((ROOT / "README.md").read_text(encoding="utf-8")))) > 6

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,8 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
+HEADLINE = re.compile(r"^\| (bf16|int8|int4) \| (.+) \|$", re.MULTILINE)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| \[(scene-\d)\]\((examples/scene-\d\.jpg)\) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 
 
@@ -38,3 +45,47 @@ def test_an_answer_in_the_readme_is_the_model_s(
     assert picture in path
     with model.open(ROOT / path) as image:
         assert image.ask(question).text == answer
+
+
+def measured(contender: str) -> dict[str, str]:
+    """Medians of one contender in docs/performance.md, as they stand there."""
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith(f"| {contender} |"))
+    cells = [cell.strip().split(" ")[0] for cell in row.strip("|").split("|")]
+    return {"first": cells[3], "second": cells[5], "rss": f"{int(cells[6]):,}"}
+
+
+def test_the_headline_figures_are_those_of_the_performance_page() -> None:
+    rows = dict(HEADLINE.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    assert set(rows) == {"bf16", "int8", "int4"}
+    for precision, cells in rows.items():
+        genai, vtx = measured(f"openvino {precision}"), measured(f"vtx {precision}@openvino")
+        at_k = measured(f"vtx {precision}@openvino/9")
+        shown = [cell.strip(" *").removesuffix(" s") for cell in cells.split("|")]
+        wanted = [genai["first"], vtx["first"], at_k["first"], genai["second"], vtx["second"], genai["rss"], vtx["rss"]]
+        assert shown == wanted, precision
+
+
+def blocks(language: str) -> list[str]:
+    return [block for found, block in BLOCK.findall((ROOT / "README.md").read_text("utf-8")) if found == language]
+
+
+@pytest.mark.slow
+def test_the_readme_s_commands_and_its_program_run_as_they_stand(tmp_path: Path) -> None:
+    """Those that need only the demo, in an empty directory with the example pictures, in the order of the page."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    home = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    folder = os.path.dirname(sys.executable)
+    environment = {**os.environ, **home, "PATH": os.pathsep.join([folder, os.environ["PATH"]])}
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    ours = [line for line in lines if line.startswith(("vtx-export --k", "vtx-run examples", "vtx-run --bundle demo"))]
+    assert len(ours) == 4
+    program = f"{shlex.quote(sys.executable)} -W error -c {shlex.quote(blocks('python')[0])}"
+    said = []
+    for command in [*ours, program]:
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        said.append(done.stdout.decode())
+    assert [text.strip() for text in said[1:4]] == ["purple", "", "5"]
+    assert (tmp_path / "kept.png").stat().st_size > 1000
+    assert said[4].startswith("5top right ")
