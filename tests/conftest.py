@@ -42,7 +42,7 @@ def crop_noted_already() -> None:
     """The note about crops comes once per process; which test it would meet must not depend on their order."""
     from vtx.runtime.vision import fit
 
-    fit._noted.set()
+    fit.noted.set()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ Exports to the same output directory lock each other out; the next export clears
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import secrets
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vtx.exporter.common.files import sync_file
+from vtx.exporter.common.lock import locked, open_directory
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.errors import ExportError
 
@@ -40,33 +40,32 @@ def make_folder(folder: Path) -> None:
 def set_back_after_killed(out: Path) -> None:
     """Restore the bundle that a killed export had set aside."""
     for old in out.parent.glob(f".{glob.escape(out.name)}.replaced-*"):
-        _set_back(old, out)
+        set_back(old, out)
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Keep other exports from making or moving directories in `folder`, where the file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = open_directory(folder)
     try:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            locked(descriptor, wait=True)
         yield
     finally:
         os.close(descriptor)
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock of `folder` while it is open, killed or not; None where another holds it."""
+    """A descriptor that holds the lock of `folder` while it is open; None where it cannot be had."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = open_directory(folder)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    with suppress(OSError):
+        if locked(descriptor):
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 @contextmanager
@@ -149,7 +148,7 @@ def put_in_place(folder: Path, out: Path, force: bool) -> None:
             raise ExportError(f"another export made {out} meanwhile; --force replaces it, or name another --out") from e
         raise
     finally:
-        _set_back(old, out)
+        set_back(old, out)
         if old.exists() and not out.exists():
             raise ExportError(
                 f"the disk refuses to rename: the former bundle {out} is intact, and is now {old}; "
@@ -157,7 +156,7 @@ def put_in_place(folder: Path, out: Path, force: bool) -> None:
             )
 
 
-def _set_back(old: Path, out: Path) -> None:
+def set_back(old: Path, out: Path) -> None:
     """Rename the bundle `old` back to `out` where that is free, else remove it."""
     if (old / MANIFEST).is_file():
         with suppress(OSError):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vtx.exporter.common.lock import locked
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.errors import ExportError, RequestError
 
@@ -49,9 +49,11 @@ class ResultJournal:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = locked(self._file.fileno())
         except OSError as e:
-            raise RequestError(f"another process is writing {self._path}; wait for it, or name another --out") from e
+            raise ExportError(f"cannot lock {self._path} ({e.strerror}); name another --out") from e
+        if not alone:
+            raise RequestError(f"another process is writing {self._path}; wait for it, or name another --out")
 
     def _resume(self) -> None:
         size = os.fstat(self._file.fileno()).st_size

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 
 from vtx.exporter.weights.journal import PROBE
-from vtx.exporter.weights.plan import Entry, WeightFile, laid_out, stored_tensor
+from vtx.exporter.weights.plan import WeightEntry, WeightFile, laid_out, stored_tensor
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights
 from vtx.exporter.weights.writing import CHUNK, THREADS, forget, take_whole, write_tensor
@@ -51,14 +51,14 @@ class Disk:
     sync: float
 
 
-def form_of(file: WeightFile, entry: Entry) -> Form:
+def form_of(file: WeightFile, entry: WeightEntry) -> Form:
     """The properties of a tensor that decide its pace."""
     return entry.source.dtype, entry.dtype, entry.scheme.bits if entry.scheme else 0, file.whole
 
 
 def measure_paces(files: Iterable[WeightFile], folder: Path) -> dict[Form, Pace]:
     """The pace of each form among `files`, from a part of its largest tensor, written under `folder` and read again."""
-    largest = dict[Form, tuple[WeightFile, Entry]]()
+    largest = dict[Form, tuple[WeightFile, WeightEntry]]()
     for file in files:
         for entry in file.entries:
             form = form_of(file, entry)
@@ -68,7 +68,7 @@ def measure_paces(files: Iterable[WeightFile], folder: Path) -> dict[Form, Pace]
         return {form: _pace(file, entry, folder / PROBE, pool) for form, (file, entry) in largest.items()}
 
 
-def _pace(file: WeightFile, entry: Entry, probe: Path, pool: ThreadPoolExecutor) -> Pace:
+def _pace(file: WeightFile, entry: WeightEntry, probe: Path, pool: ThreadPoolExecutor) -> Pace:
     write, part = _write_whole if file.whole else _write_anew, _part(entry)
     trials = list[Pace]()
     for _ in range(1 + TRIALS):
@@ -79,7 +79,7 @@ def _pace(file: WeightFile, entry: Entry, probe: Path, pool: ThreadPoolExecutor)
     return Pace(median(trial.write for trial in tried), median(trial.read for trial in tried))
 
 
-def _part(entry: Entry) -> Entry:
+def _part(entry: WeightEntry) -> WeightEntry:
     """The first rows of a tensor, at least one."""
     shape = entry.source.shape
     width = max(1, prod(shape[1:]))
@@ -88,7 +88,7 @@ def _part(entry: Entry) -> Entry:
     return replace(entry, source=replace(entry.source, shape=part, nbytes=nbytes))
 
 
-def _write_anew(_: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExecutor) -> tuple[float, StoredTensor]:
+def _write_anew(_: WeightFile, part: WeightEntry, probe: Path, pool: ThreadPoolExecutor) -> tuple[float, StoredTensor]:
     """Seconds per source byte, and the location of the part."""
     header, [entry] = laid_out(PROBE, [(part.name, part.source)], [(part.dtype, part.scheme)])
     read_bits(part.source)  # read it from the disk before the clock starts
@@ -98,7 +98,9 @@ def _write_anew(_: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExecuto
     return seconds / max(1, part.source.nbytes), stored_tensor(PROBE, entry)
 
 
-def _write_whole(file: WeightFile, part: Entry, probe: Path, pool: ThreadPoolExecutor) -> tuple[float, StoredTensor]:
+def _write_whole(
+    file: WeightFile, part: WeightEntry, probe: Path, pool: ThreadPoolExecutor
+) -> tuple[float, StoredTensor]:
     """The same of a file that is taken whole, by as many of its first bytes as the part has."""
     start = _start_of(file, part.source.nbytes)
     with file.source.open("rb") as source:

@@ -30,7 +30,7 @@ Report = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class _PreparedItem:
+class _GateItem:
     """One prepared item; `answers` are those to force through the model: own, reference."""
 
     number: int
@@ -106,8 +106,8 @@ class Measurer:
             tensors["right"] = np.stack([self._right(*pair) for pair in zip(items, along, strict=True)])
         return tensors, skipped
 
-    def _prepare_all(self, shard: Shard) -> tuple[list[_PreparedItem], list[str]]:
-        items, skipped = list[_PreparedItem](), list[str]()
+    def _prepare_all(self, shard: Shard) -> tuple[list[_GateItem], list[str]]:
+        items, skipped = list[_GateItem](), list[str]()
         for number, item in zip(shard.numbers, shard.items, strict=True):
             try:
                 items.append(self._prepare(number, item))
@@ -115,7 +115,7 @@ class Measurer:
                 skipped.append(f"item {number + 1}: {e}")
         return items, skipped
 
-    def _prepare(self, number: int, item: Item) -> _PreparedItem:
+    def _prepare(self, number: int, item: Item) -> _GateItem:
         """Raises VtxError for an item that cannot be measured."""
         source = self._source
         if not item.images:
@@ -133,9 +133,9 @@ class Measurer:
                 f"its prompt and answer take {longest} tokens, the model's context is {source.context}; shorten them"
             )
         with torch.inference_mode():
-            return _PreparedItem(number, prompt, self._reference.features(pixel_values(source, item)), answer)
+            return _GateItem(number, prompt, self._reference.features(pixel_values(source, item)), answer)
 
-    def _answer(self, items: Sequence[_PreparedItem], held_out: bool) -> None:
+    def _answer(self, items: Sequence[_GateItem], held_out: bool) -> None:
         """Set the answers to follow: the one that gives the labels, and both where the item is held out."""
         if held_out or self._options.answers == "own":
             prompts = [Sample(item.prompt, item.features) for item in items]
@@ -146,9 +146,7 @@ class Measurer:
             if item.reference is not None and (held_out or self._options.answers == "reference"):
                 item.answers["reference"] = item.reference
 
-    def _follow(
-        self, items: Sequence[_PreparedItem]
-    ) -> tuple[list[list[NDArray[np.float32]]], list[dict[str, _Along]]]:
+    def _follow(self, items: Sequence[_GateItem]) -> tuple[list[list[NDArray[np.float32]]], list[dict[str, _Along]]]:
         """Gate inputs of each item by layer, and the model along each of its answers; equal ones run once."""
         jobs = list(dict.fromkeys((n, ids) for n, item in enumerate(items) for ids in item.answers.values()))
         samples = [_forced(items[n], ids) for n, ids in jobs]
@@ -181,11 +179,11 @@ class Measurer:
             losses.append(F.cross_entropy(logits, expected, reduction="none"))
         return torch.cat(hits), torch.cat(losses)
 
-    def _token_counts(self, item: _PreparedItem) -> NDArray[np.int64]:
+    def _token_counts(self, item: _GateItem) -> NDArray[np.int64]:
         vision = int((item.prompt == self._source.config.image_token_id).sum())
         return np.array([len(item.prompt) - vision, vision])
 
-    def _right(self, item: _PreparedItem, along: Mapping[str, _Along]) -> NDArray[np.uint8]:
+    def _right(self, item: _GateItem, along: Mapping[str, _Along]) -> NDArray[np.uint8]:
         """Per K whether the answer is the data's, token by token or as normalised text."""
         if item.reference is None:
             return np.full(len(self.ks) + 1, UNKNOWN, np.uint8)
@@ -194,7 +192,7 @@ class Measurer:
         return right.astype(np.uint8)
 
 
-def _forced(item: _PreparedItem, ids: tuple[int, ...]) -> Sample:
+def _forced(item: _GateItem, ids: tuple[int, ...]) -> Sample:
     """The prompt and an answer without its last token; outputs start at the prompt's last token."""
     return Sample(np.concatenate([item.prompt, np.array(ids[:-1], np.int64)]), item.features, len(ids))
 

@@ -5,7 +5,6 @@ An engine is kept while its graph, its weights, its profiles, the options and Te
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vtx.exporter.common.lock import locked, open_directory
 from vtx.exporter.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.exporter.tensorrt.graph import SeenGraph, load_graph
 from vtx.exporter.tensorrt.lint import dialect_graphs, lint
@@ -246,17 +246,14 @@ def _locked(folder: Path) -> Iterator[None]:
     """Keep other runs of vtx-build away from these engines meanwhile."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = open_directory(folder)
     except OSError as e:
         raise ExportError(
             f"cannot write engines to {folder} ({e.strerror}); copy the bundle to a directory that you may write to"
         ) from e
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        os.close(descriptor)
-        raise ExportError(f"another vtx-build works on {folder}; wait until it ends") from e
-    try:
+        if not locked(descriptor):
+            raise ExportError(f"another vtx-build works on {folder}; wait until it ends")
         yield
     except OSError as e:
         raise ExportError(

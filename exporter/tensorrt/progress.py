@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class BuildPhase:
     """A phase that runs: the phase it is part of (None: of none), its steps, and how many of them are done."""
 
     parent: str | None
@@ -22,16 +22,16 @@ class BuildProgress:
     """
 
     def __init__(self) -> None:
-        self._phases: dict[str, Phase] = {}
+        self._phases: dict[str, BuildPhase] = {}
         self.share = 0.0
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
-        self._phases[name] = Phase(parent, 0, max(steps, 1))
+        self._phases[name] = BuildPhase(parent, 0, max(steps, 1))
 
     def step(self, name: str, step: int) -> None:
         """Step number `step`, counted from 0, is complete."""
-        phase = self._phases.get(name, Phase(None, 0, 1))
-        self._phases[name] = Phase(phase.parent, min(step + 1, phase.steps), phase.steps)
+        phase = self._phases.get(name, BuildPhase(None, 0, 1))
+        self._phases[name] = BuildPhase(phase.parent, min(step + 1, phase.steps), phase.steps)
         self.share = max(self.share, self._share_within(None))
 
     def finish(self, name: str) -> None:

@@ -22,7 +22,7 @@ MOST_UNUSED = 2  # a file larger than this multiple of the needed bytes is rewri
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class WeightEntry:
     """One tensor on its way: from `source` to `target`, as `dtype` ("I8" and "I4" with a scheme and `scales`)."""
 
     name: str
@@ -45,7 +45,7 @@ class WeightFile:
 
     name: str
     source: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[WeightEntry, ...]
     header: bytes | None
     size: int
 
@@ -96,7 +96,7 @@ def plan_weights(
         as_it_is = all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
         used, size = sum(info.nbytes for _, info in tensors), source.stat().st_size
         if as_it_is and size <= used * MOST_UNUSED and not any(tensor in scaled for tensor, _ in tensors):
-            entries = tuple(Entry(tensor, info, info.dtype, info) for tensor, info in tensors)
+            entries = tuple(WeightEntry(tensor, info, info.dtype, info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, size))
         else:
             header, entries = laid_out(name, tensors, forms)
@@ -107,7 +107,7 @@ def plan_weights(
 
 def laid_out(
     file: str, tensors: list[tuple[str, TensorInfo]], forms: list[tuple[str, Scheme | None]]
-) -> tuple[bytes, tuple[Entry, ...]]:
+) -> tuple[bytes, tuple[WeightEntry, ...]]:
     """The header of a rewritten file and its entries; a matrix's scales come right after its integers."""
     specs: list[tuple[str, str, tuple[int, ...]]] = []
     for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True):
@@ -120,13 +120,13 @@ def laid_out(
     header, targets = layout(Path(file), specs)
     by_name = {target.name: target for target in targets}
     entries = (
-        Entry(name, info, dtype, by_name[name], scheme, by_name.get(f"{name}.scales") if scheme else None)
+        WeightEntry(name, info, dtype, by_name[name], scheme, by_name.get(f"{name}.scales") if scheme else None)
         for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True)
     )
     return header, tuple(entries)
 
 
-def stored_tensor(file: str, entry: Entry) -> StoredTensor:
+def stored_tensor(file: str, entry: WeightEntry) -> StoredTensor:
     """The location of a tensor in the bundle's `file`."""
     target, scales = entry.target, entry.scales
     beside = StoredTensor(file, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.journal import ExportJournal, Written
-from vtx.exporter.weights.plan import Entry, WeightFile, WeightPlan
+from vtx.exporter.weights.plan import WeightEntry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling
 from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, widen_bf16
@@ -86,7 +86,7 @@ def take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report:
     target.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_data(file.entries[0].source))
-        copy = None if _shared(source, file.source, target) else stack.enter_context(target.open("wb"))
+        copy = None if shared(source, file.source, target) else stack.enter_context(target.open("wb"))
         hashing: Future[None] | None = None
         for entry, size in _segments(file):
             for count in _pieces(size):
@@ -113,7 +113,7 @@ def _read(source: BinaryIO, count: int, path: Path) -> bytes:
         raise CheckpointError(f"cannot read {path} ({e.strerror}); check the disk, or download it again") from e
 
 
-def _shared(source: BinaryIO, path: Path, target: Path) -> bool:
+def shared(source: BinaryIO, path: Path, target: Path) -> bool:
     """Let `target` be the same bytes on the disk: a clone where the file system has them, else a hard link.
 
     `source` is `path`, opened; a link to another file that has replaced it is not kept.
@@ -135,7 +135,7 @@ def _shared(source: BinaryIO, path: Path, target: Path) -> bool:
     return False
 
 
-def _segments(file: WeightFile) -> Iterator[tuple[Entry | None, int]]:
+def _segments(file: WeightFile) -> Iterator[tuple[WeightEntry | None, int]]:
     """A file from its first byte to its last: the tensors that are used, and the gaps between them (None), in bytes."""
     at = 0
     for entry in sorted(file.entries, key=lambda e: e.source.offset):
@@ -177,7 +177,7 @@ def _rewrite(
 
 
 def write_tensor(
-    entry: Entry,
+    entry: WeightEntry,
     out: BinaryIO,
     digest: Any,
     pool: ThreadPoolExecutor,
@@ -217,7 +217,9 @@ def forget(out: BinaryIO) -> None:
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _tensor_bytes(entry: Entry, scaling: Scaling | None, pool: ThreadPoolExecutor, report: Report) -> Iterator[bytes]:
+def _tensor_bytes(
+    entry: WeightEntry, scaling: Scaling | None, pool: ThreadPoolExecutor, report: Report
+) -> Iterator[bytes]:
     """A tensor as it is stored, chunk by chunk in order, converted in the threads of `pool`."""
     source, convert = _read_as(entry, scaling), _quantised if entry.scheme else _converted
 
@@ -225,7 +227,7 @@ def _tensor_bytes(entry: Entry, scaling: Scaling | None, pool: ThreadPoolExecuto
         return convert(entry, scaling, Chunk(span.start, read_bits(source, span)))
 
     scales = []
-    for data, beside, nbytes in _in_order(pool, read_and_convert, _spans(entry, scaling)):
+    for data, beside, nbytes in in_order(pool, read_and_convert, _spans(entry, scaling)):
         yield data
         scales.append(beside)
         report(nbytes)
@@ -233,7 +235,7 @@ def _tensor_bytes(entry: Entry, scaling: Scaling | None, pool: ThreadPoolExecuto
         yield b"".join(scales)
 
 
-def _in_order(
+def in_order(
     pool: ThreadPoolExecutor, convert: Callable[[slice], Converted], spans: Iterable[slice]
 ) -> Iterator[Converted]:
     """As `pool.map`, but no more than `AHEAD` chunks are converted before they are taken."""
@@ -246,26 +248,26 @@ def _in_order(
         yield ahead.popleft().result()
 
 
-def _spans(entry: Entry, scaling: Scaling | None) -> Iterator[slice]:
+def _spans(entry: WeightEntry, scaling: Scaling | None) -> Iterator[slice]:
     """The rows of a tensor, or its values where rows do not matter, a bounded number at a time."""
     shape = _read_as(entry, scaling).shape
     step = max(1, CHUNK // max(1, prod(shape[1:])))
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
-def _read_as(entry: Entry, scaling: Scaling | None) -> TensorInfo:
+def _read_as(entry: WeightEntry, scaling: Scaling | None) -> TensorInfo:
     """The source tensor as it is cut into chunks: flat, unless its rows matter."""
     flat = not entry.scheme and not scaling
     return replace(entry.source, shape=(prod(entry.source.shape),)) if flat else entry.source
 
 
-def _quantised(entry: Entry, scaling: Scaling | None, chunk: Chunk) -> Converted:
+def _quantised(entry: WeightEntry, scaling: Scaling | None, chunk: Chunk) -> Converted:
     assert entry.scheme is not None
     integers, scales = quantise(_values(entry, scaling, chunk), entry.scheme, entry.name)
     return integers.tobytes(), scales.tobytes(), chunk.stored.nbytes
 
 
-def _converted(entry: Entry, scaling: Scaling | None, chunk: Chunk) -> Converted:
+def _converted(entry: WeightEntry, scaling: Scaling | None, chunk: Chunk) -> Converted:
     if entry.source.dtype == entry.dtype and not scaling:
         check_finite(chunk.stored, entry.name)
         return chunk.stored.tobytes(), b"", chunk.stored.nbytes
@@ -287,7 +289,7 @@ def _finite(stored: NDArray[Any]) -> bool:
     return bool(np.isfinite(values).all())
 
 
-def _values(entry: Entry, scaling: Scaling | None, chunk: Chunk) -> NDArray[np.float32]:
+def _values(entry: WeightEntry, scaling: Scaling | None, chunk: Chunk) -> NDArray[np.float32]:
     """A chunk's values as they are to be stored, but not yet in their form. Raises `CheckpointError` for NaN."""
     check_finite(chunk.stored, entry.name)
     values = _wide(chunk.stored, entry.source)

@@ -72,10 +72,10 @@ def write_sealed(path: Path, content: bytes, key: SigningKey | None = None) -> N
     A signature that was there is removed first. Raises `OSError`.
     """
     unseal(path)
-    _write(_beside(path, CHECKSUM), _checksum(content, path.name))
-    _write(path, content)
+    write_durably(_beside(path, CHECKSUM), _checksum(content, path.name))
+    write_durably(path, content)
     if key is not None:
-        _write(_beside(path, SIGNATURE), key.key.sign(content))
+        write_durably(_beside(path, SIGNATURE), key.key.sign(content))
 
 
 def unseal(path: Path) -> None:
@@ -121,7 +121,7 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:

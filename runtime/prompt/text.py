@@ -49,7 +49,7 @@ class Text:
                 "export the bundle again"
             )
         self.settings = settings
-        self._tokenizer, self._max_context, self._vocab = tokenizer, max_context, vocab
+        self.tokenizer, self._max_context, self._vocab = tokenizer, max_context, vocab
         self._hidden = frozenset(id for id, token in added.items() if token.special)
         self._bytes = frozenset(tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._renderer = Renderer(template, settings)
@@ -103,16 +103,16 @@ class Text:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
-        return decode(self._tokenizer, list(map(int, ids)))
+        return decode(self.tokenizer, list(map(int, ids)))
 
     def stream(self) -> Detokenizer:
         """A new detokenizer for one answer."""
-        return Detokenizer(self._tokenizer, hidden=self._hidden, byte_tokens=self._bytes)
+        return Detokenizer(self.tokenizer, hidden=self._hidden, byte_tokens=self._bytes)
 
     def _encode(self, rendered: str, marks: dict[str, str]) -> list[int]:
         bos = self.settings.bos_token
         add = self.settings.add_special_tokens and not (bos and rendered.startswith(bos))
-        encoding = encode(self._tokenizer, rendered, add_special_tokens=add)
+        encoding = encode(self.tokenizer, rendered, add_special_tokens=add)
         return self._masking.encode(rendered, marks, encoding) if marks else list(encoding.ids)
 
     def _check_length(self, messages: Sequence[Message], add_generation_prompt: bool) -> None:
@@ -124,9 +124,9 @@ class Text:
         if sum(len(text) for message in messages for text in texts_of(message)) <= limit:
             return
         text = self._renderer.render(messages, add_generation_prompt=add_generation_prompt)
-        if bound.normalized and self._tokenizer.normalizer is not None:
+        if bound.normalized and self.tokenizer.normalizer is not None:
             with rust_errors(BundleError, "the tokenizer's normalizer fails"):
-                text = self._tokenizer.normalizer.normalize_str(text)
+                text = self.tokenizer.normalizer.normalize_str(text)
         if len(text) > limit:
             raise ContextError(
                 f"the prompt has {len(text):,} characters, and at most {limit:,} can fit into this bundle's context of "
@@ -137,7 +137,7 @@ class Text:
         highest = int(ids.max(initial=0))
         if self._vocab is not None and highest >= self._vocab:
             raise BundleError(
-                f"the tokenizer gives token {highest} ({self._tokenizer.id_to_token(highest)!r}), the model has "
+                f"the tokenizer gives token {highest} ({self.tokenizer.id_to_token(highest)!r}), the model has "
                 f"{self._vocab:,} tokens, numbered from 0; export again with the tokenizer that belongs to the model"
             )
 

@@ -76,7 +76,7 @@ class GraphDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _GraphCase:
     """One graph with its inputs, and the largest difference that is allowed."""
 
     part: GraphPart
@@ -128,7 +128,7 @@ def _label(manifest: Manifest, dialect: str, part: GraphPart) -> str:
 # --- the inputs -----------------------------------------------------------------------------------
 
 
-def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterator[_Case]:
+def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterator[_GraphCase]:
     """Each graph with the inputs that the reference computes; the prompt goes through all layers whole."""
     m = bundle.manifest
     stored = bundle.arrays(m.golden, MAX_GOLDEN)
@@ -140,9 +140,9 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     ids = seen(stored["ids"], m.text.image_token_id)
     is_image = ids == m.text.image_token_id
 
-    vision = _Case(GraphPart(VISION), {names.PIXELS: stored["pixels"][None]}, vision_limit)
+    vision = _GraphCase(GraphPart(VISION), {names.PIXELS: stored["pixels"][None]}, vision_limit)
     yield vision
-    embed = _Case(GraphPart(EMBED), {names.IDS: ids[~is_image]}, limit)
+    embed = _GraphCase(GraphPart(EMBED), {names.IDS: ids[~is_image]}, limit)
     yield embed
     hidden = np.empty((len(ids), m.model.hidden), np.float32)
     hidden[is_image] = reference.run(vision.part, vision.inputs)[names.FEATURES][:SEEN_ROWS][: is_image.sum()]
@@ -151,12 +151,12 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     for number, stage in enumerate(m.stages):
         if stage.first in m.gates:
             question = hidden[len(hidden) - len(suffix) :]
-            yield _Case(GraphPart(GATE, stage.first), {names.HIDDEN: question}, limit)
-        yield _Case(GraphPart(STAGE, number), {names.HIDDEN: hidden}, limit)
+            yield _GraphCase(GraphPart(GATE, stage.first), {names.HIDDEN: question}, limit)
+        yield _GraphCase(GraphPart(STAGE, number), {names.HIDDEN: hidden}, limit)
         if stage.query:
-            yield _Case(GraphPart(SCORE, number), {names.HIDDEN: hidden}, limit)
+            yield _GraphCase(GraphPart(SCORE, number), {names.HIDDEN: hidden}, limit)
         hidden = reference.run(GraphPart(STAGE, number), {names.HIDDEN: hidden})[names.HIDDEN_OUT]
-    yield _Case(GraphPart(HEAD), {names.HIDDEN: hidden[-HEAD_ROWS:]}, max(limit, TOLERANCE[m.head_precision]))
+    yield _GraphCase(GraphPart(HEAD), {names.HIDDEN: hidden[-HEAD_ROWS:]}, max(limit, TOLERANCE[m.head_precision]))
 
 
 # --- Polygraphy -----------------------------------------------------------------------------------
@@ -169,7 +169,9 @@ def _load_polygraphy() -> None:
         raise DeviceError('vtx-doctor --compare needs polygraphy; pip install "polygraphy>=0.53.6"') from e
 
 
-def _differences(reference: GraphSource, other: GraphSource, case: _Case, graph: str) -> Iterator[TensorDifference]:
+def _differences(
+    reference: GraphSource, other: GraphSource, case: _GraphCase, graph: str
+) -> Iterator[TensorDifference]:
     from polygraphy.comparator import Comparator, SimpleCompareFunc
     from polygraphy.logger import G_LOGGER
 
@@ -193,7 +195,7 @@ def _differences(reference: GraphSource, other: GraphSource, case: _Case, graph:
         yield TensorDifference(graph, name, difference, case.limit)
 
 
-def _runner(source: GraphSource, case: _Case) -> Any:
+def _runner(source: GraphSource, case: _GraphCase) -> Any:
     from polygraphy.backend.base import BaseRunner
     from polygraphy.common import TensorMetadata
 

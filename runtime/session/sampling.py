@@ -44,7 +44,7 @@ class Sampler:
 
     def __init__(self, settings: Sampling, prompt_ids: Iterable[int] = ()) -> None:
         self._settings = settings
-        self._rng = np.random.default_rng(settings.seed)
+        self.rng = np.random.default_rng(settings.seed)
         self._used = {int(token) for token in prompt_ids} if settings.repetition_penalty != 1 else set[int]()
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
@@ -76,7 +76,7 @@ class Sampler:
         odds /= odds.sum()
         if s.top_p < 1:
             odds = _nucleus(odds, s.top_p)
-        return int(self._rng.choice(len(odds), p=odds))
+        return int(self.rng.choice(len(odds), p=odds))
 
 
 def log_probability(logits: NDArray[np.float32], token: int) -> float:

@@ -19,7 +19,7 @@ FITS = ("crop", "pad", "squash")
 WORTH_A_NOTE = 0.05  # of the picture
 
 _log = logging.getLogger("vtx")
-_noted = threading.Event()  # once per process: pictures of one camera all have one shape
+noted = threading.Event()  # once per process: pictures of one camera all have one shape
 
 
 def trained_fit(settings: ImageSettings) -> str:
@@ -74,9 +74,9 @@ def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, 
 def note_discarded(width: int, height: int, settings: ImageSettings) -> None:
     """Log, once per process, that a centre crop leaves out a part worth mentioning."""
     across, down = discarded(width, height, settings)
-    if max(across, down) <= WORTH_A_NOTE or _noted.is_set():
+    if max(across, down) <= WORTH_A_NOTE or noted.is_set():
         return
-    _noted.set()
+    noted.set()
     _log.warning(
         "the centre crop leaves out %.0f%% of a %dx%d picture, at its %s, as the checkpoint's image processor has it; "
         "--fit pad (fit='pad') shows all of it with bars, --fit squash stretches it",

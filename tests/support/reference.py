@@ -83,11 +83,11 @@ class Reference:
     @torch.inference_mode()
     def greedy(self, inputs: Inputs, k: int | None, n: int) -> Greedy:
         """The greedy answer of `n` ids with withdrawal at K, everything recomputed for every token."""
-        rows, vision = self._prompt(inputs)
+        rows, vision = self.prompt(inputs)
         ids: list[int] = []
         logits: list[torch.Tensor] = []
         for _ in range(n):
-            logits.append(self._last_logits(rows, vision, k))
+            logits.append(self.last_logits(rows, vision, k))
             ids.append(int(logits[-1].argmax()))
             answered = self.model.model.language_model.embed_tokens(torch.tensor([[ids[-1]]]))
             rows = torch.cat([rows, answered], dim=1)
@@ -97,7 +97,7 @@ class Reference:
     @torch.inference_mode()
     def logits(self, inputs: Inputs, k: int | None) -> torch.Tensor:
         """Next-token logits [vocab] in float32 at the last prompt position."""
-        return self._last_logits(*self._prompt(inputs), k)
+        return self.last_logits(*self.prompt(inputs), k)
 
     def kv_slots(self, inputs: Inputs, k: int | None) -> list[int]:
         """Per layer the KV entries that the prompt fills: S+V+T before K, S+T from K on."""
@@ -118,7 +118,7 @@ class Reference:
         vision: torch.Tensor = ids == self.image_token
         return vision
 
-    def _prompt(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def prompt(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedded rows [1, S+V+T, hidden] and which of them are vision rows [S+V+T]."""
         vision = self._vision(inputs)
         rows = self.model.model.language_model.embed_tokens(inputs["input_ids"])
@@ -127,17 +127,17 @@ class Reference:
             rows[0, vision] = torch.cat(list(features)).to(rows.dtype)
         return rows, vision
 
-    def _last_logits(self, rows: torch.Tensor, vision: torch.Tensor, k: int | None) -> torch.Tensor:
+    def last_logits(self, rows: torch.Tensor, vision: torch.Tensor, k: int | None) -> torch.Tensor:
         decoder = self.model.model.language_model
         full_layers = self._full_layers(k)
         positions = torch.arange(rows.shape[1])[None]
-        rows = self._run(decoder.layers[:full_layers], rows, positions)
+        rows = self.run(decoder.layers[:full_layers], rows, positions)
         if full_layers < self.layers:
-            rows = self._run(decoder.layers[full_layers:], rows[:, ~vision], positions[:, ~vision])
+            rows = self.run(decoder.layers[full_layers:], rows[:, ~vision], positions[:, ~vision])
         out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -1]))[0]
         return out.float()
 
-    def _run(self, layers: torch.nn.ModuleList, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def run(self, layers: torch.nn.ModuleList, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`layers` over `rows` [1, n, hidden], each row seeing itself and the rows before it."""
         count = rows.shape[1]
         mask = torch.full((1, 1, count, count), torch.finfo(rows.dtype).min, dtype=rows.dtype).triu(1)

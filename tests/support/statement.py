@@ -129,25 +129,25 @@ class Statement:
         out = Outcome()
         pixels = inputs.get("pixel_values")
         ids = inputs["input_ids"][0].tolist()
-        images = [self._image(image, method) for image in (pixels if pixels is not None else [])]
+        images = [self.image(image, method) for image in (pixels if pixels is not None else [])]
         out.images = [self._selected(image, ids, method) for image in images]
-        caches, hidden = self._prompt(ids, out, method)
+        caches, hidden = self.prompt(ids, out, method)
         out.slots = [len(cache.rows) for cache in caches]
         out.vision = [sum(row.image is not None for row in cache.rows) for cache in caches]
-        position = self._next_position
-        logits = [self._logits(hidden)]
+        position = self.next_position
+        logits = [self.logits(hidden)]
         while True:
             out.ids.append(int(logits[-1].argmax()))
             if len(out.ids) == n:
                 break
-            logits.append(self._logits(self._step(out.ids[-1], position, caches, method)))
+            logits.append(self.logits(self.step(out.ids[-1], position, caches, method)))
             position += 1
         out.logits = torch.stack(logits)
         return out
 
     # ---- the tower ---------------------------------------------------------------------------------------------------
 
-    def _image(self, pixels: Tensor, method: Method) -> Image:
+    def image(self, pixels: Tensor, method: Method) -> Image:
         """One image [3, side, side] to its rows, merged and pruned before the decoder."""
         clip = hasattr(self._tower, "pre_layrnorm")
         x = self._tower.embeddings(pixels[None])[0]
@@ -210,7 +210,7 @@ class Statement:
 
     # ---- the decoder -------------------------------------------------------------------------------------------------
 
-    def _prompt(self, ids: list[int], out: Outcome, method: Method) -> tuple[list[Cache], Tensor]:
+    def prompt(self, ids: list[int], out: Outcome, method: Method) -> tuple[list[Cache], Tensor]:
         """Run the prompt; returns the caches as decoding finds them and the last hidden row."""
         x, rows = self._enter(ids, out.images)
         keys = self._keys(out.images, method.key)
@@ -265,7 +265,7 @@ class Statement:
         assert next(waiting, None) is None
         after = max((i for i, row in enumerate(rows) if row.image is not None), default=-1) + 1
         rows[after:] = [Row(row.position, None, True) for row in rows[after:]]
-        self._next_position = position
+        self.next_position = position
         return torch.cat(x), rows
 
     def _keys(self, images: list[Image], share: float) -> set[int]:
@@ -278,7 +278,7 @@ class Statement:
             first += len(image.rows)
         return found
 
-    def _step(self, token: int, position: int, caches: list[Cache], method: Method) -> Tensor:
+    def step(self, token: int, position: int, caches: list[Cache], method: Method) -> Tensor:
         """Run one new token; with renumbering each layer takes its cache's length for the position, as released."""
         x = self._decoder.embed_tokens(torch.tensor([token]))
         for number, layer in enumerate(self._decoder.layers):
@@ -308,7 +308,7 @@ class Statement:
         x = x + attend.o_proj(mixed)
         return x + layer.mlp(layer.post_attention_layernorm(x)), full, Cache(k, v, rows)
 
-    def _logits(self, row: Tensor) -> Tensor:
+    def logits(self, row: Tensor) -> Tensor:
         out: Tensor = self._head(self._decoder.norm(row)).float()
         return out
 

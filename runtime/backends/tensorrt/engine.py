@@ -12,7 +12,7 @@ from vtx.runtime.errors import BundleError, DeviceError
 Shape = tuple[int, ...]
 
 
-class Engine:
+class GraphEngine:
     """A deserialised engine; the open file is mapped, not read, so that no copy of it stays in memory."""
 
     def __init__(self, trt: Any, runtime: Any, name: str, file: BinaryIO, cuda: Cuda, cure: str) -> None:
@@ -46,7 +46,7 @@ class Engine:
 class Context:
     """One engine with one profile; shapes and addresses are set where they change."""
 
-    def __init__(self, engine: Engine, context: Any, cuda: Cuda) -> None:
+    def __init__(self, engine: GraphEngine, context: Any, cuda: Cuda) -> None:
         self.engine, self.execution, self._cuda = engine, context, cuda
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}

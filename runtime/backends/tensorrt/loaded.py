@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
-from vtx.runtime.backends.tensorrt.engine import Context, Engine
+from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
@@ -82,11 +82,11 @@ class LoadedEngines:
         self._engines.clear()
         self.buffers.clear()
 
-    def _load(self, graph: str) -> Engine:
+    def _load(self, graph: str) -> GraphEngine:
         record = fingerprint.check_sources(self._bundle, self._set, graph)
         cure = fingerprint.build_command(self._bundle, self._set.target)
         with fingerprint.open_engine(self._bundle, self._set, record) as file:
-            return Engine(self._trt, self._runtime, record.file, file, self._cuda, cure)
+            return GraphEngine(self._trt, self._runtime, record.file, file, self._cuda, cure)
 
     def _io_bytes(self) -> dict[str, int]:
         """The largest size of every input and output but the caches, over all graphs, in bytes."""

@@ -17,7 +17,7 @@ TEXT_TOKENS = 96  # left free beside the images of a prompt, for its text and th
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TraceCase:
     """A policy: `k` and `reduce` as `vtx-run` takes them."""
 
     k: str
@@ -29,7 +29,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class TraceQuestion:
     """One question of a case: its messages, the images in them by number, and whether it continues the one before."""
 
     name: str
@@ -44,28 +44,28 @@ def images() -> tuple[Image.Image, ...]:
     return first, ImageOps.invert(first).rotate(90, expand=True)
 
 
-def cases(manifest: Manifest) -> Iterator[Case]:
+def cases(manifest: Manifest) -> Iterator[TraceCase]:
     """No withdrawal, each K and the gates, each with no reduction, each one exported for, and each part of those."""
     ks = ["none", *map(str, manifest.variants), *(["auto"] if manifest.gates else [])]
     composed = [parse(spec) for spec in manifest.reductions]
     parts = [(part,) for reductions in composed for part in reductions]
     for k, spec in product(ks, dict.fromkeys(map(to_spec, [(), *composed, *parts]))):
-        yield Case(k, spec)
+        yield TraceCase(k, spec)
 
 
-def questions(manifest: Manifest) -> Iterator[Question]:
+def questions(manifest: Manifest) -> Iterator[TraceQuestion]:
     """In the order in which one conversation is asked, so that caches are reused, rebuilt and replaced."""
-    yield Question("first", (_user("What is in the picture?", 1),))
-    yield Question("second", (_user("Which colors can you see?", 1),))
+    yield TraceQuestion("first", (_user("What is in the picture?", 1),))
+    yield TraceQuestion("second", (_user("Which colors can you see?", 1),))
     opening = _user("Is there a pattern?", 1)
-    yield Question("chat, first turn", (opening,))
+    yield TraceQuestion("chat, first turn", (opening,))
     answer: Message = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
-    yield Question("chat, second turn", (opening, answer, _user("Where is it?", 0)), continues=True)
-    yield Question("third", (_user("What is in the picture?", 1),))
-    yield Question("another image", (_user("What is in the picture?", 1),), (1,))
+    yield TraceQuestion("chat, second turn", (opening, answer, _user("Where is it?", 0)), continues=True)
+    yield TraceQuestion("third", (_user("What is in the picture?", 1),))
+    yield TraceQuestion("another image", (_user("What is in the picture?", 1),), (1,))
     if 2 * manifest.layout.max_tokens + TEXT_TOKENS <= manifest.max_context:
-        yield Question("two images", (_user("Are they alike?", 2),), (0, 1))
-    yield Question("text", (_user("What can you do?", 0),), ())
+        yield TraceQuestion("two images", (_user("Are they alike?", 2),), (0, 1))
+    yield TraceQuestion("text", (_user("What can you do?", 0),), ())
 
 
 def _user(text: str, count: int) -> Message:

@@ -19,7 +19,7 @@ from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.report.traces.cases import Case, Question, cases, images, questions
+from vtx.runtime.report.traces.cases import TraceCase, TraceQuestion, cases, images, questions
 from vtx.runtime.report.traces.files import (
     FORMAT,
     TracedCase,
@@ -135,7 +135,7 @@ def manifest_digest(model: Model) -> str:
 
 
 def _run_case(
-    model: Model, case: Case, prepared: list[PreparedImage]
+    model: Model, case: TraceCase, prepared: list[PreparedImage]
 ) -> tuple[dict[str, NDArray[Any]], tuple[TracedQuestion, ...]]:
     backend = PositionedBackend(model.backend)
     recorder = _Recorder(model, case, backend)
@@ -154,12 +154,14 @@ def _run_case(
 class _Recorder:
     """One conversation under one policy."""
 
-    def __init__(self, model: Model, case: Case, backend: PositionedBackend) -> None:
+    def __init__(self, model: Model, case: TraceCase, backend: PositionedBackend) -> None:
         self._model, self._case, self._backend = model, case, backend
         self._session = Session(cast(Backend, backend), model.manifest)
         self._selection: Selection | None = None
 
-    def ask(self, question: Question, prepared: list[PreparedImage]) -> tuple[PrefillResult, dict[str, NDArray[Any]]]:
+    def ask(
+        self, question: TraceQuestion, prepared: list[PreparedImage]
+    ) -> tuple[PrefillResult, dict[str, NDArray[Any]]]:
         """Prefill, decode greedily, and what was seen on the way."""
         policy = self._policy()
         prompt = self._prompt(question, prepared, policy)
@@ -183,7 +185,7 @@ class _Recorder:
             k, self._model.manifest, backend.gate, reduce=self._case.reduce, dialect=backend.dialect
         )  # fmt: skip
 
-    def _prompt(self, question: Question, prepared: list[PreparedImage], policy: Policy) -> Prompt:
+    def _prompt(self, question: TraceQuestion, prepared: list[PreparedImage], policy: Policy) -> Prompt:
         encoders = EncodedImages(self._model.backend, tuple(prepared)).encoders(policy.entries)
         counts = [len(encode().patches) for _, encode in encoders]
         ids = self._model.text.prompt(question.messages, counts or 1)

@@ -20,7 +20,7 @@ from vtx.runtime.vision.limits import MAX_FILE_BYTES
 
 _DATA_URL = re.compile(r"data:([a-z0-9.+/-]{0,80})((?:;[a-z0-9=_.-]{1,80}){0,4}),", re.IGNORECASE | re.ASCII)
 _URL = re.compile(r"([a-z][a-z0-9+.-]{1,20})://", re.IGNORECASE | re.ASCII)
-_ENCODED_BYTES = -(-MAX_FILE_BYTES // 3) * 4  # of base64
+ENCODED_BYTES = -(-MAX_FILE_BYTES // 3) * 4  # of base64
 _FORMS = "give a path, bytes, a data URL, a binary stream, a PIL image or a uint8 array"
 
 
@@ -84,7 +84,7 @@ def _read_data_url(url: str) -> bytes:
     kind = header[1].lower()
     if kind and not kind.startswith("image/"):
         raise ImageError(f"the data URL holds {kind}, not an image; give data:image/...;base64,")
-    if len(url) - header.end() > _ENCODED_BYTES:
+    if len(url) - header.end() > ENCODED_BYTES:
         raise ImageError(f"the image in the data URL is over {MAX_FILE_BYTES >> 20} MiB, the limit; save it smaller")
     try:
         return base64.b64decode(url[header.end() :], validate=True)

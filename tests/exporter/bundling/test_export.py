@@ -369,14 +369,14 @@ def test_every_file_is_on_the_disk_before_the_bundle_is_in_its_place(
     monkeypatch.setattr(Path, "rename", rename)
     with monkeypatch.context() as patch:
         patch.setattr(export_module, "set_back_after_killed", lambda _: None)
-        patch.setattr(place_module, "_set_back", lambda *_: None)
+        patch.setattr(place_module, "set_back", lambda *_: None)
         run(plan(tiny_checkpoint()), tmp_path / "b")
     assert len(synced) > 10
 
 
 def test_the_manifest_is_written_last(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then the hidden directory is no bundle, and with it it is a whole one."""
-    real, seen = seal._write, []
+    real, seen = seal.write_durably, []
 
     def write(path: Path, content: bytes) -> None:
         if path.name == "vtx.json":
@@ -387,7 +387,7 @@ def test_the_manifest_is_written_last(tiny_checkpoint: Make, tmp_path: Path, mon
         else:
             real(path, content)
 
-    monkeypatch.setattr(seal, "_write", write)
+    monkeypatch.setattr(seal, "write_durably", write)
     run(plan(tiny_checkpoint()), tmp_path / "b")
     assert seen == [True]
 

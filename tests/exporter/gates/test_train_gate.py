@@ -70,10 +70,10 @@ def shard_of(some: Sequence[Item], *, held_out: bool = False) -> Any:
 @torch.inference_mode()
 def along(judge: Reference, item: Item, ids: Sequence[int], k: int | None) -> torch.Tensor:
     """Teacher-forced logits [tokens, vocab] over an answer, everything computed anew for every token."""
-    rows, vision = judge._prompt(judge.inputs(prompt_messages(item.question), list(item.images)))  # type: ignore[arg-type]
+    rows, vision = judge.prompt(judge.inputs(prompt_messages(item.question), list(item.images)))  # type: ignore[arg-type]
     logits = []
     for token in ids:
-        logits.append(judge._last_logits(rows, vision, k))
+        logits.append(judge.last_logits(rows, vision, k))
         rows = torch.cat([rows, judge.model.model.language_model.embed_tokens(torch.tensor([[token]]))], 1)
         vision = torch.cat([vision, torch.tensor([False])])
     return torch.stack(logits)
@@ -109,11 +109,11 @@ def test_gate_inputs_are_the_plain_statements_of_every_layer(
     plain, some = reference(TINY), items(2)
     tensors, _ = Measurer(source, MEASURE)(shard_of(some))
     for number, item in enumerate(some):
-        rows, vision = plain._prompt(plain.inputs(prompt_messages(item.question), list(item.images)))  # type: ignore[arg-type]
+        rows, vision = plain.prompt(plain.inputs(prompt_messages(item.question), list(item.images)))  # type: ignore[arg-type]
         front, positions = int(vision.nonzero()[-1]) + 1, torch.arange(rows.shape[1])[None]
         assert tensors["rows"][number].tolist() == [int((~vision).sum()), int(vision.sum())]
         for k in KS:
-            tail = plain._run(plain.model.model.language_model.layers[: k - 1], rows, positions)[0, front:]
+            tail = plain.run(plain.model.model.language_model.layers[: k - 1], rows, positions)[0, front:]
             wanted = torch.cat((tail[:-1].mean(0), tail[-1])).numpy()
             np.testing.assert_allclose(tensors[f"inputs.{k - 2}"][number], wanted, atol=2e-4)
 
@@ -127,7 +127,7 @@ def test_the_mean_of_a_prompt_of_one_row_is_nought() -> None:
 def test_reference_answers_are_followed_to_their_end_token(source: Source, reference: Callable[..., Reference]) -> None:
     plain, item = reference(TINY), items(1)[0]
     tensors, _ = Measurer(source, MeasureOptions("reference", TOKENS))(shard_of([item]))
-    ids = source.text._tokenizer.encode(" red", add_special_tokens=False).ids
+    ids = source.text.tokenizer.encode(" red", add_special_tokens=False).ids
     told = source.text.prompt(
         [*prompt_messages(item.question), {"role": "assistant", "content": [{"type": "text", "text": "red"}]}],
         16,

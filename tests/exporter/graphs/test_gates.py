@@ -111,11 +111,11 @@ def plain_odds(pair: Pair, rows: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def stated(judge: Reference, inputs: Inputs, pairs: Mapping[int, Pair], threshold: float = 0.5) -> Stated:
-    rows, vision = judge._prompt(inputs)
+    rows, vision = judge.prompt(inputs)
     front = int(vision.nonzero()[-1]) + 1
     positions, odds, chosen = torch.arange(rows.shape[1])[None], list[float](), None
     for k in sorted(pairs):
-        before = judge._run(judge.model.model.language_model.layers[: k - 1], rows, positions)
+        before = judge.run(judge.model.model.language_model.layers[: k - 1], rows, positions)
         odds.append(plain_odds(pairs[k], before[0, front:]))
         if odds[-1] > threshold:
             chosen = k

@@ -98,7 +98,7 @@ def test_merged_rows_equal_the_statement(
     counts = set()
     for tau in thresholds(cosines(judge, pixels[0])):
         with torch.inference_mode():
-            wanted = Statement(judge)._image(pixels[0], Method(tau=tau))
+            wanted = Statement(judge).image(pixels[0], Method(tau=tau))
         given, found = encode(vision, pixels.numpy(), tau)
         assert found.patches.places.tolist() == wanted.places
         assert found.patches.merged.tolist() == wanted.merged
@@ -168,7 +168,7 @@ def test_attention_alone_takes_several_images_and_changes_no_feature(
     features, attention = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), attention=True).run(None, feed)
     assert np.array_equal(features, plain)
     with torch.inference_mode():
-        wanted = [Statement(reference(tiny))._image(image, Method()).attention for image in pixels]
+        wanted = [Statement(reference(tiny)).image(image, Method()).attention for image in pixels]
     np.testing.assert_allclose(attention.reshape(3, -1), wanted, atol=1e-6, rtol=0)
 
 
@@ -183,7 +183,7 @@ def test_half_precision_merges_the_same_windows(
     low, high = max(pairwise(sorted(cosines(judge, pixels[0]))), key=lambda pair: pair[1] - pair[0])
     assert high - low > 1e-2
     with torch.inference_mode():
-        wanted = Statement(judge)._image(pixels[0], Method(tau=(low + high) / 2))
+        wanted = Statement(judge).image(pixels[0], Method(tau=(low + high) / 2))
     _, found = encode(vision, pixels.numpy(), (low + high) / 2)
     assert 0 < sum(wanted.merged) < 9
     assert found.patches.places.tolist() == wanted.places

@@ -290,7 +290,7 @@ def test_a_disk_that_fills_up_while_a_file_is_copied_leaves_nothing(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Callable[[int], None]
 ) -> None:
     plan_ = plan_export(ExportOptions(str(tiny_checkpoint()), (), "fp32"))
-    monkeypatch.setattr(writing, "_shared", lambda *_: False)
+    monkeypatch.setattr(writing, "shared", lambda *_: False)
     full_disk(400_000)
     with pytest.raises(ExportError, match="No space left"):
         run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
@@ -395,7 +395,7 @@ def test_converted_chunks_come_in_order_and_few_are_ahead_of_the_writer() -> Non
 
     with ThreadPoolExecutor(2) as pool:
         seen = []
-        for _, _, number in writing._in_order(pool, convert, [np.array([n]) for n in range(50)]):
+        for _, _, number in writing.in_order(pool, convert, [np.array([n]) for n in range(50)]):
             seen.append(number)
             assert len(done) <= len(seen) + writing.AHEAD
     assert seen == list(range(50))

@@ -67,7 +67,7 @@ def test_formats_that_load_was_not_given_are_refused(model):
 
 
 def test_a_crop_is_noted_once_by_the_logger_vtx(model, caplog):
-    fit_module._noted.clear()
+    fit_module.noted.clear()
     with caplog.at_level(logging.WARNING, "vtx"):
         model.open([WIDE, WIDE])
     assert [record.name for record in caplog.records] == ["vtx"]

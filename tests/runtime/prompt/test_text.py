@@ -232,7 +232,7 @@ def test_the_way_of_masked_prompts_gives_ordinary_prompts_the_same_ids(kind: str
     for messages in CHATS.values():
         rendered = text._renderer.render(messages, add_generation_prompt=True)
         for add in (True, False):
-            encoding = text._tokenizer.encode(rendered, add_special_tokens=add)
+            encoding = text.tokenizer.encode(rendered, add_special_tokens=add)
             assert text._masking.encode(rendered, {"<": "\ue000"}, encoding) == encoding.ids
 
 
@@ -387,7 +387,7 @@ SENTENCES = st.text(st.characters(codec="utf-8") | st.sampled_from("猫é\u0301�
 def test_streamed_text_is_the_decoded_text(sentence: str) -> None:
     for kind in ("bytes", "first", "words"):
         text = TEXTS[kind, "vicuna"]
-        ids = text._tokenizer.encode(sentence).ids
+        ids = text.tokenizer.encode(sentence).ids
         stream = text.stream()
         pieces = [stream.push(id) for id in ids]
         if "\ufffd" not in sentence:
@@ -407,7 +407,7 @@ def test_any_ids_stream_as_they_decode(ids: list[int]) -> None:
 @pytest.mark.parametrize("kind", ["bytes", "first"])
 def test_a_stream_shows_words_as_they_come(kind: str) -> None:
     text = TEXTS[kind, "vicuna"]
-    ids = text._tokenizer.encode(" Hello world", add_special_tokens=False).ids[-2:]
+    ids = text.tokenizer.encode(" Hello world", add_special_tokens=False).ids[-2:]
     stream = text.stream()
     assert [stream.push(id).strip() for id in ids] == ["Hello", "world"]
     assert stream.finish() == ""
@@ -415,7 +415,7 @@ def test_a_stream_shows_words_as_they_come(kind: str) -> None:
 
 def test_half_a_character_shows_only_at_the_end() -> None:
     text = TEXTS["bytes", "vicuna"]
-    ids = text._tokenizer.encode("a猫", add_special_tokens=False).ids
+    ids = text.tokenizer.encode("a猫", add_special_tokens=False).ids
     stream = text.stream()
     assert [stream.push(id) for id in ids[:-1]] == ["a", "", ""]
     assert stream.finish() == "\ufffd"

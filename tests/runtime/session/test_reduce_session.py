@@ -215,12 +215,12 @@ def stated_turns(judge: Reference, model: Model, seeds: int, method: Method, tur
     import torch
 
     with torch.inference_mode():
-        out.images = [statement._image(pixels, method) for pixels in given["pixel_values"]]
-        caches, hidden = statement._prompt(given["input_ids"][0].tolist(), out, method)
-        for position, token in enumerate(turns, statement._next_position):
-            hidden = statement._step(token, position, caches, method)
+        out.images = [statement.image(pixels, method) for pixels in given["pixel_values"]]
+        caches, hidden = statement.prompt(given["input_ids"][0].tolist(), out, method)
+        for position, token in enumerate(turns, statement.next_position):
+            hidden = statement.step(token, position, caches, method)
             out.ids.append(token)
-        out.logits = statement._logits(hidden)
+        out.logits = statement.logits(hidden)
         out.slots = [len(cache.rows) for cache in caches]
     return out
 

@@ -28,9 +28,9 @@ BY_FIT = {"crop": CLIP, "pad": PADDED, "squash": SQUASHED}
 
 @pytest.fixture(autouse=True)
 def nothing_noted_yet() -> Iterator[None]:
-    module._noted.clear()
+    module.noted.clear()
     yield
-    module._noted.set()
+    module.noted.set()
 
 
 def picture(width: int = 90, height: int = 40) -> Image.Image:

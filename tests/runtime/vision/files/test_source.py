@@ -132,7 +132,7 @@ def test_other_urls_are_refused(address, match):
 
 
 def test_a_data_url_over_the_limit_is_refused_before_it_is_decoded(monkeypatch):
-    monkeypatch.setattr(module, "_ENCODED_BYTES", 1000)
+    monkeypatch.setattr(module, "ENCODED_BYTES", 1000)
     monkeypatch.setattr(module.base64, "b64decode", lambda *_, **__: pytest.fail("decoded"))
     refused("data:image/png;base64," + "A" * 1001, "over 64 MiB, the limit; save it smaller")
 
