@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from statistics import median
 
 from PIL import Image
 from rich import box
@@ -22,6 +23,7 @@ PICTURE = Path("examples/scene-1.jpg")
 QUESTIONS = ("How many shapes are there?", "What color is the star?", "Where is the red circle?")
 WIDTH = 80
 FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # of another host; the reader's own monospace font serves
+ROUNDS = 7
 SIDE = 24  # characters of the picture's width; each shows two pixels, one above the other
 
 
@@ -31,7 +33,7 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--record", type=Path, metavar="FILE.svg", help="write what is printed as a picture, too")
     given = parser.parse_args()
-    console = Console(width=WIDTH, record=given.record is not None)
+    console = Console(width=WIDTH, record=given.record is not None, highlight=False)
     with vtx.load(given.bundle) as model:
         k = model.manifest.variants[0]
         console.print(f"[bold]vtx[/] {vtx.__version__}: {PICTURE} on {model.backend.device}")
@@ -65,18 +67,20 @@ def drawn(path: Path) -> Text:
 
 def answers(model: vtx.Model, k: int) -> Table:
     """Every question without withdrawal and at `k`, each depth in a conversation of its own."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"first token: median of {ROUNDS} rounds")
     for head in ("question", "K", "answer", "first token", "KV cache"):
         table.add_column(head, justify="right" if head in ("first token", "KV cache") else "left")
-    for depth in (None, k):
-        with model.open(PICTURE) as image:
-            image.ask(QUESTIONS[0], depth)  # so that no figure counts what the first run of a process costs
-        with model.open(PICTURE) as image:
-            for question in QUESTIONS:
-                answer = image.ask(question, depth)
-                stats = answer.stats
-                cost = f"{stats.timings_ms['first_token']:.1f} ms", f"{stats.kv_bytes / 1000:.0f} kB"
-                table.add_row(question, str(depth or "none"), answer.text, *cost)
+    rounds: dict[int | None, list[list[vtx.Answer]]] = {None: [], k: []}
+    for number in range(ROUNDS + 1):
+        for depth, told in rounds.items():
+            with model.open(PICTURE) as image:
+                asked = [image.ask(question, depth) for question in QUESTIONS]
+            told += [asked] if number else []  # the first round of a process costs more
+    for depth, told in rounds.items():
+        for question, *alike in zip(QUESTIONS, *told, strict=True):
+            first = median(answer.stats.timings_ms["first_token"] for answer in alike)
+            cost = f"{first:.1f} ms", f"{alike[0].stats.kv_bytes / 1000:.0f} kB"
+            table.add_row(question, str(depth or "none"), alike[0].text, *cost)
     return table
 
 
