@@ -109,7 +109,13 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     ("precision", "compute", "tolerance"),
     [("fp16", "f32", FP16_TOLERANCE), ("fp32", "bf16", BF16_TOLERANCE), ("fp16", "bf16", BF16_TOLERANCE)],
 )
-@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        pytest.param(tiny, id=name, marks=() if name in ("llama-clip-gqa", "qwen2-siglip-gelu") else pytest.mark.slow)
+        for name, tiny in VARIANTS.items()
+    ],
+)
 def test_narrower_weights_and_arithmetic_stay_within_their_tolerance(
     models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, compute: str, tolerance: float
 ) -> None:
