@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,19 +15,18 @@ from vtx.runtime.api.answer import Answer, Stats
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.text_output import TextOutput
 from vtx.runtime.api.turns import Ended, Request
-from vtx.runtime.policies import PromptText, to_spec
+from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.make import decisions
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import Message
+from vtx.runtime.session.assemble import make_prompt, selecting_text
 from vtx.runtime.session.clock import Clock
 from vtx.runtime.session.encoded_images import EncodedImages
 from vtx.runtime.session.generate import generate
-from vtx.runtime.session.prefix import ImageEncoders
 from vtx.runtime.session.reduction_report import reduced
 from vtx.runtime.session.result import PrefillResult, Selection
 from vtx.runtime.session.sampling import Sampler, log_probability
 from vtx.runtime.session.session import Prompt, Session
-from vtx.runtime.vision.tokens import ImageTokens
 
 if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
@@ -102,35 +102,14 @@ class AnswerInProgress:
             self.answer = Answer(self._output.text, tuple(self._ids), self._stats(), stopped, logprobs)
 
     def _prompt(self, images: EncodedImages) -> Prompt:
-        question, manifest = self._question, self._model.manifest
-        encoders = self._clock.all_vision(images.encoders(question.policy.entries, self._prompt_text()))
-        ids, skipped = question.ids, 0
-        if question.policy.entries and encoders:  # how many tokens an image has, only its pixels say
-            tokens = self._encode(encoders)
-            ids = self._model.text.prompt(question.messages, [len(image.rows) for image in tokens])
-            skipped = sum(image.positions - len(image.rows) for image in tokens)
-        self._prompt_tokens = len(ids)
-        return Prompt(ids, ids == manifest.text.image_token_id, encoders, skipped)
-
-    def _encode(self, encoders: ImageEncoders) -> list[ImageTokens]:
-        images = []
-        for _, encode in encoders:
-            self.request.check()
-            images.append(encode())
-        return images
-
-    def _prompt_text(self) -> PromptText | None:
-        """The text by which image tokens are selected, in a chat the first turn's; None where nothing looks at it."""
-        question = self._question
-        is_vision = question.ids == self._model.manifest.text.image_token_id
-        if not is_vision.any() or not any(entry.uses_question for entry in question.policy.entries):
-            return None
-        end = int(np.flatnonzero(is_vision)[-1]) + 1
-        before, after = question.ids[:end][~is_vision[:end]], question.ids[end:]
-        if question.after is not None and question.after.policy == question.policy:
-            after = np.array(question.after.ids, np.int64)
-        ids = np.concatenate([before, after])
-        return PromptText(ids, self._model.backend.embed(ids), np.arange(len(ids)) >= len(before))
+        question, model, check = self._question, self._model, self.request.check
+        token, policy = model.manifest.text.image_token_id, question.policy
+        text = selecting_text(model.backend, question.ids, token, policy, question.after)
+        encoders = self._clock.all_vision(images.encoders(policy.entries, text))
+        expand = partial(model.text.prompt, question.messages)
+        prompt = make_prompt(question.ids, token, encoders, policy, expand, check)
+        self._prompt_tokens = len(prompt.ids)
+        return prompt
 
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
         """Give the text of token after token; returns why it ended."""

@@ -17,7 +17,7 @@ from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device, recognise, swap
 from vtx.runtime.host.machine import available_memory, version
-from vtx.runtime.report.golden import COMPUTE_TOLERANCE, Check, check_golden, logits_limit
+from vtx.runtime.report.golden import COMPUTE_TOLERANCE, Check, check_golden, choice_limit, logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.files import read_index
 from vtx.runtime.report.traces.record import Progress, write_traces
@@ -243,7 +243,7 @@ def check_traces(
     limit = max(logits_limit(model.manifest, compute) for compute in (model.backend.compute, theirs))
     with TemporaryDirectory(prefix="vtx-traces-") as own:
         write_traces(model, Path(own), progress)
-        checks = tuple(compare_traces(Path(own), given, limit))
+        checks = tuple(compare_traces(Path(own), given, limit, choice_limit(model.manifest)))
     return BundleReport(
         str(model.bundle.folder), len(model.manifest.files), model.backend.device, model.backend.compute, checks
     )  # fmt: skip

@@ -24,8 +24,10 @@ SEEN_ROWS = 128  # of the image, from its first on: what the decoder is checked 
 # weights as the bundle stores them: narrow K and V round, and quantised matrices are multiplied with rows of 8 bits.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.15, "int4": 0.15}
 KV_TOLERANCE = {"float32": 0.0, "float16": 5e-3, "int8": 0.15}  # by the type of K and V; the larger counts
-COMPUTE_TOLERANCE = {"f32": 0.0, "bf16": 5e-2}  # by arithmetic; the larger counts
+COMPUTE_TOLERANCE = {"f32": 0.0, "f16": 1e-2, "bf16": 5e-2}  # by arithmetic; the larger counts
 PIXEL_TOLERANCE = 1e-5
+# Engines round what enters integer matrices each in their own way: tokens of nearly equal scores may change places.
+OTHER_CHOICES = 0.25
 MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
 
 
@@ -67,6 +69,11 @@ def logits_limit(manifest: Manifest, compute: str) -> float:
     """The largest difference of logits allowed to arithmetic in `compute`, as a share of their largest magnitude."""
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
     return max(COMPUTE_TOLERANCE[compute], KV_TOLERANCE[manifest.kv_dtype], *(TOLERANCE[part] for part in parts))
+
+
+def choice_limit(manifest: Manifest) -> float:
+    """The largest share of image tokens that two different engines may choose otherwise at a cut."""
+    return OTHER_CHOICES if {manifest.precision, manifest.vision_precision} & {"int8", "int4"} else 0.0
 
 
 def check_golden(model: Model) -> Iterator[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,15 @@ from vtx.runtime.report.traces.files import IMAGES, Tensors, TracedCase, TracedQ
 WRONG = float("inf")
 
 
-def compare_traces(expected: Path, given: Path, limit: float) -> Iterator[Check]:
+def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0.0) -> Iterator[Check]:
     """One check for the images, then one a question: the first fact that differs, or how far its logits are apart.
 
     Token ids, masks, image tokens kept, slots and positions must be equal. Logits may differ by `limit`, a share of
     the expected ones' largest magnitude. A greedy token may be another one where the expected logits of the two are
     within twice that; from there on the answers are different texts, and nothing more is compared.
+
+    `choices` holds between two different engines only: the share of the image tokens that may be chosen otherwise at
+    the first cut where the choices differ. Nothing more of such a question is compared.
 
     Raises:
         RequestError: a directory holds no traces, or these are of different bundles.
@@ -31,6 +35,7 @@ def compare_traces(expected: Path, given: Path, limit: float) -> Iterator[Check]
             f"the traces in {given} are of another bundle (its vtx.json is {theirs.manifest[:12]}..., expected "
             f"{ours.manifest[:12]}...); write them from this one"
         )
+    choices = choices if ours.device != theirs.device else 0.0
     yield _images(read_tensors(expected, IMAGES), read_tensors(given, IMAGES))
     cases = {(case.k, case.reduce): case for case in theirs.cases}
     for case in ours.cases:
@@ -41,12 +46,14 @@ def compare_traces(expected: Path, given: Path, limit: float) -> Iterator[Check]
             continue
         wanted, found = read_tensors(expected, case.file), read_tensors(given, other.file)
         for number, question in enumerate(case.questions):
-            problem = _decided(question, other, number) or _facts(_of(wanted, number), _of(found, number))
-            check = f"{name}: {question.name}"
-            if problem:
+            check, want, got = f"{name}: {question.name}", _of(wanted, number), _of(found, number)
+            problem, other_choice = _decided(question, other, number), _other_choice(want, got)
+            if not problem and other_choice and 0 < other_choice.difference <= choices:
+                yield replace(other_choice, name=check, limit=choices)
+            elif problem := problem or _facts(want, got):
                 yield Check(check, WRONG, limit, problem)
             else:
-                yield _logits(check, _of(wanted, number), _of(found, number), limit)
+                yield _logits(check, want, got, limit)
 
 
 def _of(tensors: Tensors, number: int) -> Tensors:
@@ -70,6 +77,19 @@ def _decided(question: TracedQuestion, other: TracedCase, number: int) -> str:
         if getattr(question, field) != getattr(given, field):
             return f"{field}: {getattr(given, field)!s:.60}, expected {getattr(question, field)!s:.60}"
     return ""
+
+
+def _other_choice(wanted: Tensors, found: Tensors) -> Check | None:
+    """The first cut at which other image tokens were kept, with their share; None where there is none."""
+    for name in sorted(name for name in wanted if name.startswith("kept.")):
+        want, got = wanted[name], found.get(name)
+        if got is None or got.shape != want.shape:
+            return None
+        others = int((want != got).sum())
+        if others:
+            note = f"{name}: {others} of {len(want)} image tokens chosen otherwise"
+            return Check(name, others / len(want), 0.0, note)
+    return None
 
 
 def _facts(wanted: Tensors, found: Tensors) -> str:

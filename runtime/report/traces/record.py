@@ -17,7 +17,6 @@ from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.report.traces.cases import TraceCase, TraceQuestion, cases, images, questions
 from vtx.runtime.report.traces.files import (
@@ -30,6 +29,7 @@ from vtx.runtime.report.traces.files import (
     write_images,
     write_index,
 )
+from vtx.runtime.session.assemble import make_prompt, selecting_text
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 from vtx.runtime.vision.tokens import Ids, Rows, Scores
@@ -65,6 +65,9 @@ class PositionedCache:
 
     def attention(self, *, last_only: bool = False) -> Scores:
         return self._cache.attention(last_only=last_only)
+
+    def keys(self) -> NDArray[np.float32]:
+        return self._cache.keys()
 
     def keep(self, length: int) -> None:
         self._cache.keep(length)
@@ -164,8 +167,8 @@ class _Recorder:
     ) -> tuple[PrefillResult, dict[str, NDArray[Any]]]:
         """Prefill, decode greedily, and what was seen on the way."""
         policy = self._policy()
-        prompt = self._prompt(question, prepared, policy)
         after = self._selection if question.continues else None
+        prompt = self._prompt(question, prepared, policy, after)
         result = self._session.prefill(prompt, policy, after=after)
         self._selection = result.selection
         seen: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}
@@ -180,16 +183,16 @@ class _Recorder:
 
     def _policy(self) -> Policy:
         k: int | str = int(self._case.k) if self._case.k.isdigit() else self._case.k
-        backend = self._model.backend
-        return make_policy(
-            k, self._model.manifest, backend.gate, reduce=self._case.reduce, dialect=backend.dialect
-        )  # fmt: skip
+        return self._model.policy(k, reduce=self._case.reduce)
 
-    def _prompt(self, question: TraceQuestion, prepared: list[PreparedImage], policy: Policy) -> Prompt:
-        encoders = EncodedImages(self._model.backend, tuple(prepared)).encoders(policy.entries)
-        counts = [len(encode().patches) for _, encode in encoders]
-        ids = self._model.text.prompt(question.messages, counts or 1)
-        return Prompt(ids, ids == self._model.manifest.text.image_token_id, encoders)
+    def _prompt(
+        self, question: TraceQuestion, prepared: list[PreparedImage], policy: Policy, after: Selection | None
+    ) -> Prompt:
+        model, messages = self._model, question.messages
+        ids, token = model.prompt_ids(messages, prepared), model.manifest.text.image_token_id
+        text = selecting_text(model.backend, ids, token, policy, after)
+        encoders = EncodedImages(model.backend, tuple(prepared)).encoders(policy.entries, text)
+        return make_prompt(ids, token, encoders, policy, partial(model.text.prompt, messages))
 
     def _by_layer(self) -> dict[int, Ids]:
         """The positions of the filled slots of every layer."""
