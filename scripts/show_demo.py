@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -46,7 +48,8 @@ def main() -> None:
             "K and V for them. The first question includes the vision encoder; the next ones reuse the image."
         )
     console.print("The demo model knows only drawn scenes like this one; to a photo or to 'hello' it answers nonsense.")
-    console.print("Next: vtx-chat examples/scene-2.jpg   vtx-inspect   vtx-export --help")
+    activate = "" if shutil.which("vtx-chat") else f"source {Path(sys.executable).parent}/activate, then "
+    console.print(f"Next: {activate}vtx-chat examples/scene-2.jpg, vtx-inspect, vtx-export --help")
     if given.record:
         svg = console.export_svg(title=f"make demo (K = none and K = {k})")
         given.record.write_text(FONTS.sub("", svg), encoding="utf-8")
