@@ -21,7 +21,7 @@ from vtx.exporter.bench import machine
 from vtx.exporter.bench.series import shown, spread
 
 VARIANTS = {"one": (4,), "four": (2, 3, 4, 6)}
-MB = 1 << 20
+MIB = 1 << 20
 
 
 def measure(bundle: str, threads: int) -> dict[str, Any]:
@@ -72,14 +72,14 @@ def main() -> None:
                 runs[name].append(json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
     moments, kinds = ("base", "loaded", "answered", "again"), ("resident", "own", "shared_out", "private", "peak")
     figures: dict[str, Any] = {"sizes": sizes, "precision": given.precision, "weights_bytes": weights}
-    rows = [["moment", "memory", "one K, MB", "four K, MB", "four / one"]]
+    rows = [["moment", "memory", "one K, MiB", "four K, MiB", "four / one"]]
     for moment in moments:
         for kind in kinds:
-            series = {n: spread([run[moment][kind] / MB for run in found]) for n, found in runs.items()}
+            series = {n: spread([run[moment][kind] / MIB for run in found]) for n, found in runs.items()}
             ratio = series["four"]["median"] / series["one"]["median"]
             figures[f"{moment}.{kind}"] = {**series, "ratio": ratio}
             rows.append([moment, kind, shown(series["one"], 1), shown(series["four"], 1), f"{ratio:.4f}"])
-    print(f"weights on disk: {weights / MB:.1f} MB ({given.precision})")
+    print(f"weights on disk: {weights / MIB:.1f} MiB ({given.precision})")
     report(figures, rows, given.json)
 
 

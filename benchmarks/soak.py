@@ -22,7 +22,7 @@ from common import parser, report
 
 ENGINES = ("cpu", "openvino")
 STEPS = 40  # points of the curve
-MB = 1 << 20
+MIB = 1 << 20
 
 
 def soak(bundle: str, device: str, questions: int, threads: int) -> list[list[float]]:
@@ -49,7 +49,7 @@ def soak(bundle: str, device: str, questions: int, threads: int) -> list[list[fl
         else:
             image.ask(words, ks[number % len(ks)], reduce=specs[number % len(specs)], max_new_tokens=8)
         if number % max(1, questions // STEPS) == 0:
-            curve.append([number + 1, process.memory_info().rss / MB])
+            curve.append([number + 1, process.memory_info().rss / MIB])
     return curve
 
 
