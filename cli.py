@@ -67,6 +67,10 @@ if TYPE_CHECKING:
     "checkpoint's image processor says].",
 )
 @click.option(
+    "--max-tiles", type=int, metavar="N",
+    help="For models that see images in tiles: at most so many of an image, the whole image in one tile counted.",
+)  # fmt: skip
+@click.option(
     "--image-formats", default="jpeg,png,webp,bmp,gif", show_default=True, help="Formats that are read; also ppm."
 )
 @click.option("--text-only", is_flag=True, help="There is no IMAGE; all arguments are questions.")
@@ -86,7 +90,7 @@ if TYPE_CHECKING:
 def run(
     arguments: tuple[str, ...], bundle: str | None,
     k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
-    more: tuple[str, ...], fit: str | None, image_formats: str, text_only: bool, chat: bool,
+    more: tuple[str, ...], fit: str | None, max_tiles: int | None, image_formats: str, text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, device: str, compute: str | None, threads: int | None,
     force: bool, require_signature: Path | None,
@@ -106,7 +110,7 @@ def run(
     folder = find_bundle(bundle)
     model = load(
         folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature,
-        fit=fit, image_formats=formats,
+        fit=fit, max_tiles=max_tiles, image_formats=formats,
     )  # fmt: skip
     source = {"image": names, "bundle": str(folder)}
     with model.open(pictures) as conversation:

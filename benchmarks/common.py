@@ -67,7 +67,7 @@ def scratch(where: Path | None) -> Iterator[Path]:
 def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn: int, vocab: int | None) -> Path:
     """The demo checkpoint with a larger text model of random float32 weights, written a block at a time."""
     from vtx.exporter.bundling.export import demo_checkpoint
-    from vtx.exporter.checkpoint.config import ModelConfig
+    from vtx.exporter.checkpoint.families.registry import read_config
     from vtx.exporter.graphs.decoder import decoder_tensors
     from vtx.exporter.graphs.vision import vision_tensors
     from vtx.runtime.bundle.safetensors import layout
@@ -80,7 +80,7 @@ def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn
     text |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 2048}
     text |= {"vocab_size": vocab} if vocab else {}
     path.write_text(json.dumps(config), encoding="utf-8")
-    model, rng = ModelConfig.from_hf(config), np.random.default_rng(0)
+    model, rng = read_config(config), np.random.default_rng(0)
     weights = folder / "model.safetensors"
     needed = [*vision_tensors(model), *decoder_tensors(model.text)]
     header, _ = layout(weights, [(_hub_name(name), "F32", shape) for name, shape in needed])

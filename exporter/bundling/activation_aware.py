@@ -96,11 +96,10 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
 
 
 def _sample(reference: Reference, source: Source, question: PreparedItem) -> Sample:
-    from vtx.exporter.data.prompts import pixel_values
     from vtx.exporter.reference.model import Sample
 
     ids = question.ids if question.answer_ids is None else np.concatenate([question.ids, question.answer_ids])
-    return Sample(ids, reference.features(pixel_values(source, question.item)))
+    return Sample(ids, reference.encode(question.item.images, source.image))
 
 
 @dataclass(slots=True)

@@ -24,11 +24,12 @@ from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
+from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.weights.journal import JOURNAL, PROBE, ExportJournal
 from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
-from vtx.exporter.weights.tensors import CheckpointWeights
+from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.bundle.bundle import seal_manifest, sha256
 from vtx.runtime.bundle.safetensors import read_header, write_safetensors
@@ -38,6 +39,7 @@ from vtx.runtime.bundle.spec.manifest import (
     FORMAT,
     GOLDEN,
     KV_SCALES,
+    NEWLINE,
     ROPE,
     TEMPLATE,
     TOKENIZER,
@@ -46,6 +48,7 @@ from vtx.runtime.bundle.spec.manifest import (
     Manifest,
 )
 from vtx.runtime.bundle.tensors.final_norm import WEIGHT as FINAL_NORM_WEIGHT
+from vtx.runtime.bundle.tensors.newline import NEWLINE_TENSOR
 from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
@@ -75,6 +78,9 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> No
     if plan.reductions.needs.final_norm:
         weight = CheckpointWeights(plan.checkpoint).read("text.norm.weight").numpy()
         write_safetensors(folder / FINAL_NORM, {FINAL_NORM_WEIGHT: weight}, None)
+    if plan.config.layout.newline:
+        newline = BundleWeights(folder, plan.weights.stored).read(IMAGE_NEWLINE).numpy()
+        write_safetensors(folder / NEWLINE, {NEWLINE_TENSOR: newline}, None)
     if not journal.golden:
         _write_golden(folder, plan, report)
         journal.add_golden()
@@ -170,7 +176,6 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
     from vtx.exporter.reference.golden import record_golden
     from vtx.exporter.reference.kv_scales import record_kv_scales
     from vtx.exporter.reference.model import Reference
-    from vtx.exporter.weights.tensors import BundleWeights
 
     scaled = plan.precisions.kv_dtype == "int8"
     layers, done = plan.config.text.layers * (1 + scaled), 0
@@ -186,14 +191,12 @@ def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
         Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text),
     )
     if scaled:
-        record_kv_scales(folder / KV_SCALES, reference, text, plan.image, plan.config.layout, layer)
+        record_kv_scales(folder / KV_SCALES, reference, text, plan.image, layer)
     record_golden(
         folder / GOLDEN,
         reference,
         text,
         plan.image,
-        plan.config.layout,
-        plan.config.image_token_id,
         [None, *plan.ks],
         layer,
     )

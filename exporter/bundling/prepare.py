@@ -13,6 +13,7 @@ from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import Prediction, predict, small_files
 from vtx.exporter.bundling.reductions import Reductions, plan_reductions
 from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import Checkpoint, open_checkpoint
 from vtx.exporter.checkpoint.processor import read_image_settings
 from vtx.exporter.checkpoint.text import read_text
@@ -118,7 +119,7 @@ def plan_export(options: ExportOptions) -> Plan:
     """
     _check_libraries()
     checkpoint = open_checkpoint(str(demo_checkpoint()) if options.model == DEMO else options.model)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = read_config(checkpoint.config)
     for activation in (config.text.activation, config.vision.activation, config.projector_activation):
         check_activation(activation)
     gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
@@ -132,7 +133,7 @@ def plan_export(options: ExportOptions) -> Plan:
     if options.retain is not None:
         options.retain.check(options.reductions)
     context = _context(options.max_context, config)
-    image = read_image_settings(checkpoint.folder)
+    image = read_image_settings(checkpoint.folder, find_family(checkpoint.config).processors)
     if (image.height, image.width) != (config.vision.image, config.vision.image):
         raise UnsupportedModelError(
             f"the image processor gives {image.height} x {image.width} pixels, the tower takes "

@@ -61,6 +61,11 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
                 f"{part.name} merges windows of {SIDE} x {SIDE} patches, the tower has {vision.grid} x {vision.grid}; "
                 "leave merging out (mustdrop:...,tau=off)"
             )
+        if needs.merging and config.layout.max_views > 1:
+            raise UnsupportedModelError(
+                f"{part.name} merges windows of patches, and this model's images come in tiles that form one grid; "
+                "leave merging out (mustdrop:...,tau=off)"
+            )
         if needs.merging and 0 in config.feature_layers:
             raise UnsupportedModelError(
                 f"{part.name} merges patches after the tower's first layer, and the model also uses the hidden "

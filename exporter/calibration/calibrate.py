@@ -21,7 +21,7 @@ from vtx.exporter.bundling.predict import EXPORT_BASE
 from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.data.items import Data, plain
 from vtx.exporter.data.journal import ResultJournal
-from vtx.exporter.data.prompts import PreparedItem, pixel_values, prepare
+from vtx.exporter.data.prompts import PreparedItem, prepare
 from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.rates import LAYER_SECONDS, product_speed
 from vtx.exporter.estimate.sizes import model_size
@@ -168,7 +168,7 @@ class _Measure:
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[dict[str, Any]]:
         """The results of some items; calls `layer(1)` after each decoder layer."""
         answers = [self._answer(prepared) for prepared in batch]
-        features = [self._reference.features(pixel_values(self._source, prepared.item)) for prepared in batch]
+        features = [self._reference.encode(prepared.item.images, self._source.image) for prepared in batch]
         # First each item followed by the model's own answer; then, where that is wrong, followed by the right one.
         own: list[NDArray[np.int64]] = [np.array(answer.token_ids if answer else (), np.int64) for answer in answers]
         forced = {

@@ -1,4 +1,4 @@
-"""What the graphs need to know about a LLaVA checkpoint, read from its Hugging Face configuration."""
+"""What the graphs need to know about a checkpoint, and the parts that families' configurations share, read strictly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
-from vtx.runtime.vision.layouts.single import Single
 
 MAX_LAYERS = 512
 MAX_WIDTH = 1 << 20
@@ -90,7 +89,11 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One LLaVA model. `feature_layers` are indices into the tower's hidden states, 0 the embeddings."""
+    """One model: decoder, tower, projector, and how an image becomes views of the tower and tokens (`layout`).
+
+    `feature_layers` are indices into the tower's hidden states, 0 the embeddings. `projector_norm_eps` is that of a
+    norm on the features, None where there is none.
+    """
 
     text: TextConfig
     vision: VisionConfig
@@ -99,67 +102,27 @@ class ModelConfig:
     projector_activation: str
     projector_bias: bool
     image_token_id: int
+    layout: Layout
+    projector_norm_eps: float | None = None
 
     @property
     def view_tokens(self) -> int:
-        """Tokens of one pass of the tower: what it gives, less the first where the strategy is `default`."""
+        """Tokens of one pass of the tower: its rows, less the first where the strategy is `default`."""
         return self.vision.rows - (self.select == "default")
 
-    @property
-    def layout(self) -> Layout:
-        """How many tokens an image gives."""
-        return Single(self.view_tokens)
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read `config.json` of a `LlavaForConditionalGeneration`, with transformers' own defaults.
-
-        Raises:
-            UnsupportedModelError: a part that vtx does not export, by name.
-            CheckpointError: values that are no sizes of a model.
-
-        """
-        text, vision = (config.get(key) or {} for key in ("text_config", "vision_config"))
-        _known_family("text model", _model_type(text, "llama"), TEXT_FAMILIES)
-        _known_family("vision tower", _model_type(vision, "clip_vision_model"), tuple(VISION_FAMILIES))
-        for part in (text, vision):
-            _check_layers(part)
-        parsed = _parse(config)
-        text_config, vision_config = _text(parsed), _vision(parsed.vision_config)
-        select = parsed.vision_feature_select_strategy
-        if select not in ("default", "full"):
-            raise UnsupportedModelError(
-                f"vision_feature_select_strategy {select!r} is not supported; vtx knows 'default' and 'full'"
-            )
-        token = parsed.image_token_id
-        if not isinstance(token, int) or not 0 <= token < text_config.vocab:
-            raise CheckpointError(
-                f"image_token_index {token!r:.60} is not a token id below the vocabulary's {text_config.vocab}; "
-                "correct config.json"
-            )
-        return cls(
-            text=text_config,
-            vision=vision_config,
-            feature_layers=_feature_layers(parsed.vision_feature_layer, vision_config.layers),
-            select=select,
-            projector_activation=parsed.projector_hidden_act,
-            projector_bias=bool(parsed.multimodal_projector_bias),
-            image_token_id=token,
-        )
-
-
-def _model_type(part: Any, default: str) -> str:
+def model_type(part: Any, default: str) -> str:
     if not isinstance(part, Mapping):
         raise CheckpointError(f"config.json: a model part is a {type(part).__name__}, not an object; download it again")
     return str(part.get("model_type", default))
 
 
-def _known_family(part: str, name: str, known: tuple[str, ...]) -> None:
+def check_known(part: str, name: str, known: tuple[str, ...]) -> None:
     if name not in known:
         raise UnsupportedModelError(f"the {part} {name!r} is not supported; vtx exports {', '.join(known)}")
 
 
-def _check_layers(part: Mapping[str, Any]) -> None:
+def check_layers(part: Mapping[str, Any]) -> None:
     """Refuse absurd counts before transformers makes lists of that length."""
     layers = part.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
@@ -174,14 +137,21 @@ def _without_labels(part: Any) -> Any:
     return {k: v for k, v in part.items() if k != "num_labels"} if isinstance(part, Mapping) else part
 
 
-def _parse(config: Mapping[str, Any]) -> Any:
-    from transformers import LlavaConfig
+def parse(kind: str, config: Mapping[str, Any]) -> Any:
+    """`config.json` as transformers' configuration class `kind` reads it, with its defaults.
+
+    Raises:
+        CheckpointError: it is not such a configuration.
+
+    """
+    import transformers
 
     try:
-        return LlavaConfig.from_dict(_without_labels({key: _without_labels(part) for key, part in config.items()}))
+        given = _without_labels({key: _without_labels(part) for key, part in config.items()})
+        return getattr(transformers, kind).from_dict(given)
     except Exception as e:
         reason = " ".join(str(e).split())[:300]
-        raise CheckpointError(f"config.json is not a LLaVA configuration ({reason}); download it again") from e
+        raise CheckpointError(f"config.json is not a {kind} ({reason}); download it again") from e
 
 
 def _size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
@@ -193,7 +163,7 @@ def _size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
     return value
 
 
-def _text(parsed: Any) -> TextConfig:
+def text_config_of(parsed: Any) -> TextConfig:
     config = parsed.text_config
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -214,7 +184,7 @@ def _text(parsed: Any) -> TextConfig:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=_size(config, "vocab_size", 1 << 22),
-        eps=_number(vars(config), "rms_norm_eps"),
+        eps=number(vars(config), "rms_norm_eps"),
         activation=str(config.hidden_act),
         qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
         o_bias=family == "llama" and bool(getattr(config, "attention_bias", False)),
@@ -243,16 +213,16 @@ def _rope(config: Any, head_dim: int) -> Rope:
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor is not supported for llama, mistral and qwen2 models")
-    theta = _number(parameters, "rope_theta", 10000.0)
+    theta = number(parameters, "rope_theta", 10000.0)
     rates = 1.0 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
     if kind == "linear":
-        rates = rates / np.float32(_number(parameters, "factor"))
+        rates = rates / np.float32(number(parameters, "factor"))
     if kind == "llama3":
         rates = _llama3(rates, parameters)
     return Rope(kind, theta, tuple(float(r) for r in rates.astype(np.float32)))
 
 
-def _number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = parameters.get(name, default)
     low, high = NUMBERS
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -264,17 +234,17 @@ def _number(parameters: Mapping[str, Any], name: str, default: float | None = No
 
 def _llama3(rates: NDArray[np.floating[Any]], parameters: Mapping[str, Any]) -> NDArray[np.floating[Any]]:
     """Llama 3's rescaling: long waves divided by the factor, short ones kept, those between blended."""
-    factor, low, high = (_number(parameters, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (number(parameters, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise CheckpointError(f"config.json: rope high_freq_factor {high} is not above low_freq_factor {low}")
-    context = _number(parameters, "original_max_position_embeddings")
+    context = number(parameters, "original_max_position_embeddings")
     waves = 2 * math.pi / rates
     blend = (context / waves - low) / (high - low)
     blended = (1 - blend) * rates / factor + blend * rates
     return np.where(waves > context / low, rates / factor, np.where(waves < context / high, rates, blended))
 
 
-def _vision(config: Any) -> VisionConfig:
+def vision_config_of(config: Any) -> VisionConfig:
     image, patch = _size(config, "image_size", 1 << 14), _size(config, "patch_size", 1 << 10)
     if image < patch:
         raise CheckpointError(f"config.json: image_size {image} is smaller than patch_size {patch}")
@@ -291,12 +261,12 @@ def _vision(config: Any) -> VisionConfig:
         heads=heads,
         image=image,
         patch=patch,
-        eps=_number(vars(config), "layer_norm_eps"),
+        eps=number(vars(config), "layer_norm_eps"),
         activation=str(config.hidden_act),
     )
 
 
-def _feature_layers(value: Any, layers: int) -> tuple[int, ...]:
+def feature_layers_of(value: Any, layers: int) -> tuple[int, ...]:
     """`vision_feature_layer`, a number or a list, as indices from 0 (the embeddings) to `layers`."""
     chosen = value if isinstance(value, list | tuple) else [value]
     states = layers + 1

@@ -1,4 +1,4 @@
-"""Opening a Hugging Face LLaVA checkpoint: a directory or a hub id, checked before any weight is read.
+"""Opening a Hugging Face checkpoint: a directory or a hub id, checked before any weight is read.
 
 Nothing in a checkpoint is executed or unpickled. Tensors go by one canonical name each, whichever release of
 transformers wrote them: `vision.`, `projector.`, `text.` and `head.` followed by the name inside that part.
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.runtime.bundle.files import Folder, read_named, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, parse_json, shown
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError, VtxError
@@ -36,9 +37,11 @@ _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-# Old to new: transformers 4.3x put the language model's head inside it, 4.5x moved all but the head under `model.`,
-# 5 took `vision_model.` away. The first rule that fits decides.
+# First what families name in ways of their own, then what they share. From old to new: transformers 4.3x put the
+# language model's head inside it, 4.5x moved all but the head under `model.`, 5 took `vision_model.` away. The first
+# rule that fits decides.
 _CANONICAL = [
+    *((re.compile(pattern), part) for family in FAMILIES for pattern, part in family.tensors),
     (re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?"), "vision."),
     (re.compile(r"^(model\.)?multi_modal_projector\."), "projector."),
     (re.compile(r"^((model\.)?language_model\.)?lm_head\."), "head."),
@@ -51,7 +54,7 @@ _CHUNK = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A sound LLaVA checkpoint of which only headers have been read; `tensors` goes by canonical name.
+    """A sound checkpoint of which only headers have been read; `tensors` goes by canonical name.
 
     `revision` is the hub's commit where it is known. Tensors that no graph needs (rotary buffers, position ids,
     SigLIP's pooling head) are kept, and so are names of unknown parts, as they stand.
@@ -190,15 +193,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _check_model(config: Mapping[str, Any]) -> None:
-    kind, listed = config.get("model_type"), config.get("architectures")
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    if kind != "llava" or (names and names != ["LlavaForConditionalGeneration"]):
-        original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)
-        hint = ". This is the original LLaVA layout; take the -hf checkpoint" if original else ""
-        raise UnsupportedModelError(
-            f"the checkpoint is model_type {shown(str(kind))} ({shown(', '.join(names))[1:-1] or 'no architecture'}); "
-            f"vtx exports LlavaForConditionalGeneration{hint}"
-        )
+    find_family(config)
     for part in (config, config.get("text_config"), config.get("vision_config")):
         if isinstance(part, dict) and part.get("quantization_config"):
             settings = part["quantization_config"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,32 +35,35 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIPImageProcessor": _CLIP,
     "SiglipImageProcessor": _SIGLIP,
     "LlavaImageProcessor": _CLIP,
+    "LlavaNextImageProcessor": {**_CLIP, "do_pad": True},
 }
+_TILED = ("LlavaNextImageProcessor",)
+_ONE_PIECE = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
 _FILTERS = dict(enumerate(RESAMPLING))
 
 
-def read_image_settings(folder: Path) -> ImageSettings:
+def read_image_settings(folder: Path, known: Collection[str] = _ONE_PIECE) -> ImageSettings:
     """Settings from `processor_config.json`'s `image_processor`, else from `preprocessor_config.json`.
 
-    Raises UnsupportedModelError for an image processor, or an option of it, that vtx does not have, and
-    CheckpointError where neither file holds one, or it is damaged.
+    `known` are the image processors that the model's family may have. Raises UnsupportedModelError for another one, or
+    an option of it that vtx does not have, and CheckpointError where neither file holds one, or it is damaged.
     """
     config = read_settings(folder, "processor_config.json").get("image_processor")
     if config is None:
         config = read_settings(folder, ALONE)
         if not config and not checkpoint_files(folder).exists(ALONE):
             raise CheckpointError(f"{folder} has no {ALONE} that says how images are prepared; download it too")
-    return image_settings(config)
+    return image_settings(config, known)
 
 
-def image_settings(config: Mapping[str, Any]) -> ImageSettings:
+def image_settings(config: Mapping[str, Any], known: Collection[str] = _ONE_PIECE) -> ImageSettings:
     """Settings from an HF image processor's configuration; keys that it lacks take the defaults of its class.
 
     Pictures are always made RGB, `do_convert_rgb` or not. Raises as `read_image_settings` does.
     """
     if not isinstance(config, Mapping):
         raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
-    kind = _kind(config)
+    kind = _kind(config, known)
     values = {**_DEFAULTS[kind], **{key: value for key, value in config.items() if value is not None}}
     square = _flag(values, "default_to_square")
     mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
@@ -68,6 +71,8 @@ def image_settings(config: Mapping[str, Any]) -> ImageSettings:
     crop = _size(values, "crop_size", square=True) if _flag(values, "do_center_crop") else None
     normalize = _flag(values, "do_normalize")
     pad = _padding(kind, values, mean)
+    if kind in _TILED:
+        resize, crop = _tile(kind, resize, crop), None
     if crop is None and not isinstance(resize, tuple) and not (resize and pad):
         raise UnsupportedModelError(
             f"{kind} without do_center_crop and with size {_show(values['size'])} gives images of several sizes; "
@@ -87,19 +92,28 @@ def image_settings(config: Mapping[str, Any]) -> ImageSettings:
         raise CheckpointError(f"{kind}: {error}") from error
 
 
-def _kind(config: Mapping[str, Any]) -> str:
-    """The processor's class without its backend; without a name, what transformers takes for LLaVA."""
-    name = config.get("image_processor_type") or config.get("feature_extractor_type") or "LlavaImageProcessor"
+def _kind(config: Mapping[str, Any], known: Collection[str]) -> str:
+    """The processor's class without its backend; without a name, the last that is `known`, as transformers takes it."""
+    name = config.get("image_processor_type") or config.get("feature_extractor_type") or [*known][-1]
     if not isinstance(name, str):
         raise CheckpointError(f"image_processor_type is {_show(name)}; it must be a class name")
     kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
-    if kind not in _DEFAULTS:
-        raise UnsupportedModelError(
-            f"image processor {_show(name)} is not supported; supported: {', '.join(_DEFAULTS)}"
-        )
+    if kind not in known:
+        raise UnsupportedModelError(f"image processor {_show(name)} is not supported; supported: {', '.join(known)}")
     if config.get("use_square_size"):
         raise UnsupportedModelError(f"{kind} with use_square_size is not supported; give size as height and width")
     return kind
+
+
+def _tile(kind: str, resize: Any, crop: Any) -> tuple[int, int]:
+    """The size of a tile, which resizing and cropping must leave as it is; the whole image is squeezed into one."""
+    tile = (resize, resize) if isinstance(resize, int) else resize
+    if not isinstance(tile, tuple) or (crop is not None and crop != tile):
+        raise UnsupportedModelError(
+            f"{kind} with size {_show(resize)} and crop_size {_show(crop)} cuts or resizes its tiles; "
+            "vtx needs both to be the tile's"
+        )
+    return tile
 
 
 def _padding(kind: str, values: Mapping[str, Any], mean: tuple[float, ...]) -> tuple[int, int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vtx.exporter.checkpoint.config import ModelConfig, Rope, TextConfig, VisionConfig
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
+from vtx.runtime.vision.layout import read_layout
 
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:
@@ -20,7 +21,9 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
         kv_heads=text.kv_heads, head_dim=text.head_dim, vocab=text.vocab, max_positions=text.max_positions,
         eps=text.eps, activation=text.activation, tied=text.tied, qkv_bias=text.qkv_bias, o_bias=text.o_bias,
         mlp_bias=text.mlp_bias, rope=RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies), tower=tower,
-        projector=ProjectorSpec(text.hidden, config.projector_activation, config.projector_bias),
+        projector=ProjectorSpec(
+            text.hidden, config.projector_activation, config.projector_bias, config.projector_norm_eps
+        ),
     )  # fmt: skip
 
 
@@ -40,5 +43,6 @@ def config_of(manifest: Manifest) -> ModelConfig:
     return ModelConfig(
         text=text, vision=vision, feature_layers=tower.feature_layers, select=tower.select,
         projector_activation=m.projector.activation, projector_bias=m.projector.bias,
-        image_token_id=manifest.text.image_token_id,
+        projector_norm_eps=m.projector.norm_eps,
+        image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, tower),
     )  # fmt: skip

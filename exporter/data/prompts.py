@@ -11,8 +11,6 @@ from vtx.exporter.data.items import MAX_SKIPPED, Data, Item, image_tokens
 from vtx.exporter.data.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message, Part
-from vtx.runtime.vision.image import load_image
-from vtx.runtime.vision.preprocess import preprocess
 
 MAX_REFERENCE = 32  # tokens; a longer answer is never matched word for word
 
@@ -68,11 +66,6 @@ def prompt_ids(source: Source, item: Item) -> NDArray[np.int64]:
     Raises RequestError for a question that cannot be asked, ImageError for a file that cannot be read.
     """
     return source.text.prompt(messages(item), image_tokens(source.config.layout, item))
-
-
-def pixel_values(source: Source, item: Item) -> NDArray[np.float32]:
-    """The vision tower's input for an item's images, [images, 3, height, width]."""
-    return np.stack([preprocess(load_image(image), source.image) for image in item.images])
 
 
 def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:

@@ -144,7 +144,7 @@ def _products(plan: Plan, sizes: ModelSize) -> float:
         2 * sum(withdrawn_layers) * (text_tokens * size.layer_macs + attention_macs(size, text_tokens, text_tokens))
     )
     seconds = flops / _speed(size.hidden, size.ffn, tokens)
-    seeing = encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.tower_tokens)
+    seeing = encode_flops(tower, tower.views) / _speed(tower.hidden, tower.ffn, tower.tower_tokens)
     if plan.precisions.kv == "int8":
         tokens = image + PASSAGE_TOKENS
         seconds += seeing + prefill_flops(size, [tokens] * size.layers) / _speed(size.hidden, size.ffn, tokens)
@@ -160,7 +160,7 @@ def _activations(plan: Plan, aware: ActivationAware, sizes: ModelSize, paces: Ma
     speed = _speed(size.hidden, size.ffn, max(tokens))
     images = sum(len(item.images) for item in aware.data.items)
     seconds = flops / speed
-    seconds += images * encode_flops(tower, 1) / _speed(tower.hidden, tower.ffn, tower.tower_tokens)
+    seconds += images * encode_flops(tower, tower.views) / _speed(tower.hidden, tower.ffn, tower.tower_tokens)
     for file in plan.weights.files:
         for entry in file.entries:
             if _layer(entry.name) and entry.scheme is not None:
@@ -178,7 +178,7 @@ def _thresholds(retain: Retain, sizes: ModelSize) -> float:
     assert tower is not None
     images = max(len(item.images) for item in retain.data.items)
     tokens = images * tower.image_tokens + QUESTION_TOKENS
-    flops = images * encode_flops(tower, 1) + prefill_flops(size, [tokens] * size.layers)
+    flops = images * encode_flops(tower, tower.views) + prefill_flops(size, [tokens] * size.layers)
     return USUAL_STEPS * len(retain.data.items) * flops / _speed(size.hidden, size.ffn, tokens)
 
 

@@ -13,6 +13,7 @@ from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.estimate.flops import DecoderSize, VisionSize
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import RequestError
+from vtx.runtime.vision.layout import Layout, read_layout
 
 if TYPE_CHECKING:
     from vtx.exporter.checkpoint.config import ModelConfig
@@ -94,27 +95,27 @@ def find_size(model: str) -> ModelSize:
 
 def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
     """Sizes of a Hugging Face configuration, read as the exporter reads it; no weights are needed."""
-    from vtx.exporter.checkpoint.config import ModelConfig
+    from vtx.exporter.checkpoint.families.registry import read_config
 
-    return model_size(ModelConfig.from_hf(config), name)
+    return model_size(read_config(config), name)
 
 
 def model_size(config: ModelConfig, name: str) -> ModelSize:
     """Sizes of a configuration that the exporter has read."""
-    return spec_size(model_spec(config, name), config.layout.max_tokens, "config")
+    return spec_size(model_spec(config, name), config.layout, "config")
 
 
 def bundle_size(bundle: Bundle) -> ModelSize:
     """Sizes of a bundle, as its manifest declares them."""
     manifest = bundle.manifest
-    size = spec_size(manifest.model, manifest.layout.max_tokens, "bundle")
+    size = spec_size(manifest.model, read_layout(manifest.layout, manifest.model.tower), "bundle")
     if size.vision is None or not manifest.dialects["ort"].vision_last_attention:
         return size
     return replace(size, vision=replace(size.vision, used=size.vision.layers))
 
 
-def spec_size(m: ModelSpec, image_tokens: int, source: str) -> ModelSize:
-    """Sizes of a model whose images give up to `image_tokens`."""
+def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
+    """Sizes of a model; an image is counted with the most tokens and views that it can have."""
     decoder = DecoderSize(
         m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.tied, m.qkv_bias, m.o_bias,
         m.mlp_bias,
@@ -123,6 +124,7 @@ def spec_size(m: ModelSpec, image_tokens: int, source: str) -> ModelSize:
     vision = VisionSize(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token, features=len(tower.feature_layers),
-        view_tokens=tower.tokens, image_tokens=image_tokens, out=m.hidden, projector_bias=m.projector.bias,
+        view_tokens=tower.tokens, image_tokens=layout.max_tokens, out=m.hidden, views=layout.max_views,
+        projector_bias=m.projector.bias,
     )  # fmt: skip
     return ModelSize(m.name, source, decoder, vision)

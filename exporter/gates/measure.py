@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.data.items import Item, plain
-from vtx.exporter.data.prompts import answer_ids, pixel_values, prompt_ids
+from vtx.exporter.data.prompts import answer_ids, prompt_ids
 from vtx.exporter.data.source import Source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
 from vtx.exporter.reference.model import Reference, Sample
@@ -133,7 +133,7 @@ class Measurer:
                 f"its prompt and answer take {longest} tokens, the model's context is {source.context}; shorten them"
             )
         with torch.inference_mode():
-            return _GateItem(number, prompt, self._reference.features(pixel_values(source, item)), answer)
+            return _GateItem(number, prompt, self._reference.encode(item.images, source.image), answer)
 
     def _answer(self, items: Sequence[_GateItem], held_out: bool) -> None:
         """Set the answers to follow: the one that gives the labels, and both where the item is held out."""

@@ -14,10 +14,11 @@ from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
 from vtx.runtime.bundle.spec import names
 
 MAX_ROW = 1 << 30
+NEWLINE = "image_newline"  # a weight of the layout that no graph reads
 
 
 def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Canonical names and shapes of the weights that the vision graph uses; `last_attention` as in `build_vision`."""
+    """Canonical names and shapes of the weights behind an image's tokens; `last_attention` as in `build_vision`."""
     v = c.vision
     yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
     yield "vision.embeddings.position_embedding.weight", (v.rows, v.hidden)
@@ -34,10 +35,15 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
         last = f"vision.encoder.layers.{v.layers - 1}"
         yield from (tensor for tensor in _layer_tensors(v, last) if tensor[0].startswith(_read_for_attention(last)))
     width = v.hidden * len(c.feature_layers)
+    if c.projector_norm_eps is not None:
+        yield "projector.norm.weight", (width,)
+        yield "projector.norm.bias", (width,)
     for name, into in (("linear_1", width), ("linear_2", c.text.hidden)):
         yield f"projector.{name}.weight", (c.text.hidden, into)
         if c.projector_bias:
             yield f"projector.{name}.bias", (c.text.hidden,)
+    if c.layout.newline:
+        yield NEWLINE, (c.text.hidden,)
 
 
 def _read_for_attention(layer: str) -> tuple[str, ...]:
@@ -90,6 +96,8 @@ def build_vision(
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
     hidden = b.reshape(features, -1, v.hidden * len(chosen))
+    if c.projector_norm_eps is not None:
+        hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
     hidden = activate(b, b.linear(hidden, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
     hidden = b.linear(hidden, "projector.linear_2", bias=c.projector_bias)
     leaving = merges and b.dialect.sizes_from_values

@@ -17,9 +17,8 @@ from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
-from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, key_of, seen
+from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, golden_pixels, key_of, seen
 from vtx.runtime.vision.layout import Layout
-from vtx.runtime.vision.preprocess import preprocess
 
 
 def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[np.int64]:
@@ -33,17 +32,16 @@ def record_golden(
     reference: Reference,
     text: Text,
     settings: ImageSettings,
-    layout: Layout,
-    image_token_id: int,
     ks: Sequence[int | None],
     report: Callable[[int], None],
 ) -> None:
     """Run the reference at every K of `ks` and write its features and logits to `path`."""
-    ids = golden_ids(text, layout)
-    pixels = preprocess(golden_image(), settings)
+    config, image = reference.config, golden_image()
+    ids = golden_ids(text, config.layout)
+    pixels = golden_pixels(config.layout.views(image, settings))
     with torch.inference_mode():
-        features = reference.features(pixels[None])
-        logits = reference.logits(seen(ids, image_token_id), features[:SEEN_ROWS], ks, report)
+        features = reference.encode([image], settings)
+        logits = reference.logits(seen(ids, config.image_token_id), features[:SEEN_ROWS], ks, report)
     tensors = {"ids": ids, "pixels": pixels, "features": features[:SHOWN_ROWS].numpy()}
     tensors |= {key_of(k): values.numpy() for k, values in logits.items()}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

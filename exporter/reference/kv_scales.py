@@ -22,8 +22,6 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, golden_image
-from vtx.runtime.vision.layout import Layout
-from vtx.runtime.vision.preprocess import preprocess
 
 MARGIN = 2.0  # of the scales over the measured values; larger values are clipped
 STEPS = 127  # the largest integer
@@ -41,17 +39,16 @@ def record_kv_scales(
     reference: Reference,
     text: Text,
     settings: ImageSettings,
-    layout: Layout,
     report: Callable[[int], None],
 ) -> None:
     """Run the reference over the golden picture and a passage of text, and write each layer's scales to `path`.
 
     They are [1, kv_heads, 1, head_dim] float32 under the names that the graphs give them. `report` gets 1 a layer.
     """
-    ids = golden_ids(text, layout, f"{PASSAGE} {QUESTION}")
+    ids = golden_ids(text, reference.config.layout, f"{PASSAGE} {QUESTION}")
     tensors: dict[str, NDArray[np.float32]] = {}
     with torch.inference_mode(), returning_memory():
-        features = reference.features(preprocess(golden_image(), settings)[None])
+        features = reference.encode([golden_image()], settings)
         for layer, key, value in reference.keys_values(Sample(ids, features), report):
             tensors[names.key_scale(layer)] = _scale(_lengths(key))
             tensors[names.value_scale(layer)] = _scale(value.abs())

@@ -20,9 +20,12 @@ from torch import Tensor
 from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
-from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.graphs.vision import NEWLINE, vision_tensors
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.vision.image import ImageSource, load_image
+from vtx.runtime.vision.tokens import ImageTokens
 
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 Report = Callable[[int], None]
@@ -33,7 +36,7 @@ Feed = Callable[[int, int, str, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence: `ids` [n], and `features` [image tokens, hidden] for its image tokens.
+    """One sequence: `ids` [n], and `features` [image tokens, hidden] of its images.
 
     The hidden states of the last `last` tokens are returned: 1 for the prompt's end, more with an answer appended.
     """
@@ -61,12 +64,25 @@ class Reference:
     """A model as a function of images and token ids, in float32; `weights` are the checkpoint's unless given."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, weights: WeightSource | None = None) -> None:
-        self._weights, self._config = weights or CheckpointWeights(checkpoint), config
+        self._weights, self.config = weights or CheckpointWeights(checkpoint), config
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
+    def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Tensor:
+        """The tokens [tokens, hidden] of images, one image after the other."""
+        layout, tokens = self.config.layout, []
+        hidden = (0, self.config.text.hidden)
+        newline = self._tensor(NEWLINE)[None].numpy() if layout.newline else np.zeros(hidden, np.float32)
+        for source in images:
+            image = load_image(source)
+            rows = self.features(layout.views(image, settings)).numpy()
+            views = rows.reshape(-1, self.config.view_tokens, rows.shape[-1])
+            encoded = [ImageTokens.plain(view) for view in views]
+            tokens.append(layout.arrange(encoded, *image.size, newline).rows)
+        return torch.from_numpy(np.concatenate(tokens)) if tokens else torch.zeros(hidden)
+
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
-        """Images [images, 3, side, side] to their image tokens [image tokens, hidden], image after image."""
-        c, v = self._config, self._config.vision
+        """Views [views, 3, side, side] to their tokens [views * view_tokens, hidden]."""
+        c, v = self.config, self.config.vision
         w, name = self._tensor, "vision.embeddings"
         bias = w(f"{name}.patch_embedding.bias") if v.family == "siglip" else None
         x = F.conv2d(torch.from_numpy(pixels), w(f"{name}.patch_embedding.weight"), bias, stride=v.patch)
@@ -81,6 +97,8 @@ class Reference:
             states.append(self._vision_layer(states[-1], f"vision.encoder.layers.{layer}"))
         first = int(c.select == "default")
         chosen = torch.cat([states[number][:, first:] for number in c.feature_layers], -1)
+        if c.projector_norm_eps is not None:
+            chosen = self._layer_norm(chosen, "projector.norm", c.projector_norm_eps)
         hidden = _activate(self._linear(chosen, "projector.linear_1"), c.projector_activation)
         return self._linear(hidden, "projector.linear_2").flatten(0, 1)
 
@@ -100,7 +118,7 @@ class Reference:
         `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
         layer and its inputs [n, in], also without withdrawal.
         """
-        text = self._config.text
+        text = self.config.text
         depths = sorted(k for k in ks if k is not None)
         streams = self._enter(samples)
         for layer in range(1, text.layers + 1):
@@ -129,10 +147,10 @@ class Reference:
         """
         (stream,) = self._enter([sample])
         x = stream.full[None]
-        for layer in range(1, self._config.text.layers + 1):
+        for layer in range(1, self.config.text.layers + 1):
             cache: list[Tensor] = []
             x = _decoder_layer(
-                self._config.text, x, stream.positions, self._layer_weights(layer, keep=False), cache=cache
+                self.config.text, x, stream.positions, self._layer_weights(layer, keep=False), cache=cache
             )
             yield layer, cache[0][0], cache[1][0]
             report(1)
@@ -165,12 +183,12 @@ class Reference:
         report: Report,
     ) -> None:
         """Run the new hidden states [n, hidden] at positions [n] of the samples `active` through all layers."""
-        for layer in range(1, self._config.text.layers + 1):
+        for layer in range(1, self.config.text.layers + 1):
             weights = self._layer_weights(layer, keep=True)
             for n in active:
                 x, positions = inputs[n]
                 cache = kept[n].setdefault(layer, [])
-                inputs[n] = _decoder_layer(self._config.text, x[None], positions, weights, cache=cache)[0], positions
+                inputs[n] = _decoder_layer(self.config.text, x[None], positions, weights, cache=cache)[0], positions
             report(1)
 
     def _best(self, hidden: Sequence[Tensor]) -> list[int]:
@@ -179,7 +197,7 @@ class Reference:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
-        text = self._config.text
+        text = self.config.text
         name, x = EMBEDDING if text.tied else "head.weight", _rms(hidden, self._tensor("text.norm.weight"), text.eps)
         starts = range(0, self._weights.rows(name), HEAD_ROWS)
         return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
@@ -195,7 +213,7 @@ class Reference:
     def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
         streams = []
         for sample in samples:
-            is_vision = torch.from_numpy(sample.ids == self._config.image_token_id)
+            is_vision = torch.from_numpy(sample.ids == self.config.image_token_id)
             hidden = self._weights.read(EMBEDDING, sample.ids)
             hidden[is_vision] = sample.features
             withdrawn = hidden.new_zeros(0, int((~is_vision).sum()), hidden.shape[1])
@@ -203,7 +221,7 @@ class Reference:
         return streams
 
     def _vision_layer(self, x: Tensor, name: str) -> Tensor:
-        v = self._config.vision
+        v = self.config.vision
         y = self._layer_norm(x, f"{name}.layer_norm1")
         q, k, w = (
             self._linear(y, f"{name}.self_attn.{part}_proj").reshape(*y.shape[:2], v.heads, -1).transpose(1, 2)
@@ -214,9 +232,9 @@ class Reference:
         y = self._linear(self._layer_norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")
         return x + self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
 
-    def _layer_norm(self, x: Tensor, name: str) -> Tensor:
+    def _layer_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")
-        return F.layer_norm(x, x.shape[-1:], weight, bias, self._config.vision.eps)
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps or self.config.vision.eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         bias = f"{name}.bias"
@@ -228,7 +246,7 @@ class Reference:
     def _layer_weights(self, layer: int, *, keep: bool) -> Mapping[str, Tensor]:
         """The weights of one decoder layer, counted from 1, by their names inside it: read now, or whenever used."""
         prefix = f"text.layers.{layer - 1}."
-        names = {n.removeprefix(prefix): n for n, _ in layer_tensors(self._config.text, layer)}
+        names = {n.removeprefix(prefix): n for n, _ in layer_tensors(self.config.text, layer)}
         weights = _Layer(names, self._tensor)
         return dict(weights) if keep else weights
 

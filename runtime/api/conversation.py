@@ -152,6 +152,8 @@ class Conversation:
         model.check_open()
         policy = model.policy(k, options, reduce)
         ids = model.prompt_ids(messages, self.images)
+        if not policy.entries:  # these leave out image tokens before the decoder
+            model.check_room(ids, self.images)
         question = Question(messages, ids, policy, options, after)
         return AnswerStream(AnswerInProgress(model, question, self._lease, completed))
 

@@ -18,7 +18,7 @@ from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
 from vtx.runtime.vision.files.formats import check_formats
-from vtx.runtime.vision.fit import fitted
+from vtx.runtime.vision.layout import read_layout, settings_for
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ def load(
     force: bool = False,
     require_signature: str | os.PathLike[str] | None = None,
     fit: str | None = None,
+    max_tiles: int | None = None,
     image_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> Model:
     """Load a bundle that `vtx-export` made.
@@ -48,6 +49,7 @@ def load(
             its files are hashed before it is used, which takes a second for each 0.5 GB or so.
         fit: what becomes of images of another shape than the model takes: "crop" cuts off the sides, "pad" puts bars
             around them, "squash" stretches them; when left out, as the checkpoint's processor says.
+        max_tiles: where the model sees images in tiles, the most of an image, the whole image in one tile counted.
         image_formats: formats of image files that are read, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; all but
             the last when left out.
 
@@ -55,7 +57,8 @@ def load(
         BundleError: no bundle, a damaged one, or one without the signature that is required.
         DeviceError: the device, its package, its graphs or its arithmetic are not there, or the memory is too small.
         ImageError: an unknown format in `image_formats`.
-        RequestError: `threads` is not a whole number of at least 1, or `fit` is unknown.
+        RequestError: `threads` is not a whole number of at least 1, or `fit` or `max_tiles` is
+            nothing that this model knows.
 
     """
     start = time.perf_counter()
@@ -64,13 +67,17 @@ def load(
     formats = check_formats(image_formats)
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
-    fitted(opened.manifest.image, fit)
+    layout = read_layout(opened.manifest.layout, opened.manifest.model.tower)
+    settings_for(layout, opened.manifest.image, fit)
+    if max_tiles is not None:
+        check_whole("max_tiles", max_tiles, 1)
+        layout.limited(max_tiles)
     place = choose(opened, device, compute)
     if not force and place.device not in GPU_DEVICES:
         _check_memory(opened, float_bytes(place))
     backend = open_backend(opened, place, threads)
     load_ms = 1000 * (time.perf_counter() - start)
-    model = Model(opened, backend, load_ms, place.why, fit=fit, image_formats=formats)
+    model = Model(opened, backend, load_ms, place.why, fit=fit, max_tiles=max_tiles, image_formats=formats)
     log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, place.device, place.why, model.load_ms)
     return model
 

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -32,19 +33,19 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors.final_norm import read_final_norm
+from vtx.runtime.bundle.tensors.newline import read_newline
 from vtx.runtime.checks import check_whole
-from vtx.runtime.errors import ModelClosedError, RequestError
+from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.files.formats import check_formats
-from vtx.runtime.vision.fit import fitted, note_discarded
+from vtx.runtime.vision.fit import note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.layout import read_layout
+from vtx.runtime.vision.layout import read_layout, settings_for
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
-from vtx.runtime.vision.preprocess import preprocess
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -67,13 +68,16 @@ class Model:
         why: str = "asked for",
         *,
         fit: str | None = None,
+        max_tiles: int | None = None,
         image_formats: Sequence[str] = DEFAULT_FORMATS,
     ) -> None:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
         self.fit, self.image_formats = fit, check_formats(image_formats)
         manifest = bundle.manifest
         self.text = Text.load(bundle.read, manifest.text, max_context=manifest.max_context, vocab=manifest.model.vocab)
-        self.layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
+        layout = read_layout(manifest.layout, manifest.model.tower)
+        self.layout = layout if max_tiles is None else layout.limited(max_tiles)
+        self._newline = read_newline(bundle) if layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
@@ -279,11 +283,17 @@ class Model:
 
     def prepare(self, source: ImageSource, fit: str | None = None) -> PreparedImage:
         """Read and preprocess an image, as `open` does."""
-        settings = fitted(self.manifest.image, self.fit if fit is None else fit)
+        layout = self.layout
+        settings = settings_for(layout, self.manifest.image, self.fit if fit is None else fit)
         image = load_image(source, self.image_formats)
-        note_discarded(*image.size, settings)
-        pixels = preprocess(image, settings)
-        return PreparedImage(pixels, hashlib.sha256(pixels.tobytes()).hexdigest(), self.layout.count(*image.size))
+        width, height = image.size
+        note_discarded(width, height, settings)
+        views = layout.views(image, settings)
+        key = hashlib.sha256(views.tobytes()).hexdigest()
+        if len(views) > 1:  # of tiles alone one cannot tell how much of them is padding
+            key += f" of {width}x{height}"
+        arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
+        return PreparedImage(views, key, layout.count(width, height), image.size, arrange)
 
     def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
         """Token ids of messages, each image standing as all its tokens, or as one where none are given.
@@ -293,6 +303,24 @@ class Model:
 
         """
         return self.text.prompt(messages, [image.tokens for image in images] or 1)
+
+    def check_room(self, ids: NDArray[np.int64], images: Sequence[PreparedImage]) -> None:
+        """Raise ContextError where a prompt of images in tiles does not fit, with the number of tiles that would."""
+        room = self.manifest.max_context - 1
+        if self.layout.max_views == 1 or len(ids) <= room:
+            return
+        vision = sum(image.tokens for image in images)
+        text, fewer = len(ids) - vision, range(self.layout.max_views - 1, 0, -1)
+        fitting = next((tiles for tiles in fewer if self._fits(tiles, text, images)), 0)
+        cure = f"--max-tiles {fitting} (max_tiles={fitting}) fits, or " if fitting else ""
+        raise ContextError(
+            f"the prompt takes {len(ids)} tokens, {vision} of them for images, and {room} fit into this bundle beside "
+            f"the answer; {cure}export with a larger --max-context"
+        )
+
+    def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:
+        layout = self.layout.limited(max_tiles)
+        return text + sum(layout.count(*image.size) for image in images) < self.manifest.max_context
 
     def _check_system(self, messages: Sequence[Message]) -> None:
         """Raise RequestError where the chat template drops a system prompt without a word."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from vtx.runtime.errors import BundleError, VtxError
 
 T = TypeVar("T")
+_LATER = "later"
 DAMAGED = "the bundle was altered or made by another vtx, export again"
 
 
@@ -26,7 +27,8 @@ class Strict:
     def read(self, kind: type[T], data: Any, where: str) -> T:
         """`data`, as JSON gives it, as the dataclass `kind`; a class with `from_dict` reads itself.
 
-        Every field must be there, and no other key. A tuple is a list in JSON, a float may be a whole number.
+        Every field but those marked `later` must be there, and no other key. A tuple is a list in JSON, a float
+        may be a whole number.
 
         Raises:
             VtxError: of the class `error`, naming the key by its path from `where`.
@@ -37,11 +39,12 @@ class Strict:
         if hasattr(kind, "from_dict"):
             return cast(T, cast(Any, kind).from_dict(data))
         hints = typing.get_type_hints(kind)
-        unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data))
+        unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data) - set(_later(kind)))
         if unknown or missing:
             problem = f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing"
             raise self.error(f"{where}: {problem}; {self.cure}")
-        return kind(**{name: self.value(hint, data[name], f"{where}: {name}") for name, hint in hints.items()})
+        given = {name: hint for name, hint in hints.items() if name in data}
+        return kind(**{name: self.value(hint, data[name], f"{where}: {name}") for name, hint in given.items()})
 
     def value(self, hint: Any, data: Any, where: str) -> Any:
         """`data` as a value of the annotated type `hint`."""
@@ -84,10 +87,24 @@ def plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        unused = {name for name, default in _later(type(value)).items() if values[name] == default}
+        return {name: plain(item) for name, item in values.items() if name not in unused}
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def later(default: Any) -> Any:
+    """A field that came after its file's format: where it has its default it is not written, and may be absent.
+
+    A reader that does not know it refuses files that use it, and reads all others.
+    """
+    return dataclasses.field(default=default, metadata={_LATER: True})
+
+
+def _later(kind: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(kind) if _LATER in field.metadata}
 
 
 def write_json(value: Any) -> str:

@@ -15,7 +15,6 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.session.session import Prompt, Session
-from vtx.runtime.vision.preprocess import preprocess
 
 QUESTION = "What is in the picture?"
 SHOWN_ROWS = 8
@@ -51,6 +50,11 @@ def golden_image() -> Image.Image:
     red, green = x * 255 // 199, y * 255 // 149
     blue = np.where((x // 25 + y // 25) % 2, 220, 30)
     return Image.fromarray(np.stack((red, green, blue), -1).astype(np.uint8))
+
+
+def golden_pixels(views: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The views of the golden picture as they are kept: a single one [3, height, width], more [views, 3, ...]."""
+    return views[0] if len(views) == 1 else views
 
 
 def key_of(k: int | None) -> str:
@@ -91,13 +95,12 @@ def check_golden(model: Model) -> Iterator[Check]:
         raise BundleError(f"{manifest.golden} lacks {sorted(missing)[0]!r}; export the bundle again")
     ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    image = golden_image()
-    own_ids = model.text.prompt([{"role": "user", "content": content}], model.layout.count(*image.size))
+    prepared = model.prepare(golden_image())
+    own_ids = model.text.prompt([{"role": "user", "content": content}], prepared.tokens)
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
-    own_pixels = preprocess(image, manifest.image)
-    yield Check("image preprocessing", _distance(own_pixels, pixels), PIXEL_TOLERANCE)
+    yield Check("image preprocessing", _distance(golden_pixels(prepared.views), pixels), PIXEL_TOLERANCE)
     computed = COMPUTE_TOLERANCE[model.backend.compute]
-    encoded = model.backend.vision(own_pixels[None])
+    encoded = prepared.encode(model.backend)
     difference = _distance(encoded.rows[:SHOWN_ROWS], features)
     yield Check("vision features", difference, max(computed, TOLERANCE[manifest.vision_precision]))
     limit = logits_limit(manifest, model.backend.compute)

@@ -79,8 +79,8 @@ def _caption(report: ReductionReport, kept: Kept, number: int) -> str:
 
 
 def _panel(pixels: NDArray[np.float64], side: int, report: ReductionReport, kept: Kept, number: int) -> Image.Image:
-    """The image, `side` patches a side, with those of `kept` lit."""
-    merged, alive = set(report.merged[number]), set(kept.patches[number]) - {-1}
+    """The image, `side` patches a side, with those of `kept` lit; of several views the first, which shows all of it."""
+    merged, alive = set(report.merged[number]), {index for index in kept.patches[number] if 0 <= index < side**2}
     lit = np.zeros((side, side), bool)
     for index in alive:
         y, x, reach = *divmod(index, side), WINDOW if index in merged else 1

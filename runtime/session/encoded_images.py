@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -13,7 +13,7 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, PromptText
 from vtx.runtime.session.prefix import ImageEncoders
-from vtx.runtime.vision.tokens import Extras, ImageTokens
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
 ExtrasKey = tuple[tuple[str, bytes], ...]
@@ -21,11 +21,26 @@ ExtrasKey = tuple[tuple[str, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """One preprocessed image: [3, height, width] float32, the hash of these pixels, and how many tokens they give."""
+    """One preprocessed image: its `views` [views, 3, height, width] float32, a hash of them, and its number of tokens.
 
-    pixels: NDArray[np.float32]
+    `size` is its width and height before that; `arrange` makes the image's tokens of those of its views.
+    """
+
+    views: NDArray[np.float32]
     key: str
     tokens: int
+    size: tuple[int, int]
+    arrange: Callable[[Sequence[ImageTokens]], ImageTokens]
+
+    @property
+    def pixels(self) -> NDArray[np.float32]:
+        """The first view, [3, height, width] float32, which shows the whole image."""
+        first: NDArray[np.float32] = self.views[0]
+        return first
+
+    def encode(self, backend: Backend, extras: Extras = NO_EXTRAS) -> ImageTokens:
+        """The image's tokens, from one pass of the tower a view."""
+        return self.arrange([backend.vision(view[None], extras) for view in self.views])
 
 
 def vision_extras(entries: Sequence[Entry]) -> Extras:
@@ -70,7 +85,7 @@ class EncodedImages:
         key = tuple((name, value.tobytes()) for name, value in sorted(extras.items()))
         encoded = self._encoded.get(key, {})
         if image.key not in encoded:
-            tokens = self.backend.vision(image.pixels[None], extras)
+            tokens = image.encode(self.backend, extras)
             if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
                 raise BundleError("the class token's attention is not a number; use --reduce none, or export at fp32")
             encoded = {**encoded, image.key: tokens}

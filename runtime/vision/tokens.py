@@ -19,26 +19,40 @@ Mask = NDArray[np.bool_]
 Scores = tuple[NDArray[np.float32], NDArray[np.float32]]
 Extras = Mapping[str, NDArray[np.float32]]  # extra inputs of a vision graph, by name
 NO_EXTRAS: Extras = MappingProxyType({})
+NEWLINE = -2  # the patch index of a learned newline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patches:
     """Where the rows of one image come from; arrays [rows], in the order of the rows.
 
-    `places`: the patch in raster order (of a merged window its first one; -1 the tower's class token).
-    `merged`: whether the row is a merged window. `signals`: what else the vision graph says of each row, [rows] by the
-    names of its outputs; none where the bundle was not exported for it.
+    `places`: the patch in raster order, those of one view after those of the view before (of a merged window its first
+    one; -1 the tower's class token, -2 a newline between rows of tiles). `merged`: whether the row is a merged window.
+    `signals`: what else the vision graph says of each row, [rows] by the names of its outputs; none where the bundle
+    was not exported for it. `views`: which pass of the tower each row comes from, -1 none; None: all from the first.
     """
 
     places: Ids
     merged: Mask
     signals: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    views: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.places)
 
     def take(self, which: Ids) -> Patches:
-        return Patches(self.places[which], self.merged[which], {name: s[which] for name, s in self.signals.items()})
+        signals = {name: signal[which] for name, signal in self.signals.items()}
+        views = None if self.views is None else self.views[which]
+        return Patches(self.places[which], self.merged[which], signals, views)
+
+    def highest_of_each_view(self, signal: str, part: float) -> Mask:
+        """Of each view the `part` of its rows, rounded up, with the highest `signal`; no newline is among them."""
+        values, views = self.signals[signal], np.zeros(len(self), np.int64) if self.views is None else self.views
+        chosen = np.zeros(len(self), bool)
+        for view in np.unique(views[views >= 0]):
+            rows = np.flatnonzero(views == view)
+            chosen[rows] = highest(values[rows], share(part, len(rows)))
+        return chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +95,11 @@ class ImageTokens:
         places = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
         return cls(rows, Patches(places, np.zeros(count, bool)))
 
+    @classmethod
+    def newlines(cls, rows: Rows) -> ImageTokens:
+        """Rows that come from no patch: learned newlines."""
+        return cls(rows, Patches(np.full(len(rows), NEWLINE), np.zeros(len(rows), bool)))
+
     @property
     def positions(self) -> int:
         """How many positions the image takes."""
@@ -93,6 +112,23 @@ class ImageTokens:
             return ImageTokens(rows, patches)
         offsets = np.arange(len(self.rows), dtype=np.int64) if self.offsets is None else self.offsets
         return ImageTokens(rows, patches, offsets=offsets[which], span=self.positions)
+
+
+def joined(views: Sequence[ImageTokens]) -> ImageTokens:
+    """The rows of views, and of newlines, one after the other."""
+    places, numbers, signals = list[Ids](), list[Ids](), dict[str, list[NDArray[np.float32]]]()
+    kinds = dict.fromkeys(name for view in views for name in view.patches.signals)
+    for number, view in enumerate(views):
+        own = view.patches.places
+        places.append(np.where(own >= 0, own + sum(map(len, places)), own))
+        numbers.append(np.where(own == NEWLINE, -1, number))
+        for name in kinds:
+            silent = np.zeros(len(own), np.float32)
+            signals.setdefault(name, []).append(view.patches.signals.get(name, silent))
+    merged = np.concatenate([view.patches.merged for view in views])
+    said = {name: np.concatenate(parts) for name, parts in signals.items()}
+    patches = Patches(np.concatenate(places), merged, said, np.concatenate(numbers))
+    return ImageTokens(np.concatenate([view.rows for view in views]), patches, sum(view.idle for view in views))
 
 
 def share(part: float, count: int) -> int:
@@ -108,11 +144,11 @@ def highest(values: NDArray[np.float32], count: int) -> Mask:
 
 
 def keys(images: Sequence[Patches], part: float, signal: str = names.CLS_ATTENTION) -> Mask:
-    """MustDrop's key rows: of each image the `part` that its class token looks at most (MustDrop Eq. 6 and 7).
+    """MustDrop's key rows: of each view the `part` that its class token looks at most (MustDrop Eq. 6 and 7).
 
     `signal` names the attention to go by. Of rows with equal attention the earlier count.
     """
     found = [np.zeros(0, bool)]
     for image in images:
-        found.append(highest(image.signals[signal], share(part, len(image))))
+        found.append(image.highest_of_each_view(signal, part))
     return np.concatenate(found)

@@ -62,7 +62,7 @@ def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Ima
     """The prompt as a session takes it, pixels and all."""
     pictures = [model.prepare(image) for image in images]
     ids = model.text.prompt(messages, [picture.tokens for picture in pictures])
-    encoders = tuple((p.key, lambda p=p: model.backend.vision(p.pixels[None])) for p in pictures)
+    encoders = tuple((p.key, lambda p=p: p.encode(model.backend)) for p in pictures)
     return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)
 
 

@@ -17,7 +17,7 @@ from vtx.runtime.bundle.tensors.final_norm import read_final_norm
 from vtx.runtime.policies.base import PromptText, Reduction
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.session.encoded_images import enter, vision_extras
+from vtx.runtime.session.encoded_images import PreparedImage, enter, vision_extras
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 from vtx.runtime.vision.tokens import ImageTokens
 
@@ -100,7 +100,7 @@ class Talk:
         token, counts = model.manifest.text.image_token_id, [picture.tokens for picture in pictures]
         plain = model.text.prompt(messages, counts)
         question = self._question(plain, token)
-        encoded = [self._encode(picture.pixels, policy, question) for picture in pictures]
+        encoded = [self._encode(picture, policy, question) for picture in pictures]
         ids: list[int] = []
         left, sizes, at = iter(encoded), iter(counts), 0
         while at < len(plain):
@@ -118,8 +118,8 @@ class Talk:
         text = ids[~is_vision]
         return PromptText(text, self._model.backend.embed(text), np.flatnonzero(~is_vision) > last)
 
-    def _encode(self, pixels: NDArray[np.float32], policy: Policy, question: PromptText) -> ImageTokens:
-        tokens = self._model.backend.vision(pixels[None], vision_extras(policy.entries))
+    def _encode(self, picture: PreparedImage, policy: Policy, question: PromptText) -> ImageTokens:
+        tokens = picture.encode(self._model.backend, vision_extras(policy.entries))
         return enter(tokens, policy.entries, question)
 
 

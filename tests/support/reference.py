@@ -34,10 +34,10 @@ class Reference:
     """A checkpoint loaded by transformers; K is 1-based, the first layer without vision rows, or None."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> None:
-        from transformers import AutoProcessor, LlavaForConditionalGeneration
+        from transformers import AutoModelForImageTextToText, AutoProcessor
 
         torch.set_num_threads(1)
-        self.model: Any = LlavaForConditionalGeneration.from_pretrained(
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
         self.model.train(False)
@@ -53,7 +53,8 @@ class Reference:
     def inputs(self, messages: list[Message], images: list[Image.Image]) -> Inputs:
         """`input_ids` and `attention_mask` [1, S+V+T], `pixel_values` [images, 3, H, W] where there are images.
 
-        The images take the placeholders in their order.
+        With tiles `pixel_values` are [images, tiles, 3, H, W], and `image_sizes` (height, width) go with them. The
+        images take the placeholders in their order.
         """
         left = iter(images)
         filled = [
@@ -123,7 +124,8 @@ class Reference:
         vision = self._vision(inputs)
         rows = self.model.model.language_model.embed_tokens(inputs["input_ids"])
         if inputs.get("pixel_values") is not None:
-            features = self.model.model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
+            pictures = {name: inputs[name] for name in ("pixel_values", "image_sizes") if name in inputs}
+            features = self.model.model.get_image_features(**pictures).pooler_output
             rows[0, vision] = torch.cat(list(features)).to(rows.dtype)
         return rows, vision
 

@@ -49,7 +49,8 @@ class Image:
 
     The class token, where it is a row, has place -1. `attention` is what the class token gives to each row,
     `similarity` the mean cosine of a merged window, None of other rows. `offsets` are positions behind the image's
-    first one, of which it takes `span`; empty where they have no gaps.
+    first one, of which it takes `span`; empty where they have no gaps. `of_tile`: the tile of each row, -1 a newline's;
+    empty for an image in one piece, whose `placeholders` in the prompt the configuration says.
     """
 
     rows: Tensor
@@ -59,13 +60,18 @@ class Image:
     similarity: list[float | None]
     offsets: list[int] = field(default_factory=list)
     span: int = 0
+    of_tile: list[int] = field(default_factory=list)
+    placeholders: int = 0
 
     def take(self, which: list[int]) -> Image:
         def of(values: list[Any]) -> list[Any]:
             return [values[i] for i in which]
 
         attention = None if self.attention is None else of(self.attention)
-        return Image(self.rows[which], of(self.places), of(self.merged), attention, of(self.similarity))
+        return Image(
+            self.rows[which], of(self.places), of(self.merged), attention, of(self.similarity),
+            of_tile=of(self.of_tile) if self.of_tile else [], placeholders=self.placeholders,
+        )  # fmt: skip
 
 
 @dataclass
@@ -129,7 +135,11 @@ class Statement:
         out = Outcome()
         pixels = inputs.get("pixel_values")
         ids = inputs["input_ids"][0].tolist()
-        images = [self.image(image, method) for image in (pixels if pixels is not None else [])]
+        sizes = inputs.get("image_sizes")
+        images = [
+            self.image(image, method) if sizes is None else self._tiled(image, sizes[number], method)
+            for number, image in enumerate(pixels if pixels is not None else [])
+        ]
         out.images = [self._selected(image, ids, method) for image in images]
         caches, hidden = self.prompt(ids, out, method)
         out.slots = [len(cache.rows) for cache in caches]
@@ -178,7 +188,33 @@ class Statement:
             cls = [i for i, place in enumerate(image.places) if place < 0]
             image = image.take([*cls, *windows, *(i for i in range(len(image.rows)) if i not in {*cls, *windows})])
         if method.cls_keep is not None:
-            image = image.take(_highest(image.attention, _share(method.cls_keep, len(image.rows))))
+            image = image.take(_highest_of_each(image, method.cls_keep))
+        return image
+
+    def _tiled(self, pixels: Tensor, size: Tensor, method: Method) -> Image:
+        """One image of tiles [tiles, 3, side, side], the last ones perhaps empty; transformers says which row is where.
+
+        The rows of a tile keep their places behind those of the tile before; a newline has -2.
+        """
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        side = self._config.vision_config.image_size
+        count = image_size_to_num_patches(size, self._config.image_grid_pinpoints, side)
+        whole = replace(method, cls_keep=None)
+        tiles = [self.image(tile, whole) for tile in pixels[:count]]
+        each = len(tiles[0].rows)
+        numbers = torch.arange(count * each).view(count, each, 1)
+        model = self._reference.model.model
+        order = model.pack_image_features([numbers], size[None], "default", torch.tensor([-1]))[0][0].flatten().tolist()
+        newline = model.image_newline
+        rows = torch.stack([newline if i < 0 else tiles[i // each].rows[i % each] for i in order])
+        attention = [0.0 if i < 0 else (tiles[i // each].attention or [0.0] * each)[i % each] for i in order]
+        image = Image(
+            rows, [-2 if i < 0 else i for i in order], [False] * len(order), attention, [None] * len(order),
+            of_tile=[-1 if i < 0 else i // each for i in order], placeholders=len(order),
+        )  # fmt: skip
+        if method.cls_keep is not None:
+            image = image.take(_highest_of_each(image, method.cls_keep))
         return image
 
     def _selected(self, image: Image, ids: list[int], method: Method) -> Image:
@@ -261,7 +297,7 @@ class Statement:
                 rows.append(Row(position + offset, number))
                 number += 1
             position += image.span or len(image.places)
-            at += self._config.image_seq_length
+            at += image.placeholders or self._config.image_seq_length
         assert next(waiting, None) is None
         after = max((i for i, row in enumerate(rows) if row.image is not None), default=-1) + 1
         rows[after:] = [Row(row.position, None, True) for row in rows[after:]]
@@ -274,7 +310,7 @@ class Statement:
         first = 0
         for image in images:
             if share:
-                found |= {first + i for i in _highest(image.attention, _share(share, len(image.rows)))}
+                found |= {first + i for i in _highest_of_each(image, share)}
             first += len(image.rows)
         return found
 
@@ -421,6 +457,18 @@ def _highest(values: list[float] | None, count: int) -> list[int]:
     """Indices of the `count` largest values, in rising order."""
     assert values is not None, "this tower has no class token"
     return sorted(sorted(range(len(values)), key=lambda i: -values[i])[:count])
+
+
+def _highest_of_each(image: Image, share: float) -> list[int]:
+    """Of each tile the share of its rows that its class token looks at most, in rising order."""
+    found: list[int] = []
+    of_tile = image.of_tile or [0] * len(image.rows)
+    for tile in sorted({*of_tile} - {-1}):
+        own = [i for i, number in enumerate(of_tile) if number == tile]
+        assert image.attention is not None, "this tower has no class token"
+        best = _highest([image.attention[i] for i in own], _share(share, len(own)))
+        found += [own[i] for i in best]
+    return sorted(found)
 
 
 def _share(share: float, count: int) -> int:

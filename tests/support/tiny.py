@@ -13,7 +13,6 @@ from PIL import Image
 
 if TYPE_CHECKING:
     import torch
-    from transformers import LlavaConfig
 
 Message = dict[str, Any]
 
@@ -46,6 +45,12 @@ WORDS = [
 ]
 SPECIALS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 IMAGE_TOKEN = "<image>"
+ARCHITECTURES = {
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "vipllava": "VipLlavaForConditionalGeneration",
+}
+PROCESSORS = {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor", "vipllava": "LlavaProcessor"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Tiny:
     writes them, "new" as 5's state_dict has them. `layers`, `head_dim` and the like speak of the text model.
     """
 
+    family: Literal["llava", "llava_next", "vipllava"] = "llava"
     text: Literal["llama", "mistral", "qwen2"] = "llama"
     layers: int = 8
     hidden: int = 64
@@ -92,8 +98,13 @@ class Tiny:
     eos: int | tuple[int, ...] = 2
 
     @property
+    def pinpoints(self) -> list[list[int]]:
+        """The (height, width) that tiles may cover in llava_next."""
+        return [[self.image * a, self.image * b] for a, b in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
+
+    @property
     def vision_tokens(self) -> int:
-        """Rows that one image takes in the prompt."""
+        """Rows of one pass of the tower; of llava an image takes as many in the prompt."""
         extra = (self.vision == "clip") - (self.select == "default")
         return (self.image // self.patch) ** 2 + extra
 
@@ -187,20 +198,23 @@ def _vision_fields(tiny: Tiny) -> dict[str, Any]:
 
 def _llava_fields(tiny: Tiny) -> dict[str, Any]:
     layer = tiny.feature_layer
-    return {
+    fields = {
         "image_seq_length": tiny.vision_tokens,
         "projector_hidden_act": tiny.projector_act,
-        "multimodal_projector_bias": tiny.projector_bias,
         "vision_feature_layer": layer if isinstance(layer, int) else list(layer),
-        "vision_feature_select_strategy": tiny.select,
     }
+    if tiny.family == "vipllava":
+        return fields | {"projector_layernorm_eps": 1e-5}
+    fields |= {"multimodal_projector_bias": tiny.projector_bias, "vision_feature_select_strategy": tiny.select}
+    return fields | ({"image_grid_pinpoints": tiny.pinpoints} if tiny.family == "llava_next" else {})
 
 
-def _config(tiny: Tiny, image_token: int) -> LlavaConfig:
-    from transformers import AutoConfig, LlavaConfig
+def _config(tiny: Tiny, image_token: int) -> Any:
+    from transformers import AutoConfig
 
     rope = _rope(tiny) | {"rope_theta": tiny.theta}
-    return LlavaConfig(
+    return AutoConfig.for_model(
+        tiny.family,
         text_config=AutoConfig.for_model(tiny.text, **_text_fields(tiny), rope_parameters=rope),
         vision_config=AutoConfig.for_model(f"{tiny.vision}_vision_model", **_vision_fields(tiny)),
         image_token_index=image_token,
@@ -209,10 +223,10 @@ def _config(tiny: Tiny, image_token: int) -> LlavaConfig:
     )
 
 
-def _new_config(config: LlavaConfig, tiny: Tiny) -> dict[str, Any]:
+def _new_config(config: Any, tiny: Tiny) -> dict[str, Any]:
     written: dict[str, Any] = config.to_dict()
     written["image_token_id"] = written.pop("image_token_index")
-    return written | {"architectures": ["LlavaForConditionalGeneration"], "dtype": tiny.dtype}
+    return written | {"architectures": [ARCHITECTURES[tiny.family]], "dtype": tiny.dtype}
 
 
 def _hub_config(tiny: Tiny, image_token: int) -> dict[str, Any]:
@@ -226,10 +240,10 @@ def _hub_config(tiny: Tiny, image_token: int) -> dict[str, Any]:
             scaling = {"type": scaling.pop("rope_type"), **scaling}  # the key's first name
         text["rope_scaling"] = scaling
     return _llava_fields(tiny) | {
-        "architectures": ["LlavaForConditionalGeneration"],
+        "architectures": [ARCHITECTURES[tiny.family]],
         "ignore_index": -100,
         "image_token_index": image_token,
-        "model_type": "llava",
+        "model_type": tiny.family,
         "text_config": text,
         "tie_word_embeddings": tiny.tied,
         "torch_dtype": tiny.dtype,
@@ -282,7 +296,7 @@ def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
         **SPECIALS,
         "image_token": IMAGE_TOKEN,
         "tokenizer_class": "LlamaTokenizer" if metaspace else "PreTrainedTokenizerFast",
-        "processor_class": "LlavaProcessor",
+        "processor_class": PROCESSORS[tiny.family],
         "model_max_length": tiny.context,
         "clean_up_tokenization_spaces": False,
     }
@@ -294,7 +308,7 @@ def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
 
 def _write_processor(folder: Path, tiny: Tiny) -> None:
     settings: dict[str, Any] = {
-        "processor_class": "LlavaProcessor",
+        "processor_class": PROCESSORS[tiny.family],
         "image_token": IMAGE_TOKEN,
         "patch_size": tiny.patch,
         "num_additional_image_tokens": int(tiny.vision == "clip"),
@@ -307,7 +321,9 @@ def _write_processor(folder: Path, tiny: Tiny) -> None:
     elif tiny.template_place == "jinja":
         (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     if tiny.names == "hub":
-        _write_json(folder / "preprocessor_config.json", _image_settings(tiny) | {"processor_class": "LlavaProcessor"})
+        _write_json(
+            folder / "preprocessor_config.json", _image_settings(tiny) | {"processor_class": PROCESSORS[tiny.family]}
+        )
     else:
         settings["image_processor"] = _image_settings(tiny)
     _write_json(folder / "processor_config.json", settings)
@@ -326,8 +342,10 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
     if tiny.vision == "siglip":
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         return settings | half | {"image_processor_type": "SiglipImageProcessor", "size": square}
+    if tiny.family == "llava_next":
+        settings |= {"image_grid_pinpoints": tiny.pinpoints, "do_pad": True}
     return settings | {
-        "image_processor_type": "CLIPImageProcessor",
+        "image_processor_type": "LlavaNextImageProcessor" if tiny.family == "llava_next" else "CLIPImageProcessor",
         "do_center_crop": True,
         "crop_size": square,
         "size": {"shortest_edge": tiny.image},
@@ -339,13 +357,14 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _weights(config: LlavaConfig, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
+def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     """Every tensor under transformers 5's name; a tensor depends on seed, name and shape alone."""
     import torch
-    from transformers import LlavaForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in LlavaForConditionalGeneration(config).state_dict().items()}
+        model = AutoModelForImageTextToText.from_config(config)
+        shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     if tiny.tied:
         del shapes["lm_head.weight"]
     dtype = getattr(torch, tiny.dtype)
@@ -367,7 +386,7 @@ def _random(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         noise *= 0.1
         noise[[0, 1, 3, -1]] *= 0.1  # <unk>, <s>, <pad> and <image> are never the answer
         return noise
-    if name.endswith(("position_embedding.weight", "class_embedding", "probe")):
+    if name.endswith(("position_embedding.weight", "class_embedding", "probe", "image_newline")):
         return noise * 0.5
     gain = 1.2 if "q_proj" in name or "k_proj" in name else 1.0
     return noise * np.float32(gain / np.prod(shape[1:]) ** 0.5)

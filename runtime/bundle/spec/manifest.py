@@ -18,6 +18,7 @@ MAX_BYTES = 4 << 20
 KV_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"
 FINAL_NORM = "final_norm.safetensors"  # where a reduction measures hidden states behind the last norm
+NEWLINE = "image_newline.safetensors"  # where a layout puts a learned newline among the tokens
 KV_SCALES = "kv_scales.safetensors"  # beside int8 K and V
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 
@@ -28,7 +29,7 @@ class LayoutSpec:
 
     name: str
     max_tokens: int
-    parameters: dict[str, int]
+    parameters: dict[str, Any]
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 1 << 31:

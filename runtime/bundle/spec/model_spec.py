@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vtx.runtime.bundle.strict import later
 from vtx.runtime.errors import BundleError
 
 MAX_LAYERS = 512
@@ -80,11 +81,15 @@ class TowerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ProjectorSpec:
-    """Two matrices with an activation between: [intermediate, tower features] and [hidden, intermediate]."""
+    """Two matrices with an activation between: [intermediate, tower features] and [hidden, intermediate].
+
+    `norm_eps` is that of a norm on the tower's features, None where there is no norm.
+    """
 
     intermediate: int
     activation: str
     bias: bool
+    norm_eps: float | None = later(None)
 
     def __post_init__(self) -> None:
         _check_sizes("model.projector", self)

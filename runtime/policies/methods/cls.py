@@ -10,13 +10,16 @@ from vtx.runtime.bundle.spec.names import CLS_ATTENTION
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.registry import reduction
-from vtx.runtime.vision.tokens import Ids, ImageTokens, highest, share
+from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 
 @reduction("cls")
 @dataclass(frozen=True, slots=True)
 class Cls(Reduction, Entry):
-    """Of each image the share `keep` of its rows, rounded up, enters the decoder, in the order it has."""
+    """Of each view the share `keep` of its rows, rounded up, enters the decoder, in the order it has; no newline does.
+
+    An image is one view, or in a layout of tiles each of them.
+    """
 
     keep: float = 0.25
 
@@ -31,5 +34,4 @@ class Cls(Reduction, Entry):
         return self
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        attention = image.patches.signals[CLS_ATTENTION]
-        return np.flatnonzero(highest(attention, share(self.keep, len(attention))))
+        return np.flatnonzero(image.patches.highest_of_each_view(CLS_ATTENTION, self.keep))

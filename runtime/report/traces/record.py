@@ -18,6 +18,7 @@ from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.policy import Policy
+from vtx.runtime.report.golden import golden_pixels
 from vtx.runtime.report.traces.cases import TraceCase, TraceQuestion, cases, images, questions
 from vtx.runtime.report.traces.files import (
     FORMAT,
@@ -107,7 +108,7 @@ def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: Non
     folder.mkdir(parents=True, exist_ok=True)
     pictures = images()
     prepared = [model.prepare(picture) for picture in pictures]
-    write_images(folder, pictures, [image.pixels for image in prepared])
+    write_images(folder, pictures, [golden_pixels(image.views) for image in prepared])
     every, traced = list(cases(model.manifest)), list[TracedCase]()
     for number, case in enumerate(every):
         progress(number, len(every))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import BundleError
+from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.tokens import ImageTokens, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +36,26 @@ class Single:
             )
 
     @property
+    def newline(self) -> bool:
+        return False
+
+    @property
     def max_tokens(self) -> int:
         return self.tokens
 
+    @property
+    def max_views(self) -> int:
+        return 1
+
+    def limited(self, max_views: int) -> Single:
+        raise RequestError("max_tiles has no effect here: this model sees each image in one piece; leave it out")
+
     def count(self, width: int, height: int) -> int:
         return self.tokens
+
+    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+        return preprocess(image, settings)[None]
+
+    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: Rows) -> ImageTokens:
+        (tokens,) = views
+        return tokens

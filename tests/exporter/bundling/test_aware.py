@@ -27,7 +27,7 @@ from vtx.exporter.bundling import build
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ActivationAware, ExportOptions
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.data.items import Data, Item
 from vtx.exporter.data.prompts import messages
@@ -40,7 +40,8 @@ from vtx.exporter.weights.journal import ExportJournal
 from vtx.exporter.weights.plan import plan_weights
 from vtx.exporter.weights.quantize import dequantise, quantise, scheme
 from vtx.exporter.weights.scaling import Scaling, channels, scalings
-from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights, Rows
+from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
+from vtx.runtime.bundle.safetensors import EVERY, RowIndex
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.report.golden import check_golden
 
@@ -69,7 +70,7 @@ class Scaled:
     def rows(self, name: str) -> int:
         return self._weights.rows(name)
 
-    def read(self, name: str, rows: Rows = slice(None)) -> torch.Tensor:
+    def read(self, name: str, rows: RowIndex = EVERY) -> torch.Tensor:
         whole = self._weights.read(name)
         if name in self._by:
             whole = torch.from_numpy(self._by[name].apply(whole.numpy(), 0))
@@ -114,7 +115,7 @@ def test_factors_without_rounding_leave_the_model_as_it_is(
     tiny_checkpoint: Make, reference: Callable[..., Judge], tiny: Tiny
 ) -> None:
     checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
-    config, rng = ModelConfig.from_hf(checkpoint.config), np.random.default_rng(0)
+    config, rng = read_config(checkpoint.config), np.random.default_rng(0)
     groups = [group for layer in range(1, 5) for group in channels(config.text, layer)]
     factors = {g.source: np.exp(rng.standard_normal(g.width // g.sharing)).astype(np.float32) for g in groups}
     by = scalings(config.text, factors)
@@ -129,7 +130,7 @@ def test_factors_without_rounding_leave_the_model_as_it_is(
 
 
 def test_heads_that_read_the_same_values_share_factors(tiny_checkpoint: Make) -> None:
-    config = ModelConfig.from_hf(open_checkpoint(str(tiny_checkpoint(GQA))).config).text
+    config = read_config(open_checkpoint(str(tiny_checkpoint(GQA))).config).text
     group = channels(config, 1)[1]
     factors = np.arange(32, dtype=np.float32)
     spread = group.spread(factors).reshape(4, 16)

@@ -191,11 +191,11 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     [
         (
             {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]},
-            r"model_type 'qwen2_vl' \(Qwen2VLForConditionalGeneration\); vtx exports LlavaForConditionalGeneration$",
+            r"'qwen2_vl' \(Qwen2VLForConditionalGeneration\); vtx exports LlavaForC.*: images at their own resolution",
         ),
         ({"architectures": ["LlavaLlamaForCausalLM"]}, "original LLaVA layout; take the -hf checkpoint"),
         ({"model_type": "llava_llama", "architectures": None}, "original LLaVA layout; take the -hf checkpoint"),
-        ({"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}, "Generation$"),
+        ({"model_type": "llava_next"}, r"'llava_next' \(LlavaForConditionalGeneration\); .*Generation$"),
         ({"model_type": None, "architectures": 3}, r"model_type 'None' \(no architecture\)"),
         ({"model_type": ["\n"], "architectures": ["\n", {}]}, "model_type"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\); take the unquantised checkpoint"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.export import Plan, plan_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError, VtxError
 
 Make = Callable[..., Path]
@@ -48,7 +48,7 @@ def changed(config: dict[str, Any], *way: str, to: Any) -> dict[str, Any]:
 
 def refused(config: dict[str, Any], error: type[VtxError] = CheckpointError) -> str:
     with pytest.raises(error) as caught:
-        ModelConfig.from_hf(config)
+        read_config(config)
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 600
@@ -64,7 +64,7 @@ def plan(folder: Path, **options: Any) -> Plan:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_sizes_are_read_as_they_stand(configs: Any, text: str) -> None:
-    config = ModelConfig.from_hf(configs(text))
+    config = read_config(configs(text))
     assert (config.text.family, config.text.layers, config.text.hidden, config.text.ffn) == (text, 8, 64, 96)
     assert (config.text.heads, config.text.kv_heads, config.text.head_dim, config.text.vocab) == (4, 2, 16, 320)
     assert (config.vision.layers, config.vision.hidden, config.vision.image, config.vision.patch) == (4, 32, 56, 14)
@@ -73,7 +73,7 @@ def test_the_sizes_are_read_as_they_stand(configs: Any, text: str) -> None:
 
 
 def test_the_public_7b_config_is_read_with_the_defaults_it_leaves_out() -> None:
-    config = ModelConfig.from_hf(
+    config = read_config(
         {
             "model_type": "llava",
             "image_token_index": 32000,
@@ -96,12 +96,12 @@ def test_the_public_7b_config_is_read_with_the_defaults_it_leaves_out() -> None:
     [(-1, (4,)), (0, (0,)), (4, (4,)), (-5, (0,)), ([-2], (3,)), ([1, -1], (1, 4)), ([2, 2], (2, 2))],
 )
 def test_feature_layers_count_from_either_end(configs: Any, value: Any, layers: tuple[int, ...]) -> None:
-    assert ModelConfig.from_hf(changed(configs(), "vision_feature_layer", to=value)).feature_layers == layers
+    assert read_config(changed(configs(), "vision_feature_layer", to=value)).feature_layers == layers
 
 
 @pytest.mark.parametrize(("scaling", "low"), [({"type": "linear", "factor": 4.0}, 0.25), (None, 1.0)])
 def test_rope_rates_follow_the_scaling(configs: Any, scaling: Any, low: float) -> None:
-    rope = ModelConfig.from_hf(changed(configs(), "text_config", "rope_scaling", to=scaling)).text.rope
+    rope = read_config(changed(configs(), "text_config", "rope_scaling", to=scaling)).text.rope
     want = low * 10_000.0 ** (-np.arange(0, 16, 2) / 16)
     np.testing.assert_allclose(rope.inverse_frequencies, want, rtol=1e-6)
 
@@ -115,15 +115,15 @@ def test_the_context_ends_where_mistral_s_sliding_window_does(tiny_checkpoint: M
 
 def test_a_window_that_no_layer_uses_does_not_limit_the_context(configs: Any) -> None:
     config = changed(configs("qwen2"), "text_config", "sliding_window", to=32)
-    assert ModelConfig.from_hf(changed(config, "text_config", "use_sliding_window", to=False)).text.max_positions == 256
+    assert read_config(changed(config, "text_config", "use_sliding_window", to=False)).text.max_positions == 256
     used = changed(config, "text_config", "use_sliding_window", to=True)
-    assert ModelConfig.from_hf(changed(used, "text_config", "max_window_layers", to=4)).text.max_positions == 32
+    assert read_config(changed(used, "text_config", "max_window_layers", to=4)).text.max_positions == 32
 
 
 def test_unknown_keys_are_ignored(configs: Any) -> None:
     config = configs()
     more = changed(changed(config, "surprise", to={"a": 1}), "text_config", "another", to=[1])
-    assert ModelConfig.from_hf(more) == ModelConfig.from_hf(config)
+    assert read_config(more) == read_config(config)
 
 
 # ---- what is refused by name -----------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_an_absurd_size_is_refused_at_once(configs: Any, way: tuple[str, str]) -
 @pytest.mark.parametrize("part", [(), ("text_config",), ("vision_config",)])
 def test_a_billion_labels_take_no_time(configs: Any, part: tuple[str, ...]) -> None:
     start = time.thread_time()
-    ModelConfig.from_hf(changed(configs(), *part, "num_labels", to=10**9))
+    read_config(changed(configs(), *part, "num_labels", to=10**9))
     assert time.thread_time() - start < 1
 
 
@@ -316,6 +316,6 @@ def test_one_value_replaced_gives_a_model_or_a_checkpoint_error(
     parts = [(), ("text_config",), ("vision_config",)]
     ways = [(*part, key) for part in parts for key in (config[part[0]] if part else config)]
     try:
-        ModelConfig.from_hf(changed(config, *data.draw(st.sampled_from(ways)), to=value))
+        read_config(changed(config, *data.draw(st.sampled_from(ways)), to=value))
     except CheckpointError as e:
         assert "\n" not in str(e)  # noqa: PT017 - it need not be raised

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,32 +14,16 @@ from tests.support.tiny import Tiny
 from vtx.exporter.bundling.export import ExportOptions, plan_export
 from vtx.exporter.bundling.options import ActivationAware
 from vtx.exporter.bundling.predict import QUESTION_TOKENS
-from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.data.items import Data, Item
 from vtx.exporter.data.prompts import prepare, prompt_ids
 from vtx.exporter.data.source import Source
 from vtx.exporter.reference.golden import golden_ids
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.report.golden import golden_image
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """A token for every 10 pixels of an image's width."""
-
-    max_tokens: int = field(default=20, init=False)
-
-    def check(self, tower: TowerSpec) -> None:
-        """Fits any tower."""
-
-    def count(self, width: int, height: int) -> int:
-        return width // 10
-
-
 @pytest.fixture
-def source(tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setattr(ModelConfig, "layout", property(lambda _: Tiles()))
-    return plan_export(ExportOptions(str(tiny_checkpoint(Tiny())))).source()
+def source(tiny_checkpoint: Checkpoints) -> Source:
+    return plan_export(ExportOptions(str(tiny_checkpoint(Tiny(family="llava_next"))))).source()
 
 
 def test_each_image_takes_as_many_tokens_as_the_layout_gives_its_size(source: Source, tmp_path: Path) -> None:
@@ -50,14 +34,19 @@ def test_each_image_takes_as_many_tokens_as_the_layout_gives_its_size(source: So
     assert not skipped
     ids = prepared[0].ids
     runs = np.split(ids, np.flatnonzero(np.diff(ids == source.config.image_token_id)) + 1)
-    assert [len(run) for run in runs if run[0] == source.config.image_token_id] in ([20, 3], [23])
+    wide, high = source.config.layout.count(200, 10), source.config.layout.count(30, 90)
+    assert wide != high
+    assert [len(run) for run in runs if run[0] == source.config.image_token_id] in ([wide, high], [wide + high])
     assert prepared[0].answer_ids is not None
     np.testing.assert_array_equal(ids, prompt_ids(source, replace(item, answer=None)))
 
 
 def test_golden_prompt_and_forecasts_ask_the_layout(source: Source) -> None:
     ids = golden_ids(source.text, source.config.layout)
-    assert (ids == source.config.image_token_id).sum() == golden_image().width // 10
+    layout = source.config.layout
+    assert (ids == source.config.image_token_id).sum() == layout.count(*golden_image().size)
     items = tuple(Item((Image.new("RGB", (width, 10)),), "?") for width in (40, 170))
     options = ExportOptions("", precision="int4", aware=ActivationAware(Data("two sizes", items)))
-    assert options.measured_tokens(source.config) == (4 + QUESTION_TOKENS, 17 + QUESTION_TOKENS)
+    assert options.measured_tokens(source.config) == tuple(
+        layout.count(width, 10) + QUESTION_TOKENS for width in (40, 170)
+    )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.bundles import export
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.estimate.flops import (
     DecoderSize,
     attention_macs,
@@ -264,7 +264,7 @@ def size_of(checkpoint: Path) -> Any:
 
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 def test_parameters_are_those_that_an_export_writes(tiny: Tiny, tiny_checkpoint: Callable[..., Path]) -> None:
-    config = ModelConfig.from_hf(json.loads((tiny_checkpoint(tiny) / "config.json").read_text(encoding="utf-8")))
+    config = read_config(json.loads((tiny_checkpoint(tiny) / "config.json").read_text(encoding="utf-8")))
     shapes = [shape for _, shape in (*vision_tensors(config), *decoder_tensors(config.text))]
     assert model_size(config, "tiny").parameters == sum(int(np.prod(shape)) for shape in shapes)
 

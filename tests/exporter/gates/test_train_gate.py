@@ -21,7 +21,7 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.data.items import Item
 from vtx.exporter.data.source import Source
@@ -321,7 +321,7 @@ def held(fires_at: Sequence[int | None], same_from: Sequence[int], known: bool =
 
 @pytest.fixture(scope="module")
 def size(tiny_checkpoint: Make) -> Any:
-    return model_size(ModelConfig.from_hf(open_checkpoint(str(tiny_checkpoint(TINY))).config), "tiny")
+    return model_size(read_config(open_checkpoint(str(tiny_checkpoint(TINY))).config), "tiny")
 
 
 def test_gates_that_know_the_question_win(size: Any) -> None:
@@ -401,7 +401,7 @@ def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, ti
     out = tmp_path / "g.safetensors"
     report = train_gates(options, out, tmp_path / "work", QUIET)
     opened = open_checkpoint(str(checkpoint))
-    gates = read_gates(out, ModelConfig.from_hf(opened.config).text, opened.fingerprint())
+    gates = read_gates(out, read_config(opened.config).text, opened.fingerprint())
     assert gates.warnings == ()
     assert tuple(gates.by_k) == KS
     training = json.loads(gates.metadata["training"])

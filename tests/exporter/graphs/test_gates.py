@@ -21,7 +21,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates
 from vtx.runtime.api.answer import Answer
@@ -330,7 +330,7 @@ def test_the_manifest_records_how_the_gates_were_trained(tmp_path: Path, tiny_ch
 @pytest.fixture
 def read(tiny_checkpoint: Checkpoints) -> Callable[[Path], Gates]:
     checkpoint = open_checkpoint(str(tiny_checkpoint(TINY)))
-    text = ModelConfig.from_hf(checkpoint.config).text
+    text = read_config(checkpoint.config).text
     return lambda path: read_gates(path, text, checkpoint.fingerprint())
 
 

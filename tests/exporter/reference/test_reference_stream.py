@@ -11,7 +11,7 @@ import torch
 
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.reference import model as streamed
 
@@ -36,7 +36,7 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
 
 def open_reference(folder: Path) -> streamed.Reference:
     checkpoint = open_checkpoint(str(folder))
-    return streamed.Reference(checkpoint, ModelConfig.from_hf(checkpoint.config))
+    return streamed.Reference(checkpoint, read_config(checkpoint.config))
 
 
 @pytest.mark.parametrize("images", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tests.support.exported import KS, THREADS, Models, greedy, prompt
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects import make_dialect
@@ -21,6 +23,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.runtime.report.golden import check_golden
 
 STEPS = 24
 TOLERANCE = 1e-4
@@ -44,6 +47,8 @@ VARIANTS = {
         text="qwen2", select="full", projector_bias=False, tokenizer="bytes", theta=1e6, names="saved"
     ),
     "qwen2-siglip-tied-mha": Tiny(text="qwen2", vision="siglip", select="full", tied=True, kv_heads=4, shards=2),
+    "vipllava-names-as-saved": Tiny(family="vipllava", feature_layer=(-2, -1, 1), names="saved"),
+    "vipllava-mha": Tiny(family="vipllava", feature_layer=(-1, 2), kv_heads=4),
     "qwen2-siglip-three-layers": Tiny(text="qwen2", vision="siglip", feature_layer=(1, 2, -1), vision_act="gelu"),
 }  # fmt: skip
 PROMPTS = {
@@ -159,6 +164,15 @@ def test_an_fp16_bundle_stays_within_its_tolerance(
         clear += int(sure.sum())
         assert np.array_equal(np.array(found.ids)[sure], np.array(wanted.ids)[sure])
     assert clear > 2 * STEPS, "too few choices are clear enough to prove anything"
+
+
+def test_the_norm_of_a_projector_is_in_the_reference_and_the_manifest(models: Models) -> None:
+    model, plain = models(VARIANTS["vipllava-mha"]), models()
+    assert all(check.passed for check in check_golden(model))
+    stated = [json.loads((m.bundle.folder / "vtx.json").read_bytes())["model"]["projector"] for m in (model, plain)]
+    assert stated[0]["norm_eps"] == model.manifest.model.projector.norm_eps == 1e-5
+    assert "norm_eps" not in stated[1], "bundles without it stay as they were"
+    assert config_of(model.manifest).projector_norm_eps == 1e-5
 
 
 def test_one_stage_equals_five(models: Models) -> None:

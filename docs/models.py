@@ -1,0 +1,111 @@
+"""Writes docs/models.md from the code: `python docs/models.py`. Every cell is asked of what decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.bundling.reductions import plan_reductions
+from vtx.exporter.checkpoint.config import TEXT_FAMILIES, VISION_FAMILIES, ModelConfig
+from vtx.exporter.checkpoint.families.family import Family
+from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
+from vtx.runtime.errors import VtxError
+from vtx.runtime.vision.layout import spec_of
+
+PAGE = Path(__file__).with_suffix(".md")
+HEAD = f"""# Models
+
+What vtx exports, family by family. A family is what a checkpoint's `architectures` and `model_type` say; it has one
+file in `exporter/checkpoint/families/`. This page is made from the code by `python docs/models.py`; a test compares
+them.
+
+Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}. Precisions, K, gates,
+calibration, streaming export and all engines work alike for every family: they see the tower's passes, and tokens.
+"""
+# The shapes of published checkpoints, with a CLIP tower: what a cell asks is asked about these.
+_TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+          "num_attention_heads": 16, "image_size": 336, "patch_size": 14}  # fmt: skip
+_TEXT = {"model_type": "llama", "vocab_size": 32064}
+_SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
+Cell = Callable[[Family, ModelConfig], str]
+
+
+def _config(family: Family) -> ModelConfig:
+    settings: Mapping[str, Any] = {
+        "model_type": family.model_type, "architectures": [family.architecture], "image_token_index": 32000,
+        "text_config": _TEXT, "vision_config": _TOWER,
+    }  # fmt: skip
+    return family.read(settings)
+
+
+def _tokens(_: Family, config: ModelConfig) -> str:
+    layout = config.layout
+    if layout.max_views == 1:
+        return f"{layout.max_tokens}, in one pass of the tower"
+    return f"up to {layout.max_tokens:,}, in up to {layout.max_views} passes of the tower"
+
+
+def _reduction(spec: str) -> Cell:
+    def cell(_: Family, config: ModelConfig) -> str:
+        try:
+            plan_reductions([spec], config)
+        except VtxError as reason:
+            return f"no: {reason}"
+        return "yes"
+
+    return cell
+
+
+ROWS: Mapping[str, Cell] = {
+    "architecture": lambda family, _: f"`{family.architecture}`",
+    "image processors": lambda family, _: ", ".join(f"`{name}`" for name in family.processors),
+    "layout": lambda _, config: f"`{spec_of(config.layout).name}`",
+    "tokens of an image at 336 pixels a side": _tokens,
+    **{f"`--reduce {spec}`": _reduction(spec) for spec in _SPECS},
+    "`--fit`": lambda _, c: "yes" if c.layout.max_views == 1 else "no: tiles show all of any shape",
+    "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
+}
+
+
+def page() -> str:
+    """The text of docs/models.md."""
+    configs = {family.model_type: (family, _config(family)) for family in FAMILIES}
+    lines = [HEAD, "| | " + " | ".join(f"`{name}`" for name in configs) + " |", "|---" * (1 + len(configs)) + "|"]
+    for title, cell in ROWS.items():
+        lines.append(f"| {title} | " + " | ".join(cell(*pair) for pair in configs.values()) + " |")
+    lines += ["", "## Known, and refused by name", "", "| `model_type` | why |", "|---|---|"]
+    lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
+    return "\n".join(lines) + TAIL
+
+
+TAIL = """
+| `llava_llama` and other original LLaVA layouts | no tower, no tokenizer.json in them; take the -hf checkpoint |
+
+Video files are not read.
+
+## Images in tiles
+
+LLaVA-NeXT sees an image twice: squeezed into one tile, and at its own aspect ratio in up to four more. Which tiles
+an image gets, how many tokens stay after what stands for padding is cut off, and where newlines stand, follows
+transformers exactly *(run: `tests/runtime/vision/layouts/test_anyres.py`, twelve shapes, pixels bit for bit)*;
+token ids and logits equal transformers' for one image and two, and the plain statement of VTW at two K *(run:
+`tests/runtime/session/test_tiles.py`)*.
+
+- The tower takes one tile at a time in every engine, so graphs and engines need no shapes of their own. The runtime
+  puts the tokens together.
+- At K everything of an image leaves: its tiles, the squeezed image and the newlines.
+- **Reductions** see one image of many tokens. `fastv`, `cdpruner` and `dart` rank all of them, newlines too. The
+  class token looks at its own tile only, so `cls` keeps its share, and `mustdrop` its key tokens, of each tile;
+  `cls` drops the newlines, `mustdrop` never counts one as key. Merging windows is refused: the tokens of tiles form
+  one grid, which has no gaps.
+- A patch index counts on from tile to tile, the squeezed image first; a newline has -2. `--show-tokens` draws the
+  squeezed image.
+- `--max-tiles N` (`max_tiles`) allows at most N tiles, the squeezed image counted: 1 is that image alone. Where a
+  prompt does not fit, the error names the N that does.
+- `--fit` is refused: nothing is cut off or stretched but the squeezed image, as in training.
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,81 @@
+"""What a family declares of itself, and the reading that all of LLaVA's kin in Hugging Face's layout share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vtx.exporter.checkpoint.config import (
+    TEXT_FAMILIES,
+    VISION_FAMILIES,
+    ModelConfig,
+    VisionConfig,
+    check_known,
+    check_layers,
+    feature_layers_of,
+    model_type,
+    number,
+    parse,
+    text_config_of,
+    vision_config_of,
+)
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layout import Layout
+
+NORM = "projector_layernorm_eps"
+MakeLayout = Callable[[Any, VisionConfig, str], Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family, recognised by its `architecture` and `model_type`.
+
+    `read` makes of `config.json` what the graphs need. `processors` are the image processors it may have, `tensors`
+    pairs of a pattern and what it becomes in canonical names, for names that other families do not have.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Mapping[str, Any]], ModelConfig]
+    processors: tuple[str, ...]
+    tensors: tuple[tuple[str, str], ...] = ()
+
+
+def read_llava_like(config: Mapping[str, Any], kind: str, layout: MakeLayout) -> ModelConfig:
+    """Read `config.json` as transformers' class `kind` does, with its defaults; `layout` gets that, tower and strategy.
+
+    Raises:
+        UnsupportedModelError: a part that vtx does not export, by name.
+        CheckpointError: values that are no sizes of a model.
+
+    """
+    text, vision = (config.get(key) or {} for key in ("text_config", "vision_config"))
+    check_known("text model", model_type(text, "llama"), TEXT_FAMILIES)
+    check_known("vision tower", model_type(vision, "clip_vision_model"), tuple(VISION_FAMILIES))
+    for part in (text, vision):
+        check_layers(part)
+    parsed = parse(kind, config)
+    text_config, vision_config = text_config_of(parsed), vision_config_of(parsed.vision_config)
+    select = getattr(parsed, "vision_feature_select_strategy", "default")
+    if select not in ("default", "full"):
+        raise UnsupportedModelError(
+            f"vision_feature_select_strategy {select!r} is not supported; vtx knows 'default' and 'full'"
+        )
+    token = parsed.image_token_id
+    if not isinstance(token, int) or not 0 <= token < text_config.vocab:
+        raise CheckpointError(
+            f"image_token_index {token!r:.60} is not a token id below the vocabulary's {text_config.vocab}; "
+            "correct config.json"
+        )
+    return ModelConfig(
+        text=text_config,
+        vision=vision_config,
+        feature_layers=feature_layers_of(parsed.vision_feature_layer, vision_config.layers),
+        select=select,
+        projector_activation=parsed.projector_hidden_act,
+        projector_bias=bool(getattr(parsed, "multimodal_projector_bias", True)),
+        image_token_id=token,
+        layout=layout(parsed, vision_config, select),
+        projector_norm_eps=number(vars(parsed), NORM) if hasattr(parsed, NORM) else None,
+    )

@@ -1,0 +1,27 @@
+"""LLaVA-1.5 in Hugging Face's layout: each image in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.families.family import Family, read_llava_like
+from vtx.runtime.vision.layouts.single import Single
+
+
+def _read(config: Mapping[str, Any]) -> ModelConfig:
+    return read_llava_like(config, "LlavaConfig", in_one_piece)
+
+
+def in_one_piece(parsed: Any, vision: VisionConfig, select: str) -> Single:
+    """One view of each image."""
+    return Single(vision.rows - (select == "default"))
+
+
+LLAVA = Family(
+    model_type="llava",
+    architecture="LlavaForConditionalGeneration",
+    read=_read,
+    processors=("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor"),
+)

@@ -1,0 +1,65 @@
+"""Which family a checkpoint is of. Only here families are listed; those known but not exported, with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.family import Family
+from vtx.exporter.checkpoint.families.llava import LLAVA
+from vtx.exporter.checkpoint.families.llava_next import LLAVA_NEXT
+from vtx.exporter.checkpoint.families.vipllava import VIPLLAVA
+from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.errors import UnsupportedModelError
+
+FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, VIPLLAVA)
+# Known, and not exported: what is missing, by model_type.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "llava_next_video": "videos and pooled frames are not built",
+        "llava_onevision": "images in several sizes of grid are not built",
+        "video_llava": "videos, and a second tower for them, are not built",
+        "internvl": "its tower and its shuffled patches are not built",
+        "internvl_chat": "its code is part of the checkpoint and never run; its tower and decoders are not built",
+        "eagle_llama": "its five towers are not built",
+        "qwen2_vl": "images at their own resolution and three-part positions are not built",
+        "qwen2_5_vl": "images at their own resolution, windows in the tower and three-part positions are not built",
+        "smolvlm": "its tower's patch positions and shuffled patches are not built",
+        "idefics3": "its tower's patch positions and shuffled patches are not built",
+    }
+)
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint, by the architecture and the model_type of its `config.json`.
+
+    Raises:
+        UnsupportedModelError: it is of another one.
+
+    """
+    kind, listed = config.get("model_type"), config.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    for family in FAMILIES:
+        if kind == family.model_type and (not names or names == [family.architecture]):
+            return family
+    reason = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+    original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)
+    hint = ". This is the original LLaVA layout; take the -hf checkpoint" if original else ""
+    raise UnsupportedModelError(
+        f"the checkpoint is model_type {shown(str(kind))} ({shown(', '.join(names))[1:-1] or 'no architecture'}); "
+        f"vtx exports {', '.join(family.architecture for family in FAMILIES)}{reason}{hint}"
+    )
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """What the graphs need to know of a model, from its `config.json`.
+
+    Raises:
+        UnsupportedModelError: a family, or a part of the model, that vtx does not export, by name.
+        CheckpointError: values that are no sizes of a model.
+
+    """
+    return find_family(config).read(config)

@@ -1,0 +1,23 @@
+"""ViP-LLaVA: several layers of the tower side by side, and a norm before the projector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.family import Family, read_llava_like
+from vtx.exporter.checkpoint.families.llava import LLAVA, in_one_piece
+
+
+def _read(config: Mapping[str, Any]) -> ModelConfig:
+    return read_llava_like(config, "VipLlavaConfig", in_one_piece)
+
+
+VIPLLAVA = Family(
+    model_type="vipllava",
+    architecture="VipLlavaForConditionalGeneration",
+    read=_read,
+    processors=LLAVA.processors,
+    tensors=((r"^(model\.)?multi_modal_projector\.projector_layernorm\.", "projector.norm."),),
+)

@@ -1,0 +1,150 @@
+"""The whole image squeezed into one tile, and the image in tiles at its own aspect ratio: LLaVA-NeXT.
+
+The tiles' tokens form one grid. What stands for padding is cut off it, a learned newline ends each of its rows, and
+the whole comes after the tokens of the squeezed image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.model_spec import TowerSpec
+from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.image import to_rgb
+from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.tokens import ImageTokens, Rows, joined
+
+MAX_RESOLUTIONS = 128
+MAX_TILES = 64  # of one image
+
+
+@dataclass(frozen=True, slots=True)
+class Anyres:
+    """Tiles of `tile` pixels a side with `grid` tokens a side; `resolutions` (width, height) that tiles may cover.
+
+    Of equally good resolutions the first is taken, so their order counts. `rounded`: the rows and columns left after
+    unpadding are rounded to 7 digits before they are cut down to whole numbers, as transformers does it.
+    """
+
+    tile: int
+    grid: int
+    resolutions: tuple[tuple[int, int], ...]
+    rounded: bool
+
+    def __post_init__(self) -> None:
+        sound = self.tile >= 1 and self.grid >= 1 and len(self.resolutions) <= MAX_RESOLUTIONS
+        for width, height in self.resolutions:
+            whole = width >= self.tile and height >= self.tile and not width % self.tile and not height % self.tile
+            sound = sound and whole and width * height <= MAX_TILES * self.tile**2
+        if not sound:
+            raise BundleError(
+                f"layout 'anyres' has resolutions {list(self.resolutions)!s:.80} in tiles of {self.tile}; each side "
+                f"must be a multiple of the tile, with at most {MAX_TILES} tiles; export the bundle again"
+            )
+
+    @property
+    def newline(self) -> bool:
+        return True
+
+    @property
+    def one_tile(self) -> int:
+        """Tokens of one tile."""
+        return self.grid**2
+
+    @property
+    def max_tokens(self) -> int:
+        return max((self.count(*resolution) for resolution in self.resolutions), default=self.one_tile + 1)
+
+    @property
+    def max_views(self) -> int:
+        return 1 + max((width * height // self.tile**2 for width, height in self.resolutions), default=0)
+
+    def check(self, tower: TowerSpec) -> None:
+        if (self.tile, self.grid, self.one_tile) != (tower.image, tower.grid, tower.tokens):
+            raise BundleError(
+                f"vtx.json: the image layout has tiles of {self.tile} pixels and {self.one_tile} tokens, the tower "
+                f"takes {tower.image} pixels and gives {tower.tokens} tokens; export the bundle again"
+            )
+
+    def limited(self, max_views: int) -> Anyres:
+        """With resolutions of at most so many tiles, the squeezed image counted; with 1 that one alone."""
+        if max_views < 1:
+            raise RequestError(f"max_tiles is {max_views}; it must be at least 1, the whole image in one tile")
+        most = (max_views - 1) * self.tile**2
+        return replace(self, resolutions=tuple(size for size in self.resolutions if size[0] * size[1] <= most))
+
+    def count(self, width: int, height: int) -> int:
+        if not self.resolutions:
+            return self.one_tile + 1
+        left, top, right, bottom = self._unpadded(width, height)
+        return self.one_tile + (bottom - top) * (right - left + 1)
+
+    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+        image = to_rgb(image)
+        found = [preprocess(image, settings)]
+        if self.resolutions:
+            padded, side = self._padded(image, settings), self.tile
+            for top in range(0, padded.height, side):
+                for left in range(0, padded.width, side):
+                    found.append(preprocess(padded.crop((left, top, left + side, top + side)), settings))
+        return np.stack(found)
+
+    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: Rows) -> ImageTokens:
+        if any(len(view.rows) != self.one_tile for view in views):
+            raise RequestError(
+                "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out"
+            )
+        every = joined([*views, ImageTokens.newlines(newline)])
+        whole = np.arange(self.one_tile)
+        if len(views) == 1:
+            return every.take(np.append(whole, len(every.rows) - 1))
+        columns, rows = (side // self.tile for side in self._resolution(width, height))
+        left, top, right, bottom = self._unpadded(width, height)
+        # where each token of the grid stands among those of the tiles, which follow the squeezed image in raster order
+        of_tile = np.arange(rows * columns * self.one_tile).reshape(rows, columns, self.grid, self.grid) + self.one_tile
+        grid = of_tile.transpose(0, 2, 1, 3).reshape(rows * self.grid, columns * self.grid)[top:bottom, left:right]
+        ends = np.full((bottom - top, 1), len(every.rows) - 1)  # the one newline serves all rows
+        return every.take(np.concatenate([whole, np.concatenate([grid, ends], 1).ravel()]))
+
+    def _resolution(self, width: int, height: int) -> tuple[int, int]:
+        """The resolution (width, height) that shows most of an image, and of these the one with the least padding."""
+
+        def shown(size: tuple[int, int]) -> tuple[int, int]:
+            scale = min(size[0] / width, size[1] / height)
+            effective = min(int(width * scale) * int(height * scale), width * height)
+            return effective, effective - size[0] * size[1]
+
+        return max(self.resolutions, key=shown)  # the first of equals
+
+    def _padded(self, image: Image.Image, settings: ImageSettings) -> Image.Image:
+        """The image at its best resolution, on black."""
+        width, height = self._resolution(*image.size)
+        across, down = width / image.width, height / image.height
+        if across < down:
+            size = width, min(math.ceil(image.height * across), height)
+        else:
+            size = min(math.ceil(image.width * down), width), height
+        resized = image.resize(size, Image.Resampling[settings.resample.upper()])
+        padded = Image.new("RGB", (width, height))
+        padded.paste(resized, ((width - size[0]) // 2, (height - size[1]) // 2))
+        return padded
+
+    def _unpadded(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Left, top, right and bottom of the part of the grid of tokens that shows the image."""
+        resolution = self._resolution(width, height)
+        across, down = (side // self.tile * self.grid for side in resolution)
+        if width / height > across / down:
+            padding = (down - self._whole(height, across / width)) // 2
+            return 0, padding, across, down - padding
+        padding = (across - self._whole(width, down / height)) // 2
+        return padding, 0, across - padding, down
+
+    def _whole(self, side: int, scale: float) -> int:
+        return int(round(side * scale, 7) if self.rounded else side * scale)

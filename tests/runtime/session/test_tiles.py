@@ -1,0 +1,135 @@
+"""Images in tiles: a bundle of a LLaVA-NeXT against transformers, and at K and under reductions the plain statement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.bundles import export
+from tests.support.exported import Models, greedy, prompt
+from tests.support.reduced import Talk, word
+from tests.support.reference import Reference
+from tests.support.statement import Method, Statement
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.runtime.api.load import load
+from vtx.runtime.api.options import Options
+from vtx.runtime.errors import ContextError, RequestError, UnsupportedModelError
+from vtx.runtime.report.golden import check_golden
+
+STEPS = 6
+TOLERANCE = 2e-5
+WIDE, HIGH = (150, 60), (40, 90)
+TINY = Tiny(family="llava_next", context=512)
+VARIANTS = {
+    "grouped": TINY,
+    "multi-head, names as saved": Tiny(family="llava_next", context=512, kv_heads=4, names="saved", text="mistral"),
+    "state-dict names, sharded": Tiny(family="llava_next", context=512, names="new", shards=3),
+}
+QUESTION = "What is the colour of the square in the picture?"
+
+
+@pytest.mark.parametrize("shapes", [(WIDE,), (HIGH,), (HIGH, WIDE)], ids=["wide", "high", "both"])
+@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
+    models: Models, reference: Callable[..., Reference], tiny: Tiny, shapes: tuple[tuple[int, int], ...]
+) -> None:
+    model, judge = models(tiny, (3, 5)), reference(tiny)
+    images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
+    messages = prompt_messages(QUESTION, len(images))
+    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
+    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+    ids, logits = judge.generate_hf(inputs, STEPS)
+    for k in (None, 3, 5):
+        wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
+        assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert list(found.done.slots) == judge.kv_slots(inputs, k)
+        if k is None:
+            assert found.ids == ids
+            np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("k", [None, 5])
+def test_later_questions_equal_fresh_runs(models: Models, k: int | None) -> None:
+    model, options = models(TINY, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
+    questions = ("red?", "How many circle shapes are there?", "red?")
+    with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as conversation:
+        later = [conversation.ask(question, k, options) for question in questions]
+    for question, answer in zip(questions, later, strict=True):
+        with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as fresh:
+            alone = fresh.ask(question, k, options)
+        assert answer.token_ids == alone.token_ids
+        assert answer.logprobs is not None
+        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
+    assert [answer.stats.reused_image for answer in later] == [False, True, True]
+
+
+METHODS = {
+    "fastv": Method(fastv=(2, 0.5)),
+    "cls": Method(cls_keep=0.5),
+    "mustdrop": Method(key=0.2, layers=(2, 4), gamma=0.015, alpha=0.01),
+    "cdpruner": Method(cdpruner=(20, "embedding")),
+    "dart": Method(dart=(24, 2, 2, 2)),
+    "dart before layer 1": Method(dart=(24, 0, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+def test_reductions_equal_the_statement(models: Models, reference: Callable[..., Reference], method: Method) -> None:
+    model, judge = models(TINY, (), "fp32", (word(method),)), reference(TINY)
+    images, messages = [random_image(0, HIGH), random_image(1, WIDE)], prompt_messages(QUESTION, 2)
+    wanted = Statement(judge).answer(judge.inputs(messages, images), method, STEPS)
+    found = Talk(model).ask(messages, images, method, STEPS)
+    assert found.ids == wanted.ids
+    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert found.kept == wanted.kept
+    assert list(found.done.slots) == wanted.slots
+    assert min(wanted.vision) < sum(image.placeholders for image in wanted.images), "nothing left"
+
+
+def test_merging_is_refused_at_export(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="tiles that form one grid; leave merging out"):
+        export(tiny_checkpoint(TINY), tmp_path / "bundle", reductions=("lsm",))
+
+
+def test_a_prompt_that_does_not_fit_says_which_number_of_tiles_would(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = export(tiny_checkpoint(TINY), tmp_path / "bundle", (), max_context=120).folder
+    images = [random_image(0, (112, 112))] * 2
+    refused = pytest.raises(ContextError, match=r"176 of them for images, and 119 fit .* --max-tiles 4 .*fits")
+    with load(folder, device="cpu", threads=1) as model, model.open(images) as conversation, refused:
+        conversation.ask("red?")
+    with load(folder, device="cpu", threads=1, max_tiles=4) as model, model.open(images) as conversation:
+        assert conversation.ask("red?", None, Options(2)).stats.vision_tokens == 2 * (16 + 4 * 5)
+
+
+def test_tiles_are_refused_where_images_have_none(models: Models) -> None:
+    with pytest.raises(RequestError, match="sees each image in one piece"):
+        load(models(Tiny(), (3, 5)).bundle.folder, device="cpu", max_tiles=2)
+
+
+def test_a_fit_is_refused_where_images_come_in_tiles(models: Models) -> None:
+    with pytest.raises(RequestError, match="in tiles"):
+        models(TINY, (3, 5)).open(random_image(0), fit="pad")
+
+
+def test_the_golden_vectors_hold(models: Models) -> None:
+    checks = list(check_golden(models(TINY, (3, 5))))
+    assert len(checks) == 6
+    assert all(check.passed for check in checks), checks
+
+
+def test_openvino_gives_the_same_answers(models: Models) -> None:
+    pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
+    model, options = models(TINY, (3, 5)), Options(STEPS, ignore_eos=True)
+    images = [random_image(0, HIGH), random_image(1, WIDE)]
+    with load(model.bundle.folder, device="openvino", threads=1) as other:
+        for k in (None, 5):
+            answers = [m.open(images).ask(QUESTION, k, options) for m in (model, other)]
+            assert answers[0].token_ids == answers[1].token_ids
+            assert answers[0].stats.kv_slots == answers[1].stats.kv_slots

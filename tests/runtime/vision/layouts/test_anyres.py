@@ -1,0 +1,106 @@
+"""LLaVA-NeXT's tiles: pixels and token counts as transformers' processor has them, whatever the picture's shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.tiny import Tiny, make, random_image
+from vtx.exporter.checkpoint.families.registry import find_family, read_config
+from vtx.exporter.checkpoint.loader import read_settings
+from vtx.exporter.checkpoint.processor import read_image_settings
+from vtx.runtime.bundle.spec.model_spec import TowerSpec
+from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.layouts.anyres import Anyres
+from vtx.runtime.vision.tokens import ImageTokens
+
+POINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # in the order of the published files
+HF = Anyres(336, 24, tuple((width, height) for height, width in POINTS), rounded=True)  # which reads (height, width)
+ORIGINAL = Anyres(336, 24, POINTS, rounded=False)
+# Pictures whose tokens are known: width, height, in transformers' layout, in the original one.
+KNOWN = [
+    (336, 336, 1176, 1176), (350, 350, 2928, 2928), (672, 672, 2928, 2928), (640, 480, 2340, 2340),
+    (480, 640, 2352, 2352), (1000, 100, 1160, 1160), (100, 1000, 1224, 1224), (33, 777, 936, 936),
+    (1023, 341, 2328, 2328), (901, 675, 2340, 2340), (500, 300, 1560, 1560), (240, 560, 1584, 1584),
+    (90, 70, 1320, 1026), (17, 19, 1128, 1226), (220, 1056, 1800, 1656), (352, 748, 1876, 1826), (861, 328, 2136, 2088),
+]  # fmt: skip
+SHAPES = [
+    (80, 60), (60, 80), (56, 56), (40, 40), (17, 19), (300, 30), (30, 300), (9, 200), (113, 57), (131, 257), (256, 255),
+    (500, 1),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint, and transformers' processor of it."""
+    from transformers import AutoProcessor
+
+    folder = make(tmp_path_factory.mktemp("next"), Tiny(family="llava_next"))
+    return folder, AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+
+
+@pytest.mark.parametrize(("width", "height", "hf", "original"), KNOWN)
+def test_counts_are_those_of_the_published_code(width: int, height: int, hf: int, original: int) -> None:
+    assert (HF.count(width, height), ORIGINAL.count(width, height)) == (hf, original)
+    assert HF.max_tokens == ORIGINAL.max_tokens == 2928
+    assert HF.max_views == 5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pixels_and_counts_equal_transformers(theirs: tuple[Path, Any], shape: tuple[int, int]) -> None:
+    folder, processor = theirs
+    config = read_settings(folder, "config.json")
+    settings = read_image_settings(folder, find_family(config).processors)
+    layout, image = read_config(config).layout, random_image(3, shape)
+    found = processor(images=image, text="<image>", return_tensors="pt")
+    views = layout.views(image, settings)
+    np.testing.assert_array_equal(views, found["pixel_values"][0].numpy())
+    assert layout.count(*shape) == int((found["input_ids"] == processor.image_token_id).sum())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_stand_where_transformers_puts_them(theirs: tuple[Path, Any], shape: tuple[int, int]) -> None:
+    from transformers import AutoConfig, LlavaNextModel
+
+    folder, _ = theirs
+    layout = read_config(read_settings(folder, "config.json")).layout
+    with torch.device("meta"):
+        model = LlavaNextModel(AutoConfig.from_pretrained(folder))
+    image = random_image(0, shape)
+    count = 1 + len(layout.views(image, read_image_settings(folder, ["LlavaNextImageProcessor"]))[1:])
+    rows = torch.arange(float(16 * count)).view(count, 16, 1)
+    wanted, _ = model.pack_image_features([rows], torch.tensor([shape[::-1]]), "default", torch.tensor([-1.0]))
+    views = [ImageTokens.plain(view.numpy()) for view in rows]
+    found = layout.arrange(views, *shape, np.array([[-1.0]], np.float32))
+    np.testing.assert_array_equal(found.rows, wanted[0].numpy())
+    assert len(found.rows) == layout.count(*shape)
+    places = np.where(found.rows[:, 0] < 0, -2, found.rows[:, 0])
+    np.testing.assert_array_equal(found.patches.places, places)
+    assert found.patches.views is not None
+    np.testing.assert_array_equal(found.patches.views, np.where(places < 0, -1, places // 16))
+
+
+def test_fewer_tiles_leave_the_smaller_resolutions() -> None:
+    assert HF.limited(5) == HF
+    assert HF.limited(4).resolutions == ((672, 336), (336, 672), (336, 1008), (1008, 336))
+    assert HF.limited(3).resolutions == ((672, 336), (336, 672))
+    alone = HF.limited(1)
+    assert (alone.resolutions, alone.count(640, 480), alone.max_views) == ((), 577, 1)
+    with pytest.raises(RequestError, match="at least 1"):
+        HF.limited(0)
+
+
+@pytest.mark.parametrize("resolution", [(335, 336), (336, 0), (336 * 65, 336), (-336, -336)])
+def test_resolutions_that_are_no_tiles_are_refused(resolution: tuple[int, int]) -> None:
+    with pytest.raises(BundleError, match="multiple of the tile"):
+        Anyres(336, 24, (resolution,), rounded=True)
+
+
+def test_a_tower_of_other_tiles_is_refused() -> None:
+    tower = TowerSpec("clip", 2, 8, 8, 1, 336, 14, True, (1,), "full", "gelu", 1e-5)
+    with pytest.raises(BundleError, match="336 pixels and 576 tokens, the tower takes 336 pixels and gives 577"):
+        HF.check(tower)
