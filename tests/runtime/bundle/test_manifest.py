@@ -169,6 +169,8 @@ def test_a_value_of_another_type_is_refused(sound: dict[str, Any]) -> None:
         value = at(sound, way)
         if way[:1] == ("record",) or value is None or way in nullable:
             continue
+        if way[:2] == ("layout", "parameters") and len(way) > 2:
+            continue  # the layout itself reads these: tests/runtime/vision/layouts
         for new in wrong[type(value)]:
             if way[0:1] == ("image",) or (way[0:1] == ("text",) and new is None):
                 continue  # these two have tests of their own

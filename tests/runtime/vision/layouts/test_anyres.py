@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import read_image_settings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.layout import read_layout, spec_of
 from vtx.runtime.vision.layouts.anyres import Anyres
+from vtx.runtime.vision.layouts.single import Single
 from vtx.runtime.vision.tokens import ImageTokens
 
 POINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # in the order of the published files
@@ -104,3 +107,18 @@ def test_a_tower_of_other_tiles_is_refused() -> None:
     tower = TowerSpec("clip", 2, 8, 8, 1, 336, 14, True, (1,), "full", "gelu", 1e-5)
     with pytest.raises(BundleError, match="336 pixels and 576 tokens, the tower takes 336 pixels and gives 577"):
         HF.check(tower)
+
+
+@pytest.mark.parametrize("layout", [Single(576), HF], ids=["single", "anyres"])
+def test_a_declared_layout_is_read_as_strictly_as_the_manifest(layout: Single | Anyres) -> None:
+    tower = TowerSpec("clip", 24, 1024, 4096, 16, 336, 14, True, (23,), "default", "quick_gelu", 1e-5)
+    spec = spec_of(layout)
+    assert read_layout(spec, tower) == layout
+    for name, value in spec.parameters.items():
+        for wrong in (None, "1", 1.5, {}, [1], 1 if isinstance(value, bool) else True):
+            with pytest.raises(BundleError):
+                read_layout(replace(spec, parameters={**spec.parameters, name: wrong}), tower)
+        with pytest.raises(BundleError):
+            read_layout(replace(spec, parameters={k: v for k, v in spec.parameters.items() if k != name}), tower)
+    with pytest.raises(BundleError, match="unknown to this vtx"):
+        read_layout(replace(spec, name="spiral"), tower)
