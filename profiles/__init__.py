@@ -93,8 +93,8 @@ class Profile:
 
 def profile_names() -> tuple[str, ...]:
     """Names of all profiles, sorted."""
-    found = (entry.name for entry in files(__name__).iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
+    entries = (entry.name for entry in files(__name__).iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml")))
 
 
 @cache
@@ -120,8 +120,8 @@ def _read(kind: type[T], data: Any, where: str) -> T:
     needed = {name for name, hint in hints.items() if not _optional(hint)}
     unknown, missing = sorted(set(data) - set(hints)), sorted(needed - set(data))
     if unknown or missing:
-        what = f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing"
-        raise ProfileError(f"{where}: {what}")
+        problem = f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing"
+        raise ProfileError(f"{where}: {problem}")
     values = {f.name: _value(hints[f.name], data.get(f.name), f"{where}: {f.name}") for f in fields(cast(Any, kind))}
     try:
         return kind(**values)

@@ -25,7 +25,7 @@ class Precision:
 
     @classmethod
     def parse(cls, word: str) -> Precision:
-        """Raises ValueError where K is no number."""
+        """Raises ValueError where K is not a number."""
         place, slash, k = word.partition("/")
         stored, _, engine = place.partition("@")
         return cls(stored, engine, int(k) if slash else None)

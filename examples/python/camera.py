@@ -45,7 +45,7 @@ class Newest:
 
 
 def watch(folder: Path, newest: Newest, frames: int) -> None:
-    """Put frames as they are written, and end after so many."""
+    """Put frames as they are written, and end after `count` of them."""
     seen: set[Path] = set()
     while len(seen) < frames:
         fresh = sorted(set(folder.glob("*.jpg")) - seen)
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("question")
-    parser.add_argument("--frames", type=int, default=100, help="end after so many")
+    parser.add_argument("--frames", type=int, default=100, help="number of frames")
     parser.add_argument("--timeout", type=float, default=2.0, help="seconds for one answer")
     options = parser.parse_args()
     newest = Newest()

@@ -39,7 +39,7 @@ def main(limits: dict[str, int], target: str) -> None:
     _set_limits(limits)
     sys.meta_path[:] = [_Hiding(finder) for finder in sys.meta_path]
     answer = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints is not an answer
     text = json.dumps(_result(target))
     with open(answer, "w", encoding="utf-8") as file:
         file.write(text if len(text) <= limits["file"] else json.dumps({"limit": "file"}))

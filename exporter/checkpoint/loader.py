@@ -249,7 +249,7 @@ def _weight_map(files: Folder) -> dict[str, str]:
     for tensor, shard in entries.items():
         if not isinstance(shard, str) or not _is_plain_path(shard):
             raise CheckpointError(
-                f"{INDEX} puts tensor {shown(tensor)} into {shown(str(shard))}, which is no file name inside the folder"
+                f"{INDEX} puts tensor {shown(tensor)} into {shown(str(shard))}, which is not a file name inside it"
             )
         if not shard.endswith(".safetensors"):
             raise CheckpointError(f"{INDEX} names {shown(shard)}; vtx reads .safetensors and opens nothing else")
@@ -311,7 +311,7 @@ def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
         import huggingface_hub
     except ImportError as cause:
         raise DeviceError(
-            f"{model} is no directory, and fetching it from the hub needs huggingface_hub; "
+            f"{model} is not a directory, and fetching it from the hub needs huggingface_hub; "
             'run: pip install "vtx-edge[export]"'
         ) from cause
     try:

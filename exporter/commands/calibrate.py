@@ -91,19 +91,19 @@ def _measure(
     from vtx.exporter.data.prompts import prepare
     from vtx.runtime.units import size
 
-    found = read_data(data, images, samples, seed)
-    asked, skipped = prepare(source, found, options.max_new_tokens)
+    questions = read_data(data, images, samples, seed)
+    asked, skipped = prepare(source, questions, options.max_new_tokens)
     for line in skipped:
         note(f"skipped {line}")
     need = forecast(source, asked, options)
     note(
-        f"{source.name}: {len(asked)} items of {found.source}; predicted, roughly: {_duration(need.seconds)} and "
+        f"{source.name}: {len(asked)} items of {questions.source}; predicted, roughly: {_duration(need.seconds)} and "
         f"{size(need.memory)} of memory"
     )
     with bar() as report:
-        measured = measure(source, found, options, folder, report)
+        measured = measure(source, questions, options, folder, report)
     note(f"measured: {size(peak_memory())} of memory")
-    made = make_report(source, found.source, measured, choosing)
+    made = make_report(source, questions.source, measured, choosing)
     write_report(made, folder)
     return made
 
@@ -139,12 +139,12 @@ def _show_calibration(report: dict[str, Any]) -> None:
             click.echo(f"  {line}")
     for point in report["curve"]:
         if point["k"] == report["k"] is not None:
-            found = [
-                f"{what}: {point[name]['share']:.1%} ({point[name]['low']:.1%}..{point[name]['high']:.1%})"
-                for name, what in shares.items()
+            shown = [
+                f"{label}: {point[name]['share']:.1%} ({point[name]['low']:.1%}..{point[name]['high']:.1%})"
+                for name, label in shares.items()
                 if point[name]
             ]
-            click.echo(f"chosen: K = {point['k']} ({point['full_layers']} full layers); {', '.join(found)}")
+            click.echo(f"chosen: K = {point['k']} ({point['full_layers']} full layers); {', '.join(shown)}")
 
 
 def calibrated(model: str, data: str, template: str | None) -> dict[str, Any]:
@@ -155,12 +155,12 @@ def calibrated(model: str, data: str, template: str | None) -> dict[str, Any]:
 
     source = open_source(model, None, template)
     if earlier := find_report(Path(data)):
-        found = read_choice(earlier, source.fingerprint)
+        choice = read_choice(earlier, source.fingerprint)
     else:
         folder = Path(f"vtx-calibration-{source.name}-next-token")
-        found = chosen(_measure(source, data, None, 20, 0, CalibrationOptions(max_new_tokens=0), Choosing(), folder))
-    note(f"calibration chooses K = {found['k']} ({found['rule']}, {found['items']} items of {found['data']})")
-    return found
+        choice = chosen(_measure(source, data, None, 20, 0, CalibrationOptions(max_new_tokens=0), Choosing(), folder))
+    note(f"calibration chooses K = {choice['k']} ({choice['rule']}, {choice['items']} items of {choice['data']})")
+    return choice
 
 
 @command(
@@ -230,17 +230,17 @@ def train_gate(
 
 
 def _show_gates(report: dict[str, Any]) -> None:
-    def row(name: str, found: dict[str, Any], rival: str = "") -> list[str]:
-        accuracy = "-" if found["accuracy"] is None else f"{found['accuracy']:.1%}"
-        flops = f"{found['total_flops'] / 1e9:.3g} G"
-        return [name, f"{found['full_layers']:.2f}", f"{found['agreement']:.1%}", rival, accuracy, flops]
+    def row(name: str, point: dict[str, Any], rival: str = "") -> list[str]:
+        accuracy = "-" if point["accuracy"] is None else f"{point['accuracy']:.1%}"
+        flops = f"{point['total_flops'] / 1e9:.3g} G"
+        return [name, f"{point['full_layers']:.2f}", f"{point['agreement']:.1%}", rival, accuracy, flops]
 
     exits = report["gates"][0]["exits"]
     rows = [
-        row(f"gates above {found['threshold']:g}", found, f"{found['fixed_at_equal_cost']['agreement']:.1%}")
-        for found in report["gates"]
+        row(f"gates above {point['threshold']:g}", point, f"{point['fixed_at_equal_cost']['agreement']:.1%}")
+        for point in report["gates"]
     ]
-    rows += [row(f"K = {found['k'] or 'none'}", found) for found in report["fixed"]]
+    rows += [row(f"K = {point['k'] or 'none'}", point) for point in report["fixed"]]
     heads = ["", "full layers", "same answer", "best fixed K there", "right answer", "prompt FLOPs"]
     table(f"{report['items']} items held out", heads, rows)
     table("K that the gates chose above 0.5", ["K", "items"], [[k, str(n)] for k, n in exits.items() if n])

@@ -235,10 +235,10 @@ def _beside(shown: Callable[[float], str], measured: float, predicted: float) ->
 
 
 def _show_retained(bundle: Bundle) -> None:
-    found = bundle.manifest.record["retain"]
+    retained = bundle.manifest.record["retain"]
     note(
-        f"retains:   {found['found']:.1f} vision tokens for {found['asked']:g} asked, mean of {found['questions']} "
-        f"questions of {found['data']}, thresholds times {found['factor']:.3g}"
+        f"retains:   {retained['found']:.1f} vision tokens for {retained['asked']:g} asked, mean of "
+        f"{retained['questions']} questions of {retained['data']}, thresholds times {retained['factor']:.3g}"
     )
     note(f"           {bundle.manifest.reductions[0]}")
 

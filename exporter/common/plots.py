@@ -45,7 +45,7 @@ def draw(path: Path, fill: Callable[[Any], None], width: float = 10, height: flo
 
     Raises:
         DeviceError: matplotlib is missing.
-        RequestError: the file cannot be written, or its ending is no format.
+        RequestError: the file cannot be written, or its ending is not a known format.
 
     """
     make = figures()

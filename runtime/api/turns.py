@@ -1,6 +1,6 @@
 """Whose turn it is in a conversation, and when that turn must end.
 
-One answer is computed at a time. What its reader asks next ends it: a stream that was left unread is no obstacle.
+One answer is computed at a time. What its reader asks next ends it: a stream that was left unread does not block it.
 Another thread (or task) is told at once that the conversation is busy while somebody reads a stream, for a reader can
 pause for as long as it likes; it waits for a call that returns by itself, such as `ask`.
 """

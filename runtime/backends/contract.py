@@ -78,11 +78,11 @@ def _tensors(tensors: Mapping[str, graphs.Tensor]) -> dict[str, Tensor]:
 
 def check(graph: str, session: Any, contract: Contract) -> None:
     """Raise BundleError unless a loaded graph takes and gives what its contract says."""
-    for wanted, found in zip(contract, (session.get_inputs(), session.get_outputs()), strict=True):
-        if {tensor.name for tensor in found} != set(wanted):
+    for declared, actual in zip(contract, (session.get_inputs(), session.get_outputs()), strict=True):
+        if {tensor.name for tensor in actual} != set(declared):
             raise BundleError(f"{graph} is not the graph that vtx.json says it is; export the bundle again")
-        for tensor in found:
-            sizes, kind = wanted[tensor.name]
+        for tensor in actual:
+            sizes, kind = declared[tensor.name]
             if tensor.type != f"tensor({kind})" or not _fits(sizes, tensor.shape or ()):
                 raise BundleError(
                     f"{graph}: {tensor.name} is {tensor.type} {tensor.shape}, vtx.json says {kind} {list(sizes)}; "
@@ -90,8 +90,8 @@ def check(graph: str, session: Any, contract: Contract) -> None:
                 )
 
 
-def _fits(wanted: Sequence[int | None], found: Sequence[Any]) -> bool:
+def _fits(declared: Sequence[int | None], actual: Sequence[Any]) -> bool:
     """Equal in every size that both sides name; a graph's free size is a string."""
-    return len(wanted) == len(found) and all(
-        a is None or not isinstance(b, int) or a == b for a, b in zip(wanted, found, strict=True)
+    return len(declared) == len(actual) and all(
+        a is None or not isinstance(b, int) or a == b for a, b in zip(declared, actual, strict=True)
     )

@@ -103,7 +103,7 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
 
 
 def _no_engines(bundle: Bundle) -> str | None:
-    """Why the bundle's engines do not run here: what they were built for, what this is, and what mends it."""
+    """Why the bundle's engines do not run here: what they were built for, what this machine has, and the fix."""
     from vtx.runtime.backends.tensorrt.backend import find_engines
 
     try:

@@ -4,7 +4,7 @@
     engines/<target>/<graph>.engine  one engine a graph
 
 TensorRT says of an engine that does not fit at most that it does not. Here it is said what was built, what this
-machine is, and the command that mends it.
+machine is, and the command that fixes it.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
         raise BundleError(f"{bundle.folder} holds no engines for {target}; {cure}")
     try:
         data = parse_json(_sealed(bundle, target, where), where, error=BundleError)
-        found = Strict(cure=cure).read(EngineSet, data, where)
+        engines = Strict(cure=cure).read(EngineSet, data, where)
     except ValueError as e:
         raise BundleError(f"{where} is damaged ({e}); {cure}") from e
-    if found.format != FORMAT:
-        raise BundleError(f"{where} has format {found.format}, this vtx reads {FORMAT}; {cure}")
-    for record in found.engines.values():
+    if engines.format != FORMAT:
+        raise BundleError(f"{where} has format {engines.format}, this vtx reads {FORMAT}; {cure}")
+    for record in engines.engines.values():
         check_inside(record.file)
-    return found
+    return engines
 
 
 def _sealed(bundle: Bundle, target: str, record: str) -> bytes:

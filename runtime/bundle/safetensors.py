@@ -204,8 +204,8 @@ def write_safetensors(
             partial.unlink()
 
 
-def parse_json(raw: bytes, what: str, *, error: type[VtxError] = CheckpointError) -> Any:
-    """Parse UTF-8 JSON that nobody vouches for; `what` names it in messages.
+def parse_json(raw: bytes, where: str, *, error: type[VtxError] = CheckpointError) -> Any:
+    """Parse UTF-8 JSON that nobody vouches for; `where` names it in messages.
 
     Raises `error` for anything else, and for what readers disagree about: a key given twice, NaN, Infinity,
     half a surrogate pair.
@@ -217,16 +217,16 @@ def parse_json(raw: bytes, what: str, *, error: type[VtxError] = CheckpointError
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=refuse)
         if b"\\u" in raw:
-            # JSON can spell half of a surrogate pair, which is no text and would fail later, when printed or written.
+            # JSON can spell half of a surrogate pair, which is not text and would fail later, when printed or written.
             json.dumps(parsed, ensure_ascii=False).encode()
     except RecursionError as cause:
-        raise error(f"{what} is nested more than {MAX_DEPTH} levels deep, no real one is") from cause
+        raise error(f"{where} is nested more than {MAX_DEPTH} levels deep, no real one is") from cause
     except UnicodeDecodeError as cause:
-        raise error(f"{what} is not UTF-8 text (byte {cause.start:,})") from cause
+        raise error(f"{where} is not UTF-8 text (byte {cause.start:,})") from cause
     except ValueError as cause:
-        raise error(f"{what} is not sound JSON: {cause}") from cause
+        raise error(f"{where} is not sound JSON: {cause}") from cause
     if _deeper_than(MAX_DEPTH, parsed):
-        raise error(f"{what} is nested more than {MAX_DEPTH} levels deep, no real one is")
+        raise error(f"{where} is nested more than {MAX_DEPTH} levels deep, no real one is")
     return parsed
 
 
@@ -236,9 +236,9 @@ def shown(name: str) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+    members = dict(pairs)
+    if len(members) == len(pairs):
+        return members
     seen: set[str] = set()
     twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
     raise ValueError(f"{shown(twice)} is there twice")
@@ -267,7 +267,7 @@ def _header_bytes(file: BinaryIO, size: int, name: str, error: type[VtxError]) -
     if length > MAX_HEADER:
         raise error(
             f"{name} announces a header of {length:,} bytes, vtx reads at most {MAX_HEADER:,}; "
-            "it is no safetensors file, or is damaged: download it again"
+            "it is not a safetensors file, or is damaged: download it again"
         )
     if length == 0 or 8 + length > size:
         raise error(
@@ -341,7 +341,7 @@ def _nbytes(dtype: str, shape: Sequence[int]) -> int:
         raise ValueError(f"shape {list(shape)} needs more bytes than any file holds")
     total = math.prod(shape) * bits
     if total % 8:
-        raise ValueError(f"{total} bits of {dtype} are no whole number of bytes")
+        raise ValueError(f"{total} bits of {dtype} are not a whole number of bytes")
     return total // 8
 
 

@@ -59,7 +59,7 @@ def check_depth(reductions: Sequence[Reduction], layers: int) -> None:
         beyond = [cut for cut in part.needs().cuts if not 2 <= cut <= layers]
         if beyond:
             raise RequestError(
-                f"{part.name} drops rows after layer {beyond[0] - 1}, and this model has {layers} layers: "
+                f"{part.name} drops tokens after layer {beyond[0] - 1}, and this model has {layers} layers: "
                 f"give it layers from 1 to {layers - 1}"
             )
 

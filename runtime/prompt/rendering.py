@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Renderer:
-    """Renders conversations; safe for many threads. Raises `TemplateError` when a template that is needed is no good.
+    """Renders conversations; safe for many threads. Raises `TemplateError` for a template that cannot be used.
 
     With forms, jinja2 is imported, and the template compiled, only for a conversation that they do not cover.
     """
@@ -23,7 +23,7 @@ class Renderer:
     def __init__(self, source: str, settings: TextSettings) -> None:
         self._source, self._settings = source, settings
         if settings.forms is None:
-            _ = self.template  # a template that is no good is told now
+            _ = self.template  # a template that cannot be used is refused now
 
     @property
     def literals(self) -> str:

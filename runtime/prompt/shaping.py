@@ -18,7 +18,7 @@ _PROBE = "vtx-probe-7f3a"
 
 
 class ShapingTemplate:
-    """A chat template that takes content of either shape. Raises `TemplateError` when the template is no good."""
+    """A chat template that takes content of either shape. Raises `TemplateError` when the template cannot be used."""
 
     def __init__(self, source: str, settings: TextSettings) -> None:
         self._template, self._settings = ChatTemplate(source), settings

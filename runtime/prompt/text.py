@@ -28,7 +28,7 @@ class Text:
     Prompts that cannot fit into `max_context` slots are refused before they are tokenised, and ids beyond a model's
     `vocab` before a graph sees them; None: no such check.
 
-    Raises `BundleError` when tokenizer and settings do not fit together, `TemplateError` when the template is no good.
+    Raises `BundleError` when tokenizer and settings do not fit together, `TemplateError` for an unusable template.
     """
 
     def __init__(

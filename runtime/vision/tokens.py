@@ -72,14 +72,14 @@ class ImageTokens:
     derived: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Mapping[str, NDArray[Any]]) -> ImageTokens:
+    def of(cls, outputs: Mapping[str, NDArray[Any]]) -> ImageTokens:
         """The outputs of a vision graph for one image, by name; rows that say they are gone are left out."""
-        features = found[names.FEATURES]
+        features = outputs[names.FEATURES]
         rows: Rows = features.reshape(-1, features.shape[-1])
         plain = cls.plain(rows).patches
-        places, merged = found.get(names.PATCH_INDEX, plain.places), found.get(names.MERGED, plain.merged)
+        places, merged = outputs.get(names.PATCH_INDEX, plain.places), outputs.get(names.MERGED, plain.merged)
         there = np.flatnonzero(merged != names.GONE)
-        signals = {name: found[name] for name in names.VISION_SIGNALS if name in found}
+        signals = {name: outputs[name] for name in names.VISION_SIGNALS if name in outputs}
         patches = Patches(places, merged == names.WINDOW, signals)
         if len(there) == len(rows):
             return cls(rows, patches)
@@ -148,7 +148,7 @@ def keys(images: Sequence[Patches], part: float, signal: str = names.CLS_ATTENTI
 
     `signal` names the attention to go by. Of rows with equal attention the earlier count.
     """
-    found = [np.zeros(0, bool)]
+    chosen = [np.zeros(0, bool)]
     for image in images:
-        found.append(image.highest_of_each_view(signal, part))
-    return np.concatenate(found)
+        chosen.append(image.highest_of_each_view(signal, part))
+    return np.concatenate(chosen)

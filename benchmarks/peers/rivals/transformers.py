@@ -66,7 +66,7 @@ class Loaded:
 
         front = (question.image, question.ids[: question.front])
         if front == self._known:
-            self._cache.crop(question.front - self._cache.get_seq_length())  # negative: so many tokens less
+            self._cache.crop(question.front - self._cache.get_seq_length())  # negative: that many tokens fewer
             return self._step(torch.tensor([question.ids[question.front :]]))
         self._cache, self._known = DynamicCache(config=self._model.config.get_text_config()), front
         values = torch.from_numpy(pixels(Path(question.image), self._checkpoint)).to(self._model.dtype)

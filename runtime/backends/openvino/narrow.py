@@ -99,14 +99,14 @@ def _mapped(model: Any) -> list[tuple[int, int]]:
     """
     constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
     places = {node.get_tensor_view().data.ctypes.data for node in constants}
-    found = []
+    mappings = []
     with open("/proc/self/maps", encoding="utf-8") as lines:
         for line in lines:
             bounds, rights, _, _, inode, *_ = line.split()
             first, end = (int(bound, 16) for bound in bounds.split("-"))
             if rights == "r--s" and inode != "0" and any(first <= place < end for place in places):
-                found.append((first, end - first))
-    return found
+                mappings.append((first, end - first))
+    return mappings
 
 
 def _drop_until(done: threading.Event, mapped: list[tuple[int, int]]) -> None:

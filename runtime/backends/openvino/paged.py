@@ -60,11 +60,11 @@ def _page(model: Any, layer: int, softmax: Any, heads: int, said: dict[str, Any]
     value, values = _cache(model, names.past_value(layer), names.present_value(layer))
     rows = [_joined(query, heads, sizes[1]), *(_joined(x, *sizes) for x in (key, value))]
     places = [said[name] for name in (PAST, BEGINS, BLOCKS, BLOCK_BEGINS)]
-    found = _attention([*rows, keys, values, *places], scale, said[FILLED])
-    info = found.get_rt_info()
+    attention = _attention([*rows, keys, values, *places], scale, said[FILLED])
+    info = attention.get_rt_info()
     info["num_k_heads"] = info["num_v_heads"] = sizes[0]
     info["k_head_size"] = info["v_head_size"] = sizes[1]
-    apart = ops.reshape(found.output(0), np.array([1, -1, heads, sizes[1]]), special_zero=False)
+    apart = ops.reshape(attention.output(0), np.array([1, -1, heads, sizes[1]]), special_zero=False)
     _lead(attended.output(0), ops.transpose(apart, HEADS_AND_ROWS).output(0))
 
 

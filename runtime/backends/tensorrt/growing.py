@@ -93,7 +93,7 @@ class GrowingStageCache(SlotCounter):
         self, to: Buffer, to_part: int, to_slots: int, to_slot: int,
         source: Buffer, part: int, slots: int, slot: int, count: int, *, kept: bool | None = None,
     ) -> None:  # fmt: skip
-        """`count` slots of a part, between buffers of so many slots; `kept`: `to` (or else `source`) is packed."""
+        """`count` slots of a part, between buffers; `kept`: `to` (or else `source`) is packed."""
         packed = self._kv_heads * self._unit
         to_at = to.address + to_part * (packed * to_slots if kept is True else self._part) + to_slot * self._unit
         at = source.address + part * (packed * slots if kept is False else self._part) + slot * self._unit

@@ -19,7 +19,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import ContextError
 
-WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are no float32
+WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are not float32
 
 
 class LoadedEngines:
@@ -52,7 +52,7 @@ class LoadedEngines:
         return self.buffers[name].address
 
     def check_tokens(self, graph: str, tokens: int) -> None:
-        """Raise ContextError where a graph's engine does not take so many tokens at once."""
+        """Raise ContextError where a graph's engine does not take `tokens` tokens at once."""
         longest = self.longest(graph)
         if tokens > longest:
             raise ContextError(

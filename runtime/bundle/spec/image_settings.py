@@ -18,7 +18,7 @@ class ImageSettings:
 
     `pad` is the RGB background of a square around the picture, or None; `resize` the shortest edge, or
     (height, width), or None; `crop` the centre's (height, width), or None. Raises BundleError for values
-    that are no settings, or that give pictures of several sizes.
+    that are not settings, or that give pictures of several sizes.
     """
 
     pad: tuple[int, int, int] | None

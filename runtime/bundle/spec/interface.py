@@ -33,7 +33,7 @@ def declare(m: Manifest) -> dict[str, Any]:
 
 def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
     stage = graphs.stage(m, dialect, query=False)
-    found = {
+    entries = {
         "cache": CACHES[dialect],
         "kv_dtype": names.kv_type(dialect, m.kv_dtype),
         "vision": graphs.vision(m, dialect),
@@ -42,12 +42,12 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
         "head": graphs.head(m),
     }
     if m.gates:
-        found["gate"] = graphs.gate(m)
+        entries["gate"] = graphs.gate(m)
     if m.dialects[dialect].score is not None:
-        found["score"] = graphs.score(m, dialect)
+        entries["score"] = graphs.score(m, dialect)
         given = graphs.stage(m, dialect, query=True).outputs
-        found["stage_query"] = {name: tensor for name, tensor in given.items() if name not in stage.outputs}
-    declared: dict[str, Any] = plain(found)
+        entries["stage_query"] = {name: tensor for name, tensor in given.items() if name not in stage.outputs}
+    declared: dict[str, Any] = plain(entries)
     return declared
 
 

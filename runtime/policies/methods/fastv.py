@@ -21,7 +21,7 @@ class FastV(Reduction):
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise RequestError(f"fastv: k is {self.k}; give the layer after which rows leave, from 1 on")
+            raise RequestError(f"fastv: k is {self.k}; the layer after which tokens leave must be at least 1")
         if not 0 <= self.ratio <= 1:
             raise RequestError(f"fastv: ratio is {self.ratio}; give the share to leave out, from 0 to 1")
 

@@ -53,10 +53,10 @@ class MustDrop(Reduction):
             raise RequestError(f"mustdrop: key is {self.key}; give the share never to drop, from 0 to 1")
         for name in ("gamma", "alpha"):
             if getattr(self, name) < 0:
-                raise RequestError(f"mustdrop: {name} is {getattr(self, name)}; give a threshold from 0 on")
+                raise RequestError(f"mustdrop: {name} is {getattr(self, name)}; a threshold must be at least 0")
         if not self.layers or self.layers[0] < 1 or any(a >= b for a, b in pairwise(self.layers)):
             raise RequestError(
-                f"mustdrop: layers are {'/'.join(map(str, self.layers))}; give rising numbers from 1 on, as 3/7/11/15"
+                f"mustdrop: layers are {'/'.join(map(str, self.layers))}; give rising numbers, at least 1, as 3/7/11/15"
             )
 
     @property

@@ -44,9 +44,9 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
         if other is None:
             yield Check(name, WRONG, limit, "this case is missing")
             continue
-        wanted, found = read_tensors(expected, case.file), read_tensors(given, other.file)
+        wanted, tensors = read_tensors(expected, case.file), read_tensors(given, other.file)
         for number, question in enumerate(case.questions):
-            check, want, got = f"{name}: {question.name}", _of(wanted, number), _of(found, number)
+            check, want, got = f"{name}: {question.name}", _of(wanted, number), _of(tensors, number)
             problem, other_choice = _decided(question, other, number), _other_choice(want, got)
             if not problem and other_choice and 0 < other_choice.difference <= choices:
                 yield replace(other_choice, name=check, limit=choices)
@@ -61,10 +61,10 @@ def _of(tensors: Tensors, number: int) -> Tensors:
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-def _images(wanted: Tensors, found: Tensors) -> Check:
-    if set(wanted) != set(found) or any(wanted[name].shape != found[name].shape for name in wanted):
+def _images(wanted: Tensors, given: Tensors) -> Check:
+    if set(wanted) != set(given) or any(wanted[name].shape != given[name].shape for name in wanted):
         return Check("images", WRONG, PIXEL_TOLERANCE, "other images, or of another size")
-    worst = max(float(np.abs(wanted[name] - found[name]).max() / np.abs(wanted[name]).max()) for name in wanted)
+    worst = max(float(np.abs(wanted[name] - given[name]).max() / np.abs(wanted[name]).max()) for name in wanted)
     return Check("images", worst if np.isfinite(worst) else WRONG, PIXEL_TOLERANCE)
 
 
@@ -79,10 +79,10 @@ def _decided(question: TracedQuestion, other: TracedCase, number: int) -> str:
     return ""
 
 
-def _other_choice(wanted: Tensors, found: Tensors) -> Check | None:
+def _other_choice(wanted: Tensors, given: Tensors) -> Check | None:
     """The first cut at which other image tokens were kept, with their share; None where there is none."""
     for name in sorted(name for name in wanted if name.startswith("kept.")):
-        want, got = wanted[name], found.get(name)
+        want, got = wanted[name], given.get(name)
         if got is None or got.shape != want.shape:
             return None
         others = int((want != got).sum())
@@ -92,12 +92,12 @@ def _other_choice(wanted: Tensors, found: Tensors) -> Check | None:
     return None
 
 
-def _facts(wanted: Tensors, found: Tensors) -> str:
+def _facts(wanted: Tensors, given: Tensors) -> str:
     """The first tensor of whole numbers that differs; the greedy answer is judged with its logits."""
-    if set(wanted) != set(found):
-        return f"{sorted(set(wanted) ^ set(found))[0]} is missing or unknown"
+    if set(wanted) != set(given):
+        return f"{sorted(set(wanted) ^ set(given))[0]} is missing or unknown"
     for name in wanted:
-        want, got = wanted[name], found[name]
+        want, got = wanted[name], given[name]
         if want.shape != got.shape or want.dtype != got.dtype:
             return f"{name} is {got.dtype} {list(got.shape)}, expected {want.dtype} {list(want.shape)}"
         if name not in ("logits", "tokens") and not np.array_equal(want, got):
@@ -106,13 +106,13 @@ def _facts(wanted: Tensors, found: Tensors) -> str:
     return ""
 
 
-def _logits(name: str, wanted: Tensors, found: Tensors, limit: float) -> Check:
+def _logits(name: str, wanted: Tensors, given: Tensors, limit: float) -> Check:
     worst, note = 0.0, "same tokens"
-    for step, (want, got) in enumerate(zip(wanted["logits"], found["logits"], strict=True)):
+    for step, (want, got) in enumerate(zip(wanted["logits"], given["logits"], strict=True)):
         scale = max(1e-9, float(np.abs(want).max()))
         difference = float(np.abs(want - got).max()) / scale
         worst = max(worst, difference if np.isfinite(difference) else WRONG)
-        ours, theirs = int(wanted["tokens"][step]), int(found["tokens"][step])
+        ours, theirs = int(wanted["tokens"][step]), int(given["tokens"][step])
         if not 0 <= theirs < len(want):
             return Check(name, WRONG, limit, f"token {step} is {theirs}, outside the vocabulary")
         if ours != theirs:

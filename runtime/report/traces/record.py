@@ -145,8 +145,8 @@ def _run_case(
     recorder = _Recorder(model, case, backend)
     tensors, asked = dict[str, NDArray[Any]](), list[TracedQuestion]()
     for number, question in enumerate(questions(model.manifest)):
-        result, found = recorder.ask(question, [prepared[image] for image in question.images])
-        tensors |= {f"{number}.{name}": np.ascontiguousarray(array) for name, array in found.items()}
+        result, seen = recorder.ask(question, [prepared[image] for image in question.images])
+        tensors |= {f"{number}.{name}": np.ascontiguousarray(array) for name, array in seen.items()}
         cuts = tuple(TracedCut(cut.layer, cut.by) for cut in result.cuts)
         messages = tuple(dict(message) for message in question.messages)
         asked.append(

@@ -266,7 +266,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path, index: object, message: str)
     ],
 )
 def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path, shard: object) -> None:
-    with pytest.raises(CheckpointError, match=r"'w' into .*, which is no file name inside the folder"):
+    with pytest.raises(CheckpointError, match=r"'w' into .*, which is not a file name inside it"):
         open_checkpoint(str(make_sharded(tmp_path, {"w": shard})))
 
 

@@ -243,7 +243,7 @@ def test_the_graphs_that_will_run_are_asked_for_what_they_have(model: Model) -> 
 
 
 def test_a_cut_past_the_last_layer_is_refused(model: Model) -> None:
-    with model.open(IMAGE) as image, pytest.raises(RequestError, match="fastv drops rows after layer 8"):
+    with model.open(IMAGE) as image, pytest.raises(RequestError, match="fastv drops tokens after layer 8"):
         image.ask(QUESTIONS[0], reduce="fastv:k=8")
 
 

@@ -293,7 +293,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
     ],
     ids=["version", "card"],
 )
-def test_engines_of_another_machine_are_named_with_the_command_that_mends_it(
+def test_engines_of_another_machine_are_named_with_the_command_that_fixes_it(
     changes: dict[str, Any], said: str, bundle: Path, device: Gpu
 ) -> None:
     rewrite(bundle, **changes)

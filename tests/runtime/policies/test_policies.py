@@ -137,7 +137,7 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
         ("fastv:ratio=1.01", "ratio is 1.01; give the share to leave out, from 0 to 1"),
         ("fastv:ratio=-0.1", "from 0 to 1"),
         ("fastv:k=2.5", "k is '2.5'; give a whole number"),
-        ("fastv:k=0", "from 1 on"),
+        ("fastv:k=0", "must be at least 1"),
         ("fastv:k=off", "give a whole number"),
         ("lsm:tau=1.5", "tau is 1.5; give a cosine from -1 to 1"),
         ("lsm:tau=-1.5", "from -1 to 1"),
@@ -160,7 +160,7 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
         ("dart+cdpruner", "write cdpruner first"),
         ("fastv+dart:k=0", "dart works before the decoder and fastv within it; write dart first"),
         ("mustdrop:key=2", "key is 2.0; give the share never to drop"),
-        ("mustdrop:gamma=-1", "gamma is -1.0; give a threshold from 0 on"),
+        ("mustdrop:gamma=-1", "gamma is -1.0; a threshold must be at least 0"),
         ("mustdrop:layers=7/3", "layers are 7/3; give rising numbers"),
         ("mustdrop:layers=3/3", "give rising numbers"),
         ("mustdrop:layers=0/3", "give rising numbers"),
@@ -220,9 +220,9 @@ def test_needs_of_several_add_up() -> None:
 
 def test_a_cut_past_the_last_layer_is_refused_by_name() -> None:
     check_depth(parse("fastv:k=7"), 8)
-    with pytest.raises(RequestError, match="fastv drops rows after layer 8, and this model has 8 layers"):
+    with pytest.raises(RequestError, match="fastv drops tokens after layer 8, and this model has 8 layers"):
         check_depth(parse("fastv:k=8"), 8)
-    with pytest.raises(RequestError, match="mustdrop drops rows after layer 11"):
+    with pytest.raises(RequestError, match="mustdrop drops tokens after layer 11"):
         check_depth(parse("mustdrop"), 8)
 
 
