@@ -84,9 +84,9 @@ lock: $(READY) ## write ci.lock anew from pyproject.toml and constraints.txt: ev
 	$(BIN)/python -m pip install uv
 	$(BIN)/python scripts/lock.py $(EXTRAS)
 
-audit: $(READY) ## known vulnerabilities of the packages in ci.lock; asks a database on the network
+audit: $(READY) ## known vulnerabilities of the packages in ci.lock; asks a database on the network, and fails where it has no answer
 	$(BIN)/python -m pip install --constraint constraints.txt pip-audit
-	$(BIN)/pip-audit --disable-pip --no-deps --requirement ci.lock
+	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement ci.lock
 
 docs: $(READY) ## the documentation as a site, API reference included, into build/site
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from vtx.exporter.common.lock import locked
 from vtx.runtime.bundle.safetensors import parse_json
@@ -28,7 +28,8 @@ class ResultJournal:
     def __enter__(self) -> ResultJournal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            # without a buffer: what could not be written would be written again by close, which then fails
+            self._file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         except OSError as e:
             raise ExportError(f"cannot write {self._path} ({e.strerror}); name another --out") from e
         try:
@@ -92,8 +93,8 @@ class ResultJournal:
 
     def _write(self, lines: bytes) -> None:
         try:
-            self._file.write(lines)
-            self._file.flush()
+            while lines:
+                lines = lines[self._file.write(lines) :]
             os.fsync(self._file.fileno())
         except OSError as e:
             raise ExportError(f"cannot write {self._path} ({e.strerror}); free some space and run again") from e

@@ -102,7 +102,7 @@ def header_of(file: BinaryIO, path: Path, *, error: type[VtxError] = CheckpointE
     try:
         raw = _header_bytes(file, status.st_size, path.name, error)
     except OSError as cause:
-        raise error(f"cannot read {path}: {reason(cause)}") from cause
+        raise error(f"{path.name} cannot be read ({reason(cause)}); check the disk") from cause
     return _parse(raw, path, status.st_size, Identity.of(status), error)
 
 

@@ -1,4 +1,4 @@
-"""A disk that fills, or fails: from the n-th on, writes, fsyncs or renames of this process raise an OSError."""
+"""A disk that fills, or fails: from the n-th on, reads, writes, fsyncs or renames of this process raise an OSError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-OPERATIONS = ("write", "fsync", "rename")
+OPERATIONS = ("read", "write", "fsync", "rename")
 
 
 class Disk:
@@ -33,22 +33,36 @@ class Disk:
 
 @contextmanager
 def failing(disk: Disk) -> Iterator[Disk]:
-    """All files that Python opens for writing below the disk's folder, `os.fsync` and renames go through `disk`."""
+    """All files that Python opens below the disk's folder, `os.fsync` and renames go through `disk`."""
 
     class Raw(io.FileIO):
         def write(self, content: Any) -> int:
             disk.does("write")
             return super().write(content)
 
+        def readinto(self, buffer: Any) -> int:
+            disk.does("read")
+            return super().readinto(buffer)
+
+        def readall(self) -> bytes:
+            disk.does("read")
+            return super().readall()
+
     real_open = io.open
 
     def open_(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **more: Any) -> Any:
-        below = isinstance(file, str | os.PathLike) and os.fspath(file).startswith(disk.folder)
-        if not below or not set(mode) & set("wxa+"):
+        path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file)
+        if not str(path).startswith(disk.folder):
             return real_open(file, mode, buffering, *rest, **more)
-        raw = Raw(os.fspath(file), mode.replace("b", "").replace("t", ""))
-        buffered: Any = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding="utf-8", write_through=True)
+        raw = Raw(file, mode.replace("b", "").replace("t", ""))
+        if buffering == 0:
+            return raw
+        kind: Any = io.BufferedRandom if "+" in mode else io.BufferedWriter if set(mode) & set("wxa") else None
+        buffered: Any = (kind or io.BufferedReader)(raw)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding="utf-8", write_through=bool(kind))
+
+    def fdopen(descriptor: int, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        return open_(descriptor, mode, *rest, **more)
 
     def counted(operation: str, real: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **more: Any) -> None:
@@ -60,6 +74,7 @@ def failing(disk: Disk) -> Iterator[Disk]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io, "open", open_)
         patch.setattr(builtins, "open", open_)
+        patch.setattr(os, "fdopen", fdopen)
         patch.setattr(os, "fsync", counted("fsync", os.fsync))
         patch.setattr(os, "rename", counted("rename", os.rename))
         patch.setattr(os, "replace", counted("rename", os.replace))

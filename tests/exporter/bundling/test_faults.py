@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.support.faults import Disk, failing
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.common.files import write_json
+from vtx.exporter.data.journal import ResultJournal
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError, VtxError
@@ -77,7 +79,7 @@ def test_a_bundle_that_cannot_be_set_back_is_named_and_set_back_by_the_next_expo
     assert not any(problem for _, problem in Bundle.open(tmp_path / "out").verify())
 
 
-@pytest.mark.parametrize("operation", ["write", "rename"])
+@pytest.mark.parametrize("operation", ["write", "fsync", "rename"])
 def test_a_report_stays_as_it_was(tmp_path: Path, operation: str) -> None:
     path = tmp_path / "report.json"
     write_json(path, {"old": 1})
@@ -88,3 +90,41 @@ def test_a_report_stays_as_it_was(tmp_path: Path, operation: str) -> None:
         write_json(path, {"new": [0] * 10_000})
     assert path.read_text() == '{\n "old": 1\n}\n'
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])  # weights that are taken whole, or written anew
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
+def test_a_checkpoint_that_cannot_be_read_is_named_and_nothing_is_left(
+    tiny_checkpoint: Make, tmp_path: Path, precision: str, share: float
+) -> None:
+    checkpoint = tiny_checkpoint()
+
+    def export(disk: Disk) -> None:
+        with failing(disk):
+            made = plan_export(ExportOptions(str(checkpoint), (3,), precision, dialects=("ort",)))
+            run_export(made, tmp_path / "out", force=True, report=bundles.IGNORE)
+
+    whole = Disk(str(checkpoint))
+    export(whole)
+    shutil.rmtree(tmp_path / "out")
+    first = 1 + round(share * (whole.counts["read"] - 1))
+    with pytest.raises(VtxError, match="Input/output error") as caught:
+        export(Disk(str(checkpoint), "read", first, errno.EIO))
+    assert str(caught.value).isprintable()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_that_were_saved_stay_where_the_disk_refuses_more(tmp_path: Path) -> None:
+    path, identity = tmp_path / "results.jsonl", {"model": "m"}
+    with ResultJournal(path, identity) as journal:
+        journal.add({"a": {"value": 1}})
+    for operation in ("write", "fsync"):
+        with failing(Disk(str(tmp_path), operation, 1, errno.EIO)), ResultJournal(path, identity) as journal:
+            with pytest.raises(ExportError, match=r"cannot write .*results\.jsonl \(Input/output error\); "):
+                journal.add({"b": {"value": 2}})
+            assert journal.results == {"a": {"value": 1}}
+        with ResultJournal(path, identity) as journal:
+            assert journal.results["a"] == {"value": 1}
+    unreadable = Disk(str(tmp_path), "read", 1, errno.EIO)
+    with failing(unreadable), pytest.raises(ExportError, match=r"cannot resume .* check the disk"):
+        ResultJournal(path, identity).__enter__()
