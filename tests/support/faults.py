@@ -48,6 +48,10 @@ def failing(disk: Disk) -> Iterator[Disk]:
             disk.does("read")
             return super().readall()
 
+        def read(self, size: int | None = -1, /) -> bytes:
+            disk.does("read")
+            return super().read(size)
+
     real_open = io.open
 
     def open_(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **more: Any) -> Any:
