@@ -27,6 +27,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "lsm": tuple(f"lsm:tau={tau}" for tau in (0.95, 0.9, 0.8, 0.6)),
     "cdpruner": tuple(f"cdpruner:keep={share}" for share in KEPT),
     "cdpruner, text=none": tuple(f"cdpruner:keep={share},text=none" for share in KEPT),
+    "cdpruner, text=tower": tuple(f"cdpruner:keep={share},text=tower" for share in KEPT),
     "dart": tuple(f"dart:keep={share}" for share in KEPT),
     "dart, k=0": tuple(f"dart:keep={share},k=0" for share in KEPT),
     "fastv": tuple(f"fastv:k=2,ratio={share}" for share in DROPPED),

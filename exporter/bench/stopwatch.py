@@ -15,7 +15,8 @@ from vtx.runtime.backends.backend import Backend
 class Call:
     """One call of a backend, or of the cache of stage number `stage` (from 0).
 
-    `append` ran `tokens` on top of `filled` KV slots; `vision` computed `tokens` image tokens.
+    `append` ran `tokens` on top of `filled` KV slots; `vision` computed `tokens` image tokens, `text_tower` read
+    `tokens` of a question.
     """
 
     name: str
@@ -38,7 +39,8 @@ class Stopwatch:
         return partial(self._run, name, attribute) if callable(attribute) else attribute
 
     def _run(self, name: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        tokens, filled = (len(args[0]), getattr(self._inner, "length", 0)) if name == "append" else (0, 0)
+        sized = name in ("append", "text_tower")
+        tokens, filled = (len(args[0]), getattr(self._inner, "length", 0)) if sized else (0, 0)
         start = time.perf_counter()
         result = call(*args, **named)
         ms = 1000 * (time.perf_counter() - start)

@@ -12,7 +12,7 @@ from vtx.exporter.bench.products import BITS
 from vtx.exporter.bench.series import Series
 from vtx.exporter.bench.stopwatch import Call
 from vtx.exporter.checkpoint.loader import canonical_name
-from vtx.exporter.estimate.flops import append_flops, encode_flops
+from vtx.exporter.estimate.flops import append_flops, encode_flops, text_tower_flops
 from vtx.exporter.estimate.sizes import ModelSize, bundle_size
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
@@ -42,7 +42,7 @@ class WorkCounter:
         manifest = bundle.manifest
         self._size: ModelSize = bundle_size(bundle)
         self.decoder = self._size.decoder
-        self._stages = manifest.stages
+        self._stages, self._text_tower = manifest.stages, manifest.text_tower
         floats, float_bytes = FLOATS[compute]
         self.weights = manifest.precision if manifest.precision in BITS else floats
         self._weights = weights_read(bundle, float_bytes)
@@ -62,10 +62,15 @@ class WorkCounter:
         )
 
     def count_vision(self, prefill: Sequence[Call]) -> int:
-        """FLOPs of the tower; merged windows are not counted in its later layers."""
-        vision = self._size.vision
+        """FLOPs of the towers; merged windows are not counted in the vision tower's later layers."""
+        vision, text = self._size.vision, self._text_tower
         whole = 0 if vision is None else vision.view_tokens
-        return sum(encode_flops(vision, 1, merged=max(0, whole - c.tokens)) for c in prefill if c.name == "vision")
+        seen = sum(encode_flops(vision, 1, merged=max(0, whole - c.tokens)) for c in prefill if c.name == "vision")
+        if text is None:
+            return seen
+        read = [text_tower_flops(text, c.tokens) for c in prefill if c.name == "text_tower"]
+        projected = 2 * text.width * (0 if vision is None else vision.hidden)
+        return seen + sum(read) + sum(projected * c.tokens for c in prefill if c.name == "vision")
 
     def _read(self, decode: Sequence[Call]) -> float:
         """Bytes of KV cache that a token reads on average."""

@@ -24,6 +24,7 @@ from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
+from vtx.exporter.graphs.text_tower import build_text_tower
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.graphs.vision import build_vision
 from vtx.exporter.weights.journal import JOURNAL, PROBE, ExportJournal
@@ -97,6 +98,8 @@ def _write_file(path: Path, text: str) -> None:
 def _write_text(folder: Path, plan: Plan) -> None:
     _write_file(folder / TOKENIZER, plan.tokenizer)
     _write_file(folder / TEMPLATE, plan.template)
+    if plan.text_tower is not None:
+        _write_file(folder / plan.text_tower.spec.tokenizer, plan.text_tower.tokenizer)
     cos, sin = plan.config.text.rope.tables(plan.max_context)
     write_safetensors(folder / ROPE, {names.COS: cos, names.SIN: sin}, None)
 
@@ -123,7 +126,10 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         "attention": graphs.vision_attention,
         "last_attention": graphs.vision_last_attention,
     }
-    write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras))
+    tower = plan.text_tower.spec if plan.text_tower else None
+    write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras, text_tower=tower))
+    if graphs.text_tower and tower is not None:
+        write(graphs.text_tower, precisions.vision, partial(build_text_tower, spec=tower))
     write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
     for stage, file in zip(plan.stages, graphs.stages, strict=True):
         build = partial(build_stage, c=text, first=stage.first, last=stage.last, kv_type=kv, query=stage.query)
@@ -238,6 +244,7 @@ def _manifest(
         rope=ROPE,
         golden=GOLDEN,
         kv_scales=KV_SCALES if precisions.kv_dtype == "int8" else None,
+        text_tower=plan.text_tower.spec if plan.text_tower else None,
         image=plan.image,
         text=plan.text,
         files=records,
@@ -269,7 +276,9 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
             "max_context": plan.options.max_context,
             "dialects": list(plan.options.dialects),
             "chat_template": plan.options.template is not None,
+            **({"text_tower": plan.options.text_tower} if plan.options.text_tower else {}),
         },
+        **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
         **({"calibration": dict(plan.options.calibration)} if plan.options.calibration else {}),
         **({"activation_aware": dict(factors.record)} if factors else {}),

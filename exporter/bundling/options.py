@@ -46,7 +46,8 @@ class ExportOptions:
     "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
     `calibration` records how K was chosen where it was measured. `reductions` are the specs of methods that drop image
     tokens, the first one the default; `retain` is the number of tokens that its thresholds are to keep. `aware` holds
-    the questions by whose activations the channels of quantised matrices are scaled.
+    the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
+    text tower the bundle is to hold.
     """
 
     model: str = DEMO
@@ -63,6 +64,7 @@ class ExportOptions:
     kv_precision: str | None = None
     retain: Retain | None = None
     aware: ActivationAware | None = None
+    text_tower: str | None = None
 
     def __post_init__(self) -> None:
         precisions = self.precisions()

@@ -40,12 +40,14 @@ class Prediction:
     work: int
 
 
-def small_files(config: ModelConfig, max_context: int, ks: int, dialects: int, texts: int) -> int:
-    """Bytes beside the weights: `texts` of them tokenizer and template, graphs, tables of rope, and golden vectors."""
+def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, texts: int) -> int:
+    """Bytes beside the weights: `texts` of them tokenizer and template, graphs, tables of rope, and golden vectors.
+
+    `layers` are those of the decoder and the towers, counted once for each dialect.
+    """
     text, vision = config.text, config.vision
-    layers = text.layers + max(config.feature_layers)
     golden = 3 * vision.image**2 + SHOWN_ROWS * text.hidden + (1 + ks) * text.vocab
-    return texts + LAYER_GRAPH * layers * dialects + 4 * max_context * text.head_dim + 4 * golden + OTHER_FILES
+    return texts + LAYER_GRAPH * layers + 4 * max_context * text.head_dim + 4 * golden + OTHER_FILES
 
 
 def predict(

@@ -17,10 +17,12 @@ from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import Checkpoint, open_checkpoint
 from vtx.exporter.checkpoint.processor import read_image_settings
 from vtx.exporter.checkpoint.text import read_text
+from vtx.exporter.checkpoint.text_tower import TextTower, open_text_tower
 from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
+from vtx.exporter.graphs.text_tower import text_tower_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan, plan_weights
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
@@ -29,6 +31,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
+from vtx.runtime.policies.make import TEXT_TOWER_FIX
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 
@@ -52,6 +55,7 @@ class Plan:
     max_context: int
     prediction: Prediction
     precisions: Precisions
+    text_tower: TextTower | None = None
     reductions: Reductions = Reductions()  # noqa: RUF009 - frozen
 
     @property
@@ -93,7 +97,8 @@ class Plan:
     def warnings(self) -> tuple[str, ...]:
         """Warnings to show before the export begins."""
         skipped = self.options.aware.data.skipped if self.options.aware else ()
-        return *(self.gates.warnings if self.gates else ()), *(f"skipped {line}" for line in skipped)
+        tower = self.text_tower.warnings if self.text_tower else ()
+        return *(self.gates.warnings if self.gates else ()), *tower, *(f"skipped {line}" for line in skipped)
 
     def _graphs(self, suffix: str) -> Graphs:
         needs = self.reductions.needs
@@ -104,6 +109,7 @@ class Plan:
             f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,
             vision_merges=needs.merging, vision_attention=needs.attention,
             vision_last_attention=needs.last_attention,
+            text_tower=f"text-tower.{suffix}" if self.text_tower else None,
         )  # fmt: skip
 
 
@@ -130,6 +136,8 @@ def plan_export(options: ExportOptions) -> Plan:
             f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"
         )
     reductions = plan_reductions(options.reductions, config)
+    text_tower = open_text_tower(options.text_tower, checkpoint, config) if options.text_tower else None
+    _check_text_tower(text_tower, reductions)
     if options.retain is not None:
         options.retain.check(options.reductions)
     context = _context(options.max_context, config)
@@ -145,18 +153,31 @@ def plan_export(options: ExportOptions) -> Plan:
     )
     precisions = options.precisions()
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *decoder_tensors(config.text)]
+    sources = checkpoint
+    if text_tower is not None:
+        needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
+        sources = replace(checkpoint, tensors={**checkpoint.tensors, **text_tower.checkpoint.tensors})
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
-    weights = plan_weights(checkpoint, needed, precisions, scaled)
+    weights = plan_weights(sources, needed, precisions, scaled)
     if config.text.tied:
         precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
-    texts = len(tokenizer.encode("utf-8", "replace")) + len(template.encode("utf-8", "replace"))
+    written = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
+    texts = sum(len(text.encode("utf-8", "replace")) for text in written)
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
-    small = small_files(config, context, len(ks), len(options.dialects), texts + gates_bytes)
+    layers = config.text.layers + max(config.feature_layers) + (text_tower.spec.layers if text_tower else 0)
+    small = small_files(config, context, len(ks), layers * len(options.dialects), texts + gates_bytes)
     prediction = predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config))
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
-        precisions, reductions,
+        precisions, text_tower, reductions,
     )  # fmt: skip
+
+
+def _check_text_tower(tower: TextTower | None, reductions: Reductions) -> None:
+    if tower is not None:
+        check_activation(tower.spec.activation)
+    elif reductions.needs.text_tower:
+        raise RequestError(f"cdpruner:text=tower needs CLIP's text tower, which no LLaVA holds; add {TEXT_TOWER_FIX}")
 
 
 def _check_libraries() -> None:

@@ -31,5 +31,6 @@ def key_of(plan: Plan) -> str:
         sources.append([file.name, str(file.source), status.st_size, status.st_mtime_ns, header])
     options = replace(plan.options, retain=None, aware=None)  # the first settles the manifest only
     aware = plan.options.aware.digest() if plan.options.aware else None
-    identity = [plan.checkpoint.fingerprint(), str(options), list(plan.ks), plan.template, sources, aware]
+    tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
+    identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()

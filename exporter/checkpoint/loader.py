@@ -125,12 +125,23 @@ def open_checkpoint(model: str, *, progress: Callable[[str], None] | None = None
     The config is judged before weights are downloaded. Raises `CheckpointError` for what is damaged, hostile,
     incomplete or out of reach, `UnsupportedModelError` for another model, `DeviceError` without huggingface_hub.
     """
+    return open_model(model, _check_model, canonical_name, progress=progress)
+
+
+def open_model(
+    model: str,
+    judge: Callable[[Mapping[str, Any]], None],
+    rename: Callable[[str], str],
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> Checkpoint:
+    """As `open_checkpoint`, of a kind of model whose config `judge` accepts, its tensors called as `rename` says."""
     if os.path.isdir(model):
         folder = Path(model).resolve()
-        config = _config(folder)
+        config = _config(folder, judge)
     else:
-        folder, config = _download(model, progress or (lambda line: None))
-    return Checkpoint(folder, config, _canonical(_source_tensors(folder)), _revision(folder))
+        folder, config = _download(model, judge, progress or (lambda line: None))
+    return Checkpoint(folder, config, _canonical(_source_tensors(folder), rename), _revision(folder))
 
 
 def canonical_name(name: str) -> str:
@@ -183,12 +194,12 @@ def check_finite(array: NDArray[Any], name: str) -> None:
         )
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path, judge: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
     files = checkpoint_files(folder)
     if not files.exists("config.json"):
         raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face checkpoint")
     config = json_object(files.read("config.json", MAX_CONFIG), "config.json")
-    _check_model(config)
+    judge(config)
     return config
 
 
@@ -204,10 +215,10 @@ def _check_model(config: Mapping[str, Any]) -> None:
             )
 
 
-def _canonical(sources: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _canonical(sources: Mapping[str, TensorInfo], rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for source, info in sources.items():
-        name = canonical_name(source)
+        name = rename(source)
         if name in tensors:
             raise CheckpointError(
                 f"tensors {shown(tensors[name].name)} and {shown(source)} are two names of one weight, {shown(name)}; "
@@ -293,7 +304,9 @@ def _revision(folder: Path) -> str | None:
     return folder.name if _repo_name(folder) and _COMMIT.fullmatch(folder.name) else None
 
 
-def _download(model: str, progress: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+def _download(
+    model: str, judge: Callable[[Mapping[str, Any]], None], progress: Callable[[str], None]
+) -> tuple[Path, dict[str, Any]]:
     """Fetch settings, judge the config, then fetch the weights of the same commit."""
     if os.path.exists(model):
         raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
@@ -301,7 +314,7 @@ def _download(model: str, progress: Callable[[str], None]) -> tuple[Path, dict[s
         raise CheckpointError(f"{shown(model)}: no such directory, and not a hub id (org/name)")
     progress(f"fetching the settings of {model} from the hub")
     folder = _snapshot(model, None, _SETTINGS_FILES)
-    config = _config(folder)
+    config = _config(folder, judge)
     progress(f"fetching the weights of {model}, commit {folder.name[:12]}")
     return _snapshot(model, folder.name, _WEIGHT_FILES), config
 

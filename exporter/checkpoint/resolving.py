@@ -61,6 +61,26 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     return {"tokenizer": tokenizer.to_str(), "settings": settings.to_dict()}
 
 
+def resolve_plain(request: dict[str, Any]) -> str:
+    """The tokenizer.json of `folder`, which `name` is called in messages, tried; ids are below `vocab`.
+
+    Raises `CheckpointError`.
+    """
+    text: str = _load(Path(request["folder"]), request["name"]).backend_tokenizer.to_str()
+    check_spec(json.loads(text))
+    tokenizer = parse_tokenizer(text, CheckpointError)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    for words in ("", _QUESTION.format("猫", "")):
+        ids = list(encode(tokenizer, words, add_special_tokens=True).ids)
+        if not ids or max(ids) >= request["vocab"]:
+            raise CheckpointError(
+                f"the tokenizer of {request['name']} gives the ids {ids[:8]} for {words!r}, and the model has "
+                f"{request['vocab']:,} tokens; take the tokenizer that belongs to the model"
+            )
+    return str(tokenizer.to_str())
+
+
 def with_forms(settings: TextSettings, template: str) -> TextSettings:
     """The settings with the template's forms, or with the reason why there are none. Raises `TemplateError`."""
     shaping = ShapingTemplate(template, settings)

@@ -63,6 +63,28 @@ def read_text(
     return resolved["tokenizer"], template, TextSettings.from_dict(resolved["settings"])
 
 
+def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Limits = LIMITS) -> str:
+    """The tokenizer.json of an encoder of texts, without chat or image token, made and tried as by `read_text`.
+
+    It gives ids below `vocab`, one at least. Raises `CheckpointError`.
+    """
+    with TemporaryDirectory(prefix="vtx-tokenizer-") as name:
+        try:
+            _copy_data(folder, Path(name), {"model_type": model_type}, {"model_type": model_type})
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot copy the tokenizer of {folder} to {gettempdir()} ({error.strerror}); free some space there"
+            ) from error
+        return str(
+            confine(
+                "vtx.exporter.checkpoint.resolving:resolve_plain",
+                {"folder": name, "name": str(folder), "vocab": vocab},
+                subject=f"the tokenizer of {folder.name or folder}",
+                limits=limits,
+            )
+        )
+
+
 _known: dict[str, Any] = {}  # by digest: an export that tries two precisions resolves the same files twice
 
 

@@ -102,6 +102,11 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     "variant over the same weights. The first is the default.",
 )  # fmt: skip
 @click.option(
+    "--text-tower", metavar="CLIP",
+    help="Directory or Hugging Face id of the CLIPModel whose vision tower the LLaVA has: with its text tower, "
+    "cdpruner:text=tower is CDPruner as its authors run it.",
+)  # fmt: skip
+@click.option(
     "--retain", type=float, metavar="TOKENS",
     help="Scale the first --reduce's thresholds so that this many vision tokens stay, mean over layers and over the "
     "questions of --calibration [for the demo: scenes].",
@@ -119,6 +124,7 @@ def export(
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
     gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
     retain: float | None, max_memory: int | None, force: bool, activation_aware: bool, sign: Path | None,
+    text_tower: str | None,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
@@ -142,7 +148,7 @@ def export(
     ks = (chosen["k"],) if chosen else ks
     options = library.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
-        head_precision, kv_precision, retained, aware,
+        head_precision, kv_precision, retained, aware, text_tower,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 from vtx.runtime.errors import RequestError
 
 MAX_TOKENS = 1 << 24
@@ -219,6 +220,12 @@ def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False, 
     later = max(0, layers - 1) * vision.layer_macs_on(vision.tower_tokens - merged)
     projector = (vision.view_tokens - merged) * vision.projector_token_macs
     return 2 * views * (vision.patch_macs + min(layers, 1) * vision.layer_macs + later + projector)
+
+
+def text_tower_flops(tower: TextTowerSpec, tokens: int) -> int:
+    """FLOPs of CLIP's text encoder for `tokens` ids, and of the projection of the last one."""
+    layer = 4 * tower.hidden**2 + 2 * tower.hidden * tower.intermediate + 2 * tokens * tower.hidden
+    return 2 * (tower.layers * tokens * layer + tower.hidden * tower.width)
 
 
 def prefill_flops(size: DecoderSize, tokens: Sequence[int]) -> int:

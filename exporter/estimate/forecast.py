@@ -77,7 +77,7 @@ def _phases(plan: Plan, folder: Path, journal: ExportJournal) -> dict[str, float
     phases["weights"] = writing
     if not journal.golden:
         phases["reference"] = _reading(plan, paces, disk) + _products(plan, sizes)
-    graphs = sum(len(dialect.stages) + len(dialect.gates) + 3 for dialect in plan.dialects.values())
+    graphs = sum(len(dialect.all) for dialect in plan.dialects.values())
     phases["checksums"] = disk.sync * (graphs + OTHER_FILES)
     if plan.options.retain is not None:
         phases["thresholds"] = _thresholds(plan.options.retain, sizes)
@@ -87,6 +87,7 @@ def _phases(plan: Plan, folder: Path, journal: ExportJournal) -> dict[str, float
 def _graphs(plan: Plan, folder: Path) -> float:
     """A layer of the tower takes as long to write as one of the decoder."""
     layers, probe = plan.config.text.layers + max(plan.config.feature_layers), folder / PROBE
+    layers += plan.text_tower.spec.layers if plan.text_tower else 0
     dialects = plan.options.dialects
     write_first_layer(probe, plan, dialects[0])  # imports must not count with each layer
     return layers * sum(seconds_of(partial(write_first_layer, probe, plan, dialect)) for dialect in dialects)
@@ -117,7 +118,7 @@ def _reading(plan: Plan, paces: Mapping[Form, Pace], disk: Disk) -> float:
     for file in plan.weights.files:
         kept = file.whole and plan.prediction.disk < memory  # rewritten files are sent to the disk at once
         for entry in file.entries:
-            if entry.name == EMBEDDING and not plan.config.text.tied:
+            if (entry.name == EMBEDDING and not plan.config.text.tied) or entry.name.startswith("clip."):
                 continue
             cold += 0 if kept else entry.target.nbytes
             times = (2 if _layer(entry.name) >= first else 1) + (plan.precisions.kv == "int8")

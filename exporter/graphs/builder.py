@@ -259,11 +259,12 @@ class Dialect(Protocol):
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> StageAttention: ...
 
     def tower_attention(
-        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
-    ) -> ir.Value:
-        """Attention of every token to every other; all of [images, tokens, hidden].
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
+        seen: ir.Value | None = None, *, causal: bool = False,
+    ) -> ir.Value:  # fmt: skip
+        """Attention of every token to every other, or `causal` to itself and those before; all [batch, tokens, hidden].
 
-        `seen` [1, 1, 1, tokens] bool: the tokens that are attended to, None for all. It is given only where
-        `sizes_from_values` is false; the number of tokens may depend on the image only where that is true.
+        `seen` [1, 1, 1, tokens] bool: the tokens that are attended to, None for all; not with `causal`. It is given
+        only where `sizes_from_values` is false; the number of tokens may depend on the image only where that is true.
         """
         ...

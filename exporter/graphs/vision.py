@@ -10,8 +10,11 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.encoder import block_tensors, build_block, projected
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
+from vtx.exporter.graphs.text_tower import project_patches
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 
 MAX_ROW = 1 << 30
 NEWLINE = "image_newline"  # a weight of the layout that no graph reads
@@ -30,10 +33,10 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
         yield "vision.embeddings.patch_embedding.bias", (v.hidden,)
     used = max(c.feature_layers)
     for layer in range(max(used, v.layers - 1) if last_attention else used):
-        yield from _layer_tensors(v, f"vision.encoder.layers.{layer}")
+        yield from block_tensors(v, f"vision.encoder.layers.{layer}")
     if last_attention and used < v.layers:
         last = f"vision.encoder.layers.{v.layers - 1}"
-        yield from (tensor for tensor in _layer_tensors(v, last) if tensor[0].startswith(_read_for_attention(last)))
+        yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(_read_for_attention(last)))
     width = v.hidden * len(c.feature_layers)
     if c.projector_norm_eps is not None:
         yield "projector.norm.weight", (width,)
@@ -51,22 +54,6 @@ def _read_for_attention(layer: str) -> tuple[str, ...]:
     return f"{layer}.layer_norm1", f"{layer}.self_attn.q_proj", f"{layer}.self_attn.k_proj"
 
 
-def _layer_tensors(v: VisionConfig, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name in ("layer_norm1", "layer_norm2"):
-        yield f"{p}.{name}.weight", (v.hidden,)
-        yield f"{p}.{name}.bias", (v.hidden,)
-    for name, out, into in (
-        ("self_attn.q_proj", v.hidden, v.hidden),
-        ("self_attn.k_proj", v.hidden, v.hidden),
-        ("self_attn.v_proj", v.hidden, v.hidden),
-        ("self_attn.out_proj", v.hidden, v.hidden),
-        ("mlp.fc1", v.ffn, v.hidden),
-        ("mlp.fc2", v.hidden, v.ffn),
-    ):
-        yield f"{p}.{name}.weight", (out, into)
-        yield f"{p}.{name}.bias", (out,)
-
-
 @dataclass(slots=True)
 class _Tower:
     """The tower under construction: its hidden states [images, tokens, hidden], the embeddings first.
@@ -81,13 +68,20 @@ class _Tower:
 
 
 def build_vision(
-    b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False, last_attention: bool = False
+    b: Builder,
+    c: ModelConfig,
+    *,
+    merges: bool = False,
+    attention: bool = False,
+    last_attention: bool = False,
+    text_tower: TextTowerSpec | None = None,
 ) -> None:
     """[images, 3, side, side] float32 to [images, view_tokens, hidden] float32.
 
     `merges`: windows of similar patches merge after the first block. The graph then takes one image at a time, and the
     number of tokens is known only at run time, or an output marks the removed ones. `attention`: also give the class
-    token's attention to each token in the last block in use, `last_attention`: in the tower's very last block.
+    token's attention to each token in the last block in use, `last_attention`: in the tower's very last block;
+    `text_tower`: each token in the space of that CLIP's text tower.
     """
     v = c.vision
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
@@ -117,13 +111,15 @@ def build_vision(
     if last_attention:
         given = _select(b, c, class_attention(b, v, *_last_block(b, c, tower), _seen(tower)))
         b.output(b.reshape(given, -1), names.CLS_ATTENTION_LAST, FLOAT, each)
+    if text_tower is not None:
+        project_patches(b, text_tower, chosen[0], v.hidden, *each)
 
 
 def _tower(b: Builder, c: ModelConfig, x: ir.Value, tau: ir.Value | None) -> _Tower:
     tower = _Tower([x])
     for layer in range(max(c.feature_layers)):
         name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
-        x, tower.query, tower.key = _layer(b, c.vision, x, name, shape, _seen(tower))
+        x, tower.query, tower.key = build_block(b, c.vision, x, name, shape, _seen(tower))
         if layer == 0 and tau is not None:
             tower.merged = merge_windows(b, c.vision, x, tau)
             x = tower.merged.hidden
@@ -140,8 +136,8 @@ def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir
         return tower.query, tower.key
     shape = _shape(b, c, tower)
     for layer in range(max(c.feature_layers), v.layers - 1):
-        x = _layer(b, v, x, f"vision.encoder.layers.{layer}", shape, _seen(tower))[0]
-    q, k = _projected(b, v, x, f"vision.encoder.layers.{v.layers - 1}", shape, "qk")
+        x = build_block(b, v, x, f"vision.encoder.layers.{layer}", shape, _seen(tower))[0]
+    q, k = projected(b, v, x, f"vision.encoder.layers.{v.layers - 1}", shape, "qk")
     return q, k
 
 
@@ -170,31 +166,6 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
     cls = b.op("Expand", b.weight("vision.embeddings.class_embedding"), shape)
     x = b.op("Add", b.op("Concat", cls, x, axis=1), positions)
     return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps)
-
-
-def _layer(
-    b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int], seen: ir.Value | None
-) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """One block on [images, tokens, hidden], and its q and k.
-
-    `shape` restores that from [images * tokens, hidden].
-    """
-    q, k, w = _projected(b, v, x, name, shape, "qkv")
-    y = b.dialect.tower_attention(b, q, k, w, v.heads, v.hidden // v.heads, seen)
-    y = b.linear(b.reshape(y, -1, v.hidden), f"{name}.self_attn.out_proj", bias=True)
-    x = b.op("Add", x, b.reshape(y, *shape))
-    hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", v.eps), -1, v.hidden)
-    hidden = activate(b, b.linear(hidden, f"{name}.mlp.fc1", bias=True), v.activation)
-    y = b.linear(hidden, f"{name}.mlp.fc2", bias=True)
-    return b.op("Add", x, b.reshape(y, *shape)), q, k
-
-
-def _projected(
-    b: Builder, v: VisionConfig, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
-) -> list[ir.Value]:
-    """The named ones of a block's q, k and v."""
-    hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", v.eps), -1, v.hidden)
-    return [b.reshape(b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in parts]
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:

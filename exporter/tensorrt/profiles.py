@@ -6,6 +6,7 @@ stage    for TensorRT two: decode, one token, and prefill, two tokens and more; 
 vision   one image
 head     a few tokens: only the last one is sampled
 gate     the tokens of a question
+text_tower   a question in the tower's own ids
 score    up to 256 tokens over a cache, which has a fixed size in the `trt` dialect
 """
 
@@ -43,6 +44,8 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
     rows: Range = (1, min(64, m.max_context), m.max_context)
     if graph == graphs.head:
         rows = (1, 1, min(HEAD_ROWS, m.max_context))
+    if graph == graphs.text_tower and m.text_tower is not None:
+        rows = (1, min(16, m.text_tower.max_tokens), m.text_tower.max_tokens)
     if graph == graphs.score:
         most = min(SCORE_ROWS, m.max_context)
         slots: Range = (1, min(m.max_context, m.layout.max_tokens + 64), m.max_context)

@@ -15,7 +15,7 @@ EMBEDDING = "text.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Of the decoder's layers, of the tower with its projector, of the output matrix, and of K and V."""
+    """Of the decoder's layers, of the towers with their projections, of the output matrix, and of K and V."""
 
     decoder: str
     vision: str
@@ -48,7 +48,9 @@ class Precisions:
     def of(self, name: str) -> str:
         """The precision of the part that the tensor of canonical `name` belongs to."""
         part = name.partition(".")[0]
-        return {"vision": self.vision, "projector": self.vision, "head": self.head}.get(part, self.decoder)
+        return {"vision": self.vision, "projector": self.vision, "clip": self.vision, "head": self.head}.get(
+            part, self.decoder
+        )
 
     def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
         """How a tensor that a checkpoint holds as `source` is stored: safetensors dtype, and a scheme if quantised.

@@ -104,7 +104,8 @@ class AnswerInProgress:
     def _prompt(self, images: EncodedImages) -> Prompt:
         question, model, check = self._question, self._model, self.request.check
         token, policy = model.manifest.text.image_token_id, question.policy
-        text = selecting_text(model.backend, question.ids, token, policy, question.after)
+        embeddings = partial(model.embed_question, question.messages)
+        text = selecting_text(model.backend, question.ids, token, policy, question.after, embeddings)
         encoders = self._clock.all_vision(images.encoders(policy.entries, text))
         expand = partial(model.text.prompt, question.messages)
         prompt = make_prompt(question.ids, token, encoders, policy, expand, check)

@@ -38,8 +38,9 @@ from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.prompt.messages import Message
+from vtx.runtime.prompt.messages import Message, asked_text
 from vtx.runtime.prompt.text import Text
+from vtx.runtime.prompt.text_tower import TextTower
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.fit import note_discarded
@@ -79,6 +80,7 @@ class Model:
         self.layout = layout if max_tiles is None else layout.limited(max_tiles)
         self._newline = read_newline(bundle) if layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
+        self._text_tower: TextTower | None = None
         self._lock = threading.Lock()
         self._closed = False
 
@@ -321,6 +323,14 @@ class Model:
     def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:
         layout = self.layout.limited(max_tiles)
         return text + sum(layout.count(*image.size) for image in images) < self.manifest.max_context
+
+    def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:
+        """The embeddings [segments, width] of what was asked about the last image, by the bundle's text tower."""
+        spec = self.manifest.text_tower
+        assert spec is not None, "policies that need a text tower are refused where there is none"
+        if self._text_tower is None:
+            self._text_tower = TextTower.load(self.bundle.read, spec, self.backend.text_tower)
+        return self._text_tower.embed(asked_text(messages))
 
     def _check_system(self, messages: Sequence[Message]) -> None:
         """Raise RequestError where the chat template drops a system prompt without a word."""

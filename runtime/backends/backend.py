@@ -81,6 +81,13 @@ class Backend(Protocol):
         """The odds [2] (stay, withdraw) that the gate before layer `k` gives for a question's rows [n, hidden]."""
         ...
 
+    def text_tower(self, ids: Ids) -> NDArray[np.float32]:
+        """Ids [n] of a text by the text tower's own tokenizer to the embedding [1, width] of the last.
+
+        Only where the manifest declares a text tower.
+        """
+        ...
+
     def stage(self, index: int, capacity: int) -> StageCache:
         """An empty cache of `capacity` slots for stage `index` (from 0)."""
         ...

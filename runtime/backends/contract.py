@@ -61,6 +61,10 @@ def head(m: Manifest) -> Contract:
     return _contract(graphs.head(m))
 
 
+def text_tower(m: Manifest) -> Contract:
+    return _contract(graphs.text_tower(m))
+
+
 def gate(m: Manifest) -> Contract:
     return _contract(graphs.gate(m))
 

@@ -13,6 +13,7 @@ VALUES = {
     "head_precision": "--head-precision",
     "kv_precision": "--kv-precision",
     "max_context": "--max-context",
+    "text_tower": "--text-tower",
 }
 MAX_COMMAND = 2000  # characters
 

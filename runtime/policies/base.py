@@ -21,7 +21,7 @@ class Needs:
     for. `shrinks`: after the prompt, caches from this layer on keep only what its last cut kept. `merging`,
     `attention`, `last_attention`: the vision graph merges windows, tells what the class token looks at in the tower's
     last block in use, in its very last block. `final_norm`: the weight of the decoder's last norm
-    stands in a file of its own.
+    stands in a file of its own. `text_tower`: the bundle holds CLIP's, and the patches in its space.
     """
 
     cuts: tuple[int, ...] = ()
@@ -31,6 +31,7 @@ class Needs:
     attention: bool = False
     last_attention: bool = False
     final_norm: bool = False
+    text_tower: bool = False
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -47,6 +48,7 @@ class Needs:
             self.attention or other.attention,
             self.last_attention or other.last_attention,
             self.final_norm or other.final_norm,
+            self.text_tower or other.text_tower,
         )
 
 
@@ -71,17 +73,20 @@ class PromptText:
     """The text of a prompt, as known before its images enter the decoder.
 
     `ids` [n] and their input embeddings `hidden` [n, hidden], in order; `after` [n] says which stand after the last
-    image, where the question is. In a chat it is the first turn's, whose choice the later turns keep.
+    image, where the question is. In a chat it is the first turn's, whose choice the later turns keep. `embeddings`
+    [segments, width] are CLIP's of the question alone, where a policy needs the text tower.
     """
 
     ids: Ids
     hidden: Rows
     after: Mask
+    embeddings: NDArray[np.float32] | None = None
 
     @property
     def key(self) -> str:
         """Equal for equal texts."""
-        return hashlib.sha256(self.ids.tobytes() + self.after.tobytes()).hexdigest()
+        seen = b"" if self.embeddings is None else self.embeddings.tobytes()
+        return hashlib.sha256(self.ids.tobytes() + self.after.tobytes() + seen).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

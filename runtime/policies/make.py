@@ -17,6 +17,8 @@ from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 
+TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a text tower"
+
 
 def make_policy(
     k: int | str | None,
@@ -70,9 +72,10 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
     for part in reductions:
         lacking = _lacking(part.needs(), manifest, dialect)
         if lacking:
+            further = f" {TEXT_TOWER_FIX}" if part.needs().text_tower else ""
             raise RequestError(
                 f"this bundle was not exported for {part.name}: it lacks {lacking}; "
-                f"export it with vtx-export --reduce {to_spec(reductions)}"
+                f"export it with vtx-export --reduce {to_spec(reductions)}{further}"
             )
 
 
@@ -90,6 +93,8 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
         return "a vision graph that merges windows"
     if needs.final_norm and FINAL_NORM not in manifest.files:
         return "the weight of the decoder's last norm"
+    if needs.text_tower and manifest.text_tower is None:
+        return "CLIP's text tower"
     if needs.last_attention and not graphs.vision_last_attention:
         return "the class token's attention in the tower's last block"
     return "the class token's attention" if needs.attention and not graphs.vision_attention else ""

@@ -35,6 +35,17 @@ def texts_of(message: Message) -> list[str]:
     return [part["text"] for part in parts_of(message) if part["type"] == "text"]
 
 
+def asked_text(messages: Sequence[Message]) -> str:
+    """What was asked about the last image: the user's text in its message, else in the first one after it.
+
+    It is the same at every turn of a chat. Empty where no image stands in the messages.
+    """
+    with_image = [n for n, message in enumerate(messages) if any(p["type"] == "image" for p in parts_of(message))]
+    following = messages[with_image[-1] :] if with_image else ()
+    texts = (" ".join(texts_of(message)) for message in following if message["role"] == "user")
+    return next((text for text in texts if text.strip()), "")
+
+
 def check_messages(messages: Sequence[Message]) -> int:
     """The number of images. Raises `RequestError` for what cannot be asked."""
     if not messages:

@@ -11,15 +11,21 @@ from vtx.runtime.policies import PromptText
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.prefix import ImageEncoders, Prompt
 from vtx.runtime.session.result import Selection
-from vtx.runtime.vision.tokens import Ids, ImageTokens
+from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows
 
 
 def selecting_text(
-    backend: Backend, ids: Ids, image_token_id: int, policy: Policy, after: Selection | None = None
+    backend: Backend,
+    ids: Ids,
+    image_token_id: int,
+    policy: Policy,
+    after: Selection | None,
+    embeddings: Callable[[], Rows],
 ) -> PromptText | None:
     """The text by which a policy's entries select image tokens; None where none of them looks at it.
 
-    `ids` [n] are the prompt's. In a chat it is the text of the first turn, `after`.
+    `ids` [n] are the prompt's. In a chat it is the text of the first turn, `after`. `embeddings` gives the question's
+    by the bundle's text tower; it is called where the policy needs that.
     """
     is_vision = ids == image_token_id
     if not is_vision.any() or not any(entry.uses_question for entry in policy.entries):
@@ -29,7 +35,8 @@ def selecting_text(
     if after is not None and after.policy == policy:
         question = np.array(after.ids, np.int64)
     text = np.concatenate([before, question])
-    return PromptText(text, backend.embed(text), np.arange(len(text)) >= len(before))
+    seen = embeddings() if policy.needs().text_tower else None
+    return PromptText(text, backend.embed(text), np.arange(len(text)) >= len(before), seen)
 
 
 def make_prompt(

@@ -87,7 +87,9 @@ class EncodedImages:
         if image.key not in encoded:
             tokens = image.encode(self.backend, extras)
             if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
-                raise BundleError("the class token's attention is not a number; use --reduce none, or export at fp32")
+                raise BundleError(
+                    "what the tower says of an image is not a number; use --reduce none, or export at fp32"
+                )
             encoded = {**encoded, image.key: tokens}
             self._encoded = dict(list({**self._encoded, key: encoded}.items())[-MAX_SETS:])
         return encoded[image.key]

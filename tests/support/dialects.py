@@ -61,6 +61,10 @@ class DialectBackend:
     def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
         return _first(self._gates[k], {names.HIDDEN: rows})
 
+    def text_tower(self, ids: Ids) -> NDArray[np.float32]:
+        file = self.manifest.dialects[self.dialect].text_tower
+        return _first(self._session(file, contract.text_tower(self.manifest)), {names.IDS: ids})
+
     def stage(self, index: int, capacity: int) -> StageCache:
         return CACHES[self.dialect](self, *self.stages[index], capacity)
 

@@ -108,6 +108,10 @@ class FusedBackend:
         found: Logits = self.fuse.run(lambda: self._backend.gate(k, rows))
         return found
 
+    def text_tower(self, ids: Ids) -> Logits:
+        found: Logits = self.fuse.run(lambda: self._backend.text_tower(ids))
+        return found
+
     def stage(self, index: int, capacity: int) -> StageCache:
         return FusedCache(self, self.fuse.run(lambda: self._backend.stage(index, capacity)))
 

@@ -100,6 +100,8 @@ class Talk:
         token, counts = model.manifest.text.image_token_id, [picture.tokens for picture in pictures]
         plain = model.text.prompt(messages, counts)
         question = self._question(plain, token)
+        if policy.needs().text_tower:
+            question = replace(question, embeddings=model.embed_question(messages))
         encoded = [self._encode(picture, policy, question) for picture in pictures]
         ids: list[int] = []
         left, sizes, at = iter(encoded), iter(counts), 0

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tests.support.clip import Clip
 from tests.support.reference import Inputs, Reference
 
 
@@ -37,7 +38,7 @@ class Method:
     positions: Literal["keep", "renumber"] = "keep"
     fastv: tuple[int, float] | None = None
     keys: Literal["used-block", "last-block"] = "used-block"
-    cdpruner: tuple[int, Literal["embedding", "none"]] | None = None
+    cdpruner: tuple[int, Literal["embedding", "none", "tower"]] | None = None
     dart: tuple[int, int, int, int] | None = None
     dart_order: Literal["size", "code"] = "size"
     k: int | None = None
@@ -58,6 +59,7 @@ class Image:
     merged: list[bool]
     attention: list[float] | None
     similarity: list[float | None]
+    hidden: Tensor  # the tower's hidden states that CDPruner projects into CLIP's space
     offsets: list[int] = field(default_factory=list)
     span: int = 0
     of_tile: list[int] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Image:
 
         attention = None if self.attention is None else of(self.attention)
         return Image(
-            self.rows[which], of(self.places), of(self.merged), attention, of(self.similarity),
+            self.rows[which], of(self.places), of(self.merged), attention, of(self.similarity), self.hidden[which],
             of_tile=of(self.of_tile) if self.of_tile else [], placeholders=self.placeholders,
         )  # fmt: skip
 
@@ -123,15 +125,15 @@ class Outcome:
 
 
 class Statement:
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
+    def __init__(self, reference: Reference, clip: Clip | None = None) -> None:
+        self._reference, self._clip = reference, clip
         model = reference.model
         self._tower, self._projector = model.model.vision_tower, model.model.multi_modal_projector
         self._decoder, self._head, self._config = model.model.language_model, model.lm_head, model.config
 
     @torch.inference_mode()
-    def answer(self, inputs: Inputs, method: Method, n: int) -> Outcome:
-        """The greedy answer of `n` ids under `method`."""
+    def answer(self, inputs: Inputs, method: Method, n: int, asked: str = "") -> Outcome:
+        """The greedy answer of `n` ids under `method`; `asked` is the question as a text tower is given it."""
         out = Outcome()
         pixels = inputs.get("pixel_values")
         ids = inputs["input_ids"][0].tolist()
@@ -140,7 +142,7 @@ class Statement:
             self.image(image, method) if sizes is None else self._tiled(image, sizes[number], method)
             for number, image in enumerate(pixels if pixels is not None else [])
         ]
-        out.images = [self._selected(image, ids, method) for image in images]
+        out.images = [self._selected(image, ids, method, asked) for image in images]
         caches, hidden = self.prompt(ids, out, method)
         out.slots = [len(cache.rows) for cache in caches]
         out.vision = [sum(row.image is not None for row in cache.rows) for cache in caches]
@@ -179,7 +181,8 @@ class Statement:
         first = int(self._config.vision_feature_select_strategy == "default")
         features = torch.cat([states[number][first:] for number in wanted], -1)
         given = None if attention is None else attention.tolist()[first:]
-        image = Image(self._projector(features), places[first:], merged[first:], given, similarity[first:])
+        hidden = states[wanted[0]][first:]
+        image = Image(self._projector(features), places[first:], merged[first:], given, similarity[first:], hidden)
         if method.order == "merged-first":
             windows = [i for i, is_window in enumerate(image.merged) if is_window]
             windows.sort(
@@ -211,13 +214,13 @@ class Statement:
         attention = [0.0 if i < 0 else (tiles[i // each].attention or [0.0] * each)[i % each] for i in order]
         image = Image(
             rows, [-2 if i < 0 else i for i in order], [False] * len(order), attention, [None] * len(order),
-            of_tile=[-1 if i < 0 else i // each for i in order], placeholders=len(order),
+            rows[:, :0], of_tile=[-1 if i < 0 else i // each for i in order], placeholders=len(order),
         )  # fmt: skip
         if method.cls_keep is not None:
             image = image.take(_highest_of_each(image, method.cls_keep))
         return image
 
-    def _selected(self, image: Image, ids: list[int], method: Method) -> Image:
+    def _selected(self, image: Image, ids: list[int], method: Method, asked: str) -> Image:
         """What of an image enters the decoder by CDPruner, or by DART before layer 1."""
         last = max(i for i, token in enumerate(ids) if token == self._reference.image_token)
         text = [(i > last, token) for i, token in enumerate(ids) if token != self._reference.image_token]
@@ -225,11 +228,20 @@ class Statement:
         if method.cdpruner is not None:
             count, kind = method.cdpruner
             question = embedded[[i for i, (after, _) in enumerate(text) if after]].mean(0)
-            return image.take(_cdpruner(image.rows, question if kind == "embedding" else None, count))
+            raw = {"none": lambda: None, "tower": lambda: self._by_clip(image.hidden, asked)}.get(
+                kind, lambda: torch.cosine_similarity(image.rows.double(), question.double()[None], dim=-1)
+            )
+            return image.take(_cdpruner(image.rows, raw(), count))
         if method.dart is not None and not method.dart[1]:
             kept = _dart_before(image.rows, embedded, *(method.dart[i] for i in (0, 2, 3)))
             return replace(image.take(kept), offsets=kept, span=len(image.rows))
         return image
+
+    def _by_clip(self, hidden: Tensor, asked: str) -> Tensor:
+        """Minus the cosine of each patch with the question in CLIP's space, mean over the question's segments."""
+        assert self._clip is not None
+        patches, texts = self._clip.patches(hidden).double(), self._clip.texts(asked).double()
+        return -torch.cosine_similarity(patches[:, None], texts[None], dim=-1).mean(1)
 
     def _feature_layers(self, layers: int) -> list[int]:
         """Numbers of the hidden states that are used; 0 are the embeddings."""
@@ -393,12 +405,11 @@ def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method:
     return kept
 
 
-def _cdpruner(x: Tensor, question: Tensor | None, count: int) -> list[int]:
+def _cdpruner(x: Tensor, raw: Tensor | None, count: int) -> list[int]:
     """CDPruner: one by one the row that makes the determinant of the kernel over the rows chosen so far largest."""
     x = x.double()
     relevance = torch.ones(len(x), dtype=torch.float64)
-    if question is not None:
-        raw = torch.cosine_similarity(x, question.double()[None], dim=-1)
+    if raw is not None:
         relevance = (raw - raw.min() + 1e-6) / (raw.max() - raw.min())
     cosines = torch.cosine_similarity(x[:, None], x[None], dim=-1)
     kernel = torch.diag(relevance) @ cosines.fill_diagonal_(1) @ torch.diag(relevance)

@@ -75,10 +75,11 @@ class Ort:
         return OrtAttention(b, c, kv_type)
 
     def tower_attention(
-        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
-    ) -> ir.Value:
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
+        seen: ir.Value | None = None, *, causal: bool = False,
+    ) -> ir.Value:  # fmt: skip
         assert seen is None, "merged tokens leave its graphs"
-        return b.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads)
+        return b.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads, unidirectional=int(causal))
 
 
 class OrtAttention:

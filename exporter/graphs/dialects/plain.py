@@ -72,9 +72,14 @@ class Plain:
         return PlainAttention(b, c, kv_type)
 
     def tower_attention(
-        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
-    ) -> ir.Value:
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
+        seen: ir.Value | None = None, *, causal: bool = False,
+    ) -> ir.Value:  # fmt: skip
         q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
+        if causal:
+            tokens = b.op("Squeeze", b.op("Shape", q, start=2, end=3))
+            every = b.op("Range", b.constant(np.array(0)), tokens, b.constant(np.array(1)))
+            seen = b.op("GreaterOrEqual", b.op("Unsqueeze", every, b.constant([1])), every)
         mask = None if seen is None else b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
         return join_heads(b, _attend(b, q, k, v, mask, head_dim**-0.5), heads * head_dim)
 

@@ -63,11 +63,13 @@ class Trt:
         return TrtAttention(b, c, kv_type, self.capacity)
 
     def tower_attention(
-        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int, seen: ir.Value | None
-    ) -> ir.Value:
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
+        seen: ir.Value | None = None, *, causal: bool = False,
+    ) -> ir.Value:  # fmt: skip
         q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
         mask = [] if seen is None else [self._for_every_query(b, seen, q)]
-        return join_heads(b, b.op("Attention", q, k, v, *mask, scale=head_dim**-0.5), heads * head_dim)
+        y = b.op("Attention", q, k, v, *mask, scale=head_dim**-0.5, is_causal=int(causal))
+        return join_heads(b, y, heads * head_dim)
 
     def _for_every_query(self, b: Builder, seen: ir.Value, q: ir.Value) -> ir.Value:
         """[1, 1, 1, n] as [1, 1, n, n]: a mask has a row for each token of `q` [images, heads, n, head_dim]."""

@@ -83,6 +83,7 @@ class OpenvinoBackend:
         self.kv_slot_bytes = self._context.slot_bytes
         self.stages = [self._compile_stage(spec, file) for spec, file in self._manifest.stage_files(DIALECT)]
         self._vision: OpenvinoGraph | None = None
+        self._text_tower: OpenvinoGraph | None = None
         self._vision_lock = threading.Lock()
 
     def _choose_settings(self) -> dict[str, Any]:
@@ -157,6 +158,14 @@ class OpenvinoBackend:
     def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
         return self._gates[k].run({names.HIDDEN: np.ascontiguousarray(rows)})[names.ODDS]
 
+    def text_tower(self, ids: Ids) -> NDArray[np.float32]:
+        with self._vision_lock:
+            if self._text_tower is None:
+                assert self._graphs.text_tower is not None, "the manifest declares no text tower"
+                self._text_tower = self._graph(self._graphs.text_tower, contract.text_tower(self._manifest))
+            graph = self._text_tower
+        return graph.run({names.IDS: np.ascontiguousarray(ids)})[names.TEXT_EMBEDDING]
+
     def stage(self, index: int, capacity: int) -> OpenvinoStageCache:
         try:
             return OpenvinoStageCache(self._context, self.stages[index], self._manifest.stages[index], capacity)
@@ -165,7 +174,14 @@ class OpenvinoBackend:
 
     def close(self) -> None:
         with self._vision_lock:
-            loaded = [self._embed, self._head, *self._gates.values(), self._context.score, self._vision]
+            loaded = [
+                self._embed,
+                self._head,
+                *self._gates.values(),
+                self._context.score,
+                self._vision,
+                self._text_tower,
+            ]
         for graph in (*loaded, *self.stages):
             if graph is not None:
                 graph.close()

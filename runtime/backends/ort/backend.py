@@ -46,6 +46,7 @@ class OrtBackend:
         self._gates = {k: light.load(file, contract.gate(m)) for k, file in m.gate_files("ort").items()}
         self._score = loader.load(graphs.score, contract.score(m, "ort")) if graphs.score else None
         self._vision: OrtGraph | None = None
+        self._text_tower: OrtGraph | None = None
         self._vision_lock = threading.Lock()
         self._context = self._cache_context(bundle)
 
@@ -86,6 +87,14 @@ class OrtBackend:
     def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
         return self._gates[k].run({names.HIDDEN: rows})[names.ODDS]
 
+    def text_tower(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        with self._vision_lock:
+            if self._text_tower is None:
+                assert self._graphs.text_tower is not None, "the manifest declares no text tower"
+                self._text_tower = self._loader.load(self._graphs.text_tower, contract.text_tower(self._manifest))
+            graph = self._text_tower
+        return graph.run({names.IDS: ids})[names.TEXT_EMBEDDING]
+
     def stage(self, index: int, capacity: int) -> OrtStageCache:
         try:
             return OrtStageCache(self._context, self._stages[index], self._manifest.stages[index], capacity)
@@ -94,7 +103,8 @@ class OrtBackend:
 
     def close(self) -> None:
         with self._vision_lock:
-            loaded = [self._embed, self._head, *self._stages, *self._gates.values(), self._score, self._vision]
+            loaded = [self._embed, self._head, *self._stages, *self._gates.values(), self._score]
+            loaded += [self._vision, self._text_tower]
         for graph in loaded:
             if graph is not None:
                 graph.close()

@@ -109,7 +109,9 @@ class TensorrtBackend:
         of_tokens = [names.PATCH_INDEX, names.MERGED, names.SIMILARITY] if graphs.vision_merges else []
         of_tokens += [names.CLS_ATTENTION] if graphs.vision_attention else []
         of_tokens += [names.CLS_ATTENTION_LAST] if graphs.vision_last_attention else []
-        shapes = dict.fromkeys(of_tokens, (model.tower.tokens,))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(of_tokens, (model.tower.tokens,))
+        if self._manifest.text_tower is not None:
+            shapes[names.CLIP_PATCHES] = (model.tower.tokens, self._manifest.text_tower.width)
         return {names.FEATURES: (1, model.tower.tokens, model.hidden), **shapes}
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
@@ -121,6 +123,12 @@ class TensorrtBackend:
     def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
         graph = self._manifest.gate_files(self.dialect)[k]
         return self._run(graph, {names.HIDDEN: rows}, names.ODDS, (2,))
+
+    def text_tower(self, ids: Ids) -> NDArray[np.float32]:
+        graph, spec = self._graphs.text_tower, self._manifest.text_tower
+        assert graph is not None, "the manifest declares no text tower"
+        assert spec is not None
+        return self._run(graph, {names.IDS: ids}, names.TEXT_EMBEDDING, (1, spec.width))
 
     def stage(self, index: int, capacity: int) -> TensorrtStageCache | GrowingStageCache:
         spec, graph = self._manifest.stage_files(self.dialect)[index]

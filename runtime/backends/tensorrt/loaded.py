@@ -112,6 +112,10 @@ class LoadedEngines:
             sizes[names.CLS_ATTENTION] = 4 * m.model.tower.tokens
         if graphs.vision_last_attention:
             sizes[names.CLS_ATTENTION_LAST] = 4 * m.model.tower.tokens
+        if graphs.text_tower and m.text_tower is not None:
+            sizes[names.IDS] = 8 * max(longest[graphs.embed], longest[graphs.text_tower])
+            sizes[names.TEXT_EMBEDDING] = 4 * m.text_tower.width
+            sizes[names.CLIP_PATCHES] = 4 * m.model.tower.tokens * m.text_tower.width
         if graphs.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}

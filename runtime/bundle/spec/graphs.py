@@ -63,7 +63,15 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
         outputs[names.CLS_ATTENTION] = Tensor("float32", (TOKENS,))
     if graphs.vision_last_attention:
         outputs[names.CLS_ATTENTION_LAST] = Tensor("float32", (TOKENS,))
+    if m.text_tower is not None:
+        outputs[names.CLIP_PATCHES] = Tensor("float32", (TOKENS, m.text_tower.width))
     return GraphIO(inputs, outputs)
+
+
+def text_tower(m: Manifest) -> GraphIO:
+    assert m.text_tower is not None, "only a bundle with a text tower has its graph"
+    width = m.text_tower.width
+    return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.TEXT_EMBEDDING: Tensor("float32", (1, width))})
 
 
 def stage(m: Manifest, dialect: str, *, query: bool) -> GraphIO:

@@ -11,9 +11,10 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.bundle.spec.names import DIALECTS, kv_type
 from vtx.runtime.bundle.spec.text_settings import TextSettings
+from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 from vtx.runtime.errors import BundleError
 
-FORMAT = 3
+FORMAT = 4
 MAX_BYTES = 4 << 20
 KV_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"
@@ -55,7 +56,7 @@ class Graphs:
 
     `score` is there where a stage gives its queries. `vision_merges`: the vision graph takes the threshold of window
     merging, one image at a time; `vision_attention`: it says what the class token looks at in the tower's last block in
-    use; `vision_last_attention`: in its very last block.
+    use; `vision_last_attention`: in its very last block. `text_tower` is there where the manifest declares one.
     """
 
     vision: str
@@ -67,12 +68,13 @@ class Graphs:
     vision_merges: bool = False
     vision_attention: bool = False
     vision_last_attention: bool = False
+    text_tower: str | None = None
 
     @property
     def all(self) -> tuple[str, ...]:
         """Every file, once."""
-        scored = (self.score,) if self.score else ()
-        return self.vision, self.embed, *self.stages, self.head, *self.gates, *scored
+        further = tuple(file for file in (self.score, self.text_tower) if file)
+        return self.vision, self.embed, *self.stages, self.head, *self.gates, *further
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class Manifest:
     `variants` are the prebuilt K in rising order and `default_k` the one used when none is asked for
     (None: no withdrawal; "auto": the gates decide). `reductions` are the specs of the methods that it was
     exported for, the first one used when none is asked for. `stages` cut the decoder, `gates` are the K that have
-    one; both hold for every dialect. `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of
+    one; both hold for every dialect. `text_tower` is CLIP's, None where the bundle holds none.
+    `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of
     the bundle but the manifest. `record` says how the bundle was made and is not interpreted.
     """
 
@@ -114,6 +117,7 @@ class Manifest:
     rope: str
     golden: str
     kv_scales: str | None
+    text_tower: TextTowerSpec | None
     image: ImageSettings
     text: TextSettings
     files: dict[str, FileRecord]
@@ -173,6 +177,8 @@ class Manifest:
                     f"vtx.json: dialect {name!r} has {len(graphs.stages)} stages and {len(graphs.gates)} gates, "
                     f"the bundle {len(self.stages)} and {len(self.gates)}; export again"
                 )
+            if (self.text_tower is None) != (graphs.text_tower is None):
+                raise BundleError(f"vtx.json: dialect {name!r}: a text tower and its graph go together; export again")
             if any(stage.query for stage in self.stages) != (graphs.score is not None):
                 raise BundleError(
                     f"vtx.json: dialect {name!r}: stages that give queries and a score graph go together; export again"
@@ -183,6 +189,7 @@ class Manifest:
             check_inside(name)
         used = [self.tokenizer, self.chat_template, self.rope, self.golden]
         used += [self.kv_scales] if self.kv_scales is not None else []
+        used += [self.text_tower.tokenizer] if self.text_tower is not None else []
         for graphs in self.dialects.values():
             used += graphs.all
         for name in used:

@@ -33,6 +33,9 @@ What reductions need stands only in the bundles that were exported for them:
                                                                 gives to the token, mean over heads, in the last
                                                                 block in use), cls_attention_last [tokens] f32 (the
                                                                 same in the tower's very last block)
+    vision   with a text tower                               -> clip_patches [tokens, width] f32, the tokens in the
+                                                                space of the text tower's embeddings
+    text_tower   ids [tokens] int64 by a tokenizer of its own -> text_embedding [1, width] f32
 
 Hidden states are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but
 int8 stands in `ort` graphs only, with a scale for each channel, and other dialects have float16 there:
@@ -77,11 +80,14 @@ MERGED = "merged"
 SIMILARITY = "similarity"
 CLS_ATTENTION = "cls_attention"
 CLS_ATTENTION_LAST = "cls_attention_last"
+CLIP_PATCHES = "clip_patches"
+TEXT_EMBEDDING = "text_embedding"
 VISION_SIGNALS = (
     SIMILARITY,
     CLS_ATTENTION,
     CLS_ATTENTION_LAST,
-)  # outputs of vision graphs that say something of each row, [rows] float32
+    CLIP_PATCHES,
+)  # outputs of vision graphs that say something of each row, [rows] or [rows, width] float32
 
 CLASS_TOKEN = -1  # the patch index of the tower's class token
 GONE, PATCH, WINDOW = -1, 0, 1  # what `merged` says of a token: gone into a window, one patch, a window of nine

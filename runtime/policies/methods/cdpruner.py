@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.bundle.spec.names import CLIP_PATCHES
+from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.count import check_keep, number_to_keep
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
@@ -24,14 +24,16 @@ OFFSET = np.float32(1e-6)  # of the least relevant token, as in the released cod
 class CDPruner(Reduction, Entry):
     """Of each image `keep` tokens enter: those that a determinantal point process picks greedily (CDPruner, MAP).
 
-    Its kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x. The relevance r is the cosine of x with the
-    mean input embedding of the text after the images, scaled to 0..1: the form for models without a text tower of their
-    own (text=embedding). text=none leaves relevance out, so that every question shares one choice. `keep` is a share up
-    to 1, rounded up, or a number of tokens. Tokens enter in the order they have, at positions without gaps.
+    Its kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x. The relevance r, scaled to 0..1, is the
+    cosine of x with the mean input embedding of the text after the images: the form for models without a text tower
+    (text=embedding). With text=tower it is the authors' form for LLaVA: the cosine of patch and question in CLIP's
+    space, its sign turned; of a text in several segments the mean. text=none leaves relevance out, so that every
+    question shares one choice. `keep` is a share up to 1, rounded up, or a number of tokens. Tokens enter in the order
+    they have, at positions without gaps.
     """
 
     keep: float = 0.25
-    text: Literal["embedding", "none", "clip"] = "embedding"
+    text: Literal["embedding", "none", "tower"] = "embedding"
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "192": {"keep": 192.0},
@@ -41,15 +43,13 @@ class CDPruner(Reduction, Entry):
 
     def __post_init__(self) -> None:
         check_keep("cdpruner", self.keep)
-        if self.text == "clip":
-            raise RequestError(
-                "cdpruner: text=clip needs the text tower of the CLIP model whose vision tower this is, and bundles do "
-                "not hold one; use text=embedding, the form for models without it, or text=none"
-            )
+
+    def needs(self) -> Needs:
+        return Needs(text_tower=self.text == "tower")
 
     @property
     def uses_question(self) -> bool:
-        return self.text == "embedding"
+        return self.text != "none"
 
     def entry(self) -> Entry | None:
         return self
@@ -65,9 +65,19 @@ class CDPruner(Reduction, Entry):
         if not self.uses_question:
             return greedy(cosines, count)
         assert question is not None
-        mean: Floats = question.hidden[question.after].mean(0)
-        relevance = scaled(image.rows @ mean / (image.derived[LENGTHS] * _lengths(mean)))
+        relevance = scaled(self._relevance(image, question))
         return greedy(relevance[:, None] * cosines * relevance[None], count)
+
+    def _relevance(self, image: ImageTokens, question: PromptText) -> Floats:
+        if self.text == "tower":
+            assert question.embeddings is not None
+            patches = image.patches.signals[CLIP_PATCHES]
+            lengths = _lengths(patches)[:, None] * _lengths(question.embeddings)
+            turned: Floats = -(patches @ question.embeddings.T / lengths).mean(1)
+            return turned
+        mean: Floats = question.hidden[question.after].mean(0)
+        found: Floats = image.rows @ mean / (image.derived[LENGTHS] * _lengths(mean))
+        return found
 
 
 def cosines_of(rows: Floats) -> Floats:

@@ -191,7 +191,7 @@ class _Recorder:
     ) -> Prompt:
         model, messages = self._model, question.messages
         ids, token = model.prompt_ids(messages, prepared), model.manifest.text.image_token_id
-        text = selecting_text(model.backend, ids, token, policy, after)
+        text = selecting_text(model.backend, ids, token, policy, after, partial(model.embed_question, messages))
         encoders = EncodedImages(model.backend, tuple(prepared)).encoders(policy.entries, text)
         return make_prompt(ids, token, encoders, policy, partial(model.text.prompt, messages))
 

@@ -112,7 +112,7 @@ def ask(
         messages, images = prompt_messages(words, len(seeds)), [random_image(seed) for seed in seeds]
         given = inputs(case, messages, seeds)
         tried = method if share is None else dividing(case.statement, given, method, share)
-        wanted = case.statement.answer(given, tried, STEPS)
+        wanted = case.statement.answer(given, tried, STEPS, words)
         if wanted.margin > 2 * TOLERANCE:
             return Talk(case.model).ask(messages, images, tried, STEPS), wanted
     raise AssertionError("two tokens are too close in every answer")

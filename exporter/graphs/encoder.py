@@ -1,0 +1,80 @@
+"""A block of a CLIP or SigLIP encoder, of patches or of text: attention and two matrices, each behind a layer norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import onnx_ir as ir
+
+from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.builder import Builder
+
+
+class Encoder(Protocol):
+    """The sizes of an encoder's blocks."""
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def ffn(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def activation(self) -> str: ...
+
+
+def block_tensors(e: Encoder, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the weights of the block whose names begin with `p`."""
+    for name in ("layer_norm1", "layer_norm2"):
+        yield f"{p}.{name}.weight", (e.hidden,)
+        yield f"{p}.{name}.bias", (e.hidden,)
+    for name, out, into in (
+        ("self_attn.q_proj", e.hidden, e.hidden),
+        ("self_attn.k_proj", e.hidden, e.hidden),
+        ("self_attn.v_proj", e.hidden, e.hidden),
+        ("self_attn.out_proj", e.hidden, e.hidden),
+        ("mlp.fc1", e.ffn, e.hidden),
+        ("mlp.fc2", e.hidden, e.ffn),
+    ):
+        yield f"{p}.{name}.weight", (out, into)
+        yield f"{p}.{name}.bias", (out,)
+
+
+def build_block(
+    b: Builder,
+    e: Encoder,
+    x: ir.Value,
+    name: str,
+    shape: tuple[int, int, int],
+    seen: ir.Value | None = None,
+    *,
+    causal: bool = False,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """One block on [batch, tokens, hidden], and its q and k.
+
+    `shape` restores that from [batch * tokens, hidden]. `seen`: the tokens that are attended to, None for all;
+    `causal`: a token attends to itself and those before.
+    """
+    q, k, w = projected(b, e, x, name, shape, "qkv")
+    y = b.dialect.tower_attention(b, q, k, w, e.heads, e.hidden // e.heads, seen, causal=causal)
+    y = b.linear(b.reshape(y, -1, e.hidden), f"{name}.self_attn.out_proj", bias=True)
+    x = b.op("Add", x, b.reshape(y, *shape))
+    hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", e.eps), -1, e.hidden)
+    hidden = activate(b, b.linear(hidden, f"{name}.mlp.fc1", bias=True), e.activation)
+    y = b.linear(hidden, f"{name}.mlp.fc2", bias=True)
+    return b.op("Add", x, b.reshape(y, *shape)), q, k
+
+
+def projected(
+    b: Builder, e: Encoder, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
+) -> list[ir.Value]:
+    """The named ones of a block's q, k and v."""
+    hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", e.eps), -1, e.hidden)
+    return [b.reshape(b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in parts]

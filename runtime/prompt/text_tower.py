@@ -1,0 +1,65 @@
+"""A question as CLIP's text tower sees it: its own ids, in segments, to one vector a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
+from vtx.runtime.errors import BundleError
+from vtx.runtime.prompt.text import MAX_TOKENIZER_BYTES, utf8
+from vtx.runtime.prompt.tokenizer import encode, parse_tokenizer
+
+Embeddings = NDArray[np.float32]
+Run = Callable[[NDArray[np.int64]], Embeddings]
+
+
+class TextTower:
+    """The tokenizer and the graph of a bundle's text tower; safe for many threads."""
+
+    def __init__(self, tokenizer: Tokenizer, spec: TextTowerSpec, run: Run) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer, self._spec, self._run = tokenizer, spec, run
+        self._last: tuple[str, Embeddings] | None = None  # a chat asks for its first question at every turn
+
+    @classmethod
+    def load(cls, read: Callable[[str, int], bytes], spec: TextTowerSpec, run: Run) -> TextTower:
+        """Read the tokenizer by `read(name, limit)`, which a bundle has; `run` is the backend's. Raises BundleError."""
+        text = utf8(read(spec.tokenizer, MAX_TOKENIZER_BYTES), spec.tokenizer, BundleError)
+        return cls(parse_tokenizer(text, BundleError), spec, run)
+
+    def embed(self, text: str) -> Embeddings:
+        """One vector [width] for each segment of the text, [segments, width].
+
+        Raises:
+            RequestError: the tokenizer cannot encode the text.
+            BundleError: the tokenizer gives ids that the tower does not have.
+
+        """
+        last = self._last
+        if last is None or last[0] != text:
+            parts = [self._run(np.array(part, np.int64)) for part in self._segments(text)]
+            last = self._last = text, np.concatenate(parts)
+        return last[1]
+
+    def _segments(self, text: str) -> list[list[int]]:
+        """The ids of each segment up to the one that stands for it; later ones are hidden from it anyway."""
+        spec, ids = self._spec, list(encode(self._tokenizer, text, add_special_tokens=True).ids)
+        if not ids or max(ids) >= spec.vocab:
+            raise BundleError(
+                f"{spec.tokenizer} gives token {max(ids, default=None)}, the text tower has {spec.vocab:,} tokens, "
+                "numbered from 0; export again with the tokenizer that belongs to it"
+            )
+        parts = [ids[start : start + spec.max_tokens] for start in range(0, len(ids), spec.max_tokens)]
+        return [part[: pooled(part, spec.end_id) + 1] for part in parts]
+
+
+def pooled(ids: Sequence[int], end_id: int | None) -> int:
+    """Which of `ids` stands for them all: the first end token, else the first token; without one the highest id."""
+    if end_id is None:
+        return ids.index(max(ids))
+    return ids.index(end_id) if end_id in ids else 0
