@@ -16,7 +16,7 @@ from benchmarks.peers.contract import TORCH, Precision, Result, Work
 from benchmarks.peers.worker import MARK
 
 US = "vtx"
-RIVALS = (US, "transformers", "openvino", "llamacpp", "ortgenai")
+RIVALS = (US, "transformers", "openvino", "openvino_cdpruner", "llamacpp", "ortgenai")
 USUAL = (US, f"{US}/9", *RIVALS[1:])  # the checkpoint made by default has 16 layers
 KINDS = {"f16": "bf16", "q8_0": "int8", "q4_0": "int4"}  # what a rival's own word is compared with
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +60,11 @@ class Contender:
     def module(self) -> Any:
         return importlib.import_module(f"benchmarks.peers.rivals.{self.rival}")
 
+    @property
+    def converted(self) -> str:
+        """The rival whose environment and conversion it uses, itself as a rule."""
+        return getattr(self.module, "SAME_AS", self.rival)
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -72,10 +77,10 @@ class Places:
     def python(self, contender: Contender) -> Path:
         if not contender.module.REQUIREMENTS:
             return Path(sys.executable)
-        return self.venvs / f"peers-{contender.rival}" / "bin" / "python"
+        return self.venvs / f"peers-{contender.converted}" / "bin" / "python"
 
     def model(self, contender: Contender) -> Path:
-        return self.work / f"{contender.rival}-{contender.stored}"
+        return self.work / f"{contender.converted}-{contender.stored}"
 
 
 def contenders(words: Sequence[str]) -> list[Contender]:

@@ -124,6 +124,7 @@ class Rival(Protocol):
 
     REQUIREMENTS are pip's arguments, a tuple a call; empty: this environment serves. TORCH stands for the torch that
     the user chose. PACKAGES are those whose versions are shown. NOTE says how its workload differs, where it does.
+    SAME_AS, where it has one, names the rival whose environment and conversion it uses.
     """
 
     PRECISIONS: tuple[str, ...]

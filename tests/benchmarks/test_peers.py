@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from benchmarks.peers import contenders, contract, summary, table, workload
 from benchmarks.peers.contenders import Contender, PeerError, Places
+from benchmarks.peers.rivals import openvino_cdpruner
 from benchmarks.peers.rivals.llamacpp import gguf_files
 from benchmarks.peers.worker import MARK
 
@@ -145,6 +146,33 @@ def test_a_k_goes_with_one_precision_or_with_all_of_them_beside_the_whole() -> N
     every = [c for c in contenders.contenders([]) if c.rival == "vtx"]
     assert len(every) == 2 * len(Contender("vtx", "").module.PRECISIONS)
     assert [c.k for c in every] == [None, 9] * (len(every) // 2)
+
+
+class Pipeline:
+    """OpenVINO GenAI's, of a model that is pruned or not; what it was asked with."""
+
+    def __init__(self, *, prunes: bool) -> None:
+        self.prunes, self.asked = prunes, list[tuple[int, int]]()
+
+    def ask(self, question: Any, new_tokens: int, pruning_ratio: int = 0) -> contract.Answer:
+        self.asked.append((new_tokens, pruning_ratio))
+        return contract.Answer((int(self.prunes and pruning_ratio > 0),) * new_tokens, (1.0,) * new_tokens)
+
+
+def test_a_pruner_that_prunes_nothing_is_no_contender() -> None:
+    idle = openvino_cdpruner.Loaded(Pipeline(prunes=False))
+    with pytest.raises(ValueError, match="takes pruning_ratio=78 and prunes nothing of this model"):
+        idle.ask(None, 2)  # type: ignore[arg-type]
+    pipeline = Pipeline(prunes=True)
+    able = openvino_cdpruner.Loaded(pipeline)
+    assert [able.ask(None, count).ids for count in (2, 3)] == [(1, 1), (1, 1, 1)]  # type: ignore[arg-type]
+    assert pipeline.asked == [(2, 78), (16, 78), (16, 0), (3, 78)]
+
+
+def test_a_rival_with_other_settings_uses_the_conversion_of_the_first(tmp_path: Path) -> None:
+    places = Places(tmp_path, tmp_path / "work", "torch")
+    pair = [Contender(rival, "int8") for rival in ("openvino", "openvino_cdpruner")]
+    assert len({places.model(c) for c in pair}) == len({places.python(c) for c in pair}) == 1
 
 
 def test_every_rival_offers_the_interface() -> None:

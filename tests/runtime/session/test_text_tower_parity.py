@@ -79,7 +79,7 @@ def backends(case: Case) -> dict[str, Model]:
 @pytest.mark.parametrize("words", [*QUESTIONS, LONG, "?", "a<|endoftext|>b"])
 def test_the_text_tower_gives_transformers_embeddings(made: ClipCase, words: str) -> None:
     wanted = made.clip.texts(words).numpy()
-    assert len(wanted) == 1 + (len(words) > 60)
+    assert len(wanted) == (3 if words == LONG else 1)
     for name, model in backends(made.case).items():
         np.testing.assert_allclose(model.embed_question(prompt_messages(words)), wanted, atol=2e-5, err_msg=name)
 
@@ -95,16 +95,15 @@ def test_patches_stand_in_clips_space_as_clips_own_vision_tower_has_them(made: C
 def test_a_segment_without_an_end_is_pooled_where_transformers_pools_it(made: ClipCase) -> None:
     """The first segment of a long text has no end token: CLIP then takes its first token, which saw nothing."""
     long, other = (made.clip.texts(words) for words in (LONG, f"red {LONG}"))
-    assert len(long) == len(other) == 2
+    assert 2 * SEGMENT < len(made.clip.tokenizer(LONG).input_ids) < 3 * SEGMENT
     torch.testing.assert_close(long[0], other[0])
-    assert not torch.allclose(long[1], other[1])
-    assert SEGMENT < len(made.clip.tokenizer(LONG).input_ids) < 2 * SEGMENT
+    assert not torch.allclose(long[2], other[2])
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [2, 20, 60])
+@pytest.mark.parametrize("keep", [2, 20, 45])
 def test_ids_tokens_kept_and_logits_at_every_budget(case: Case, keep: int) -> None:
     found, wanted = ask(case, Method(cdpruner=(keep, "tower")))
     equal(found, wanted)
