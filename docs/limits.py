@@ -55,6 +55,7 @@ TABLES = [
         ("`engines.json`", "runtime.bundle.fingerprint", "MAX_BYTES", "bytes"),
         ("Any size of the model", "runtime.bundle.spec.model_spec", "MAX_SIZE", ""),
         ("Layers", "runtime.bundle.spec.model_spec", "MAX_LAYERS", "layers"),
+        ("Segment of a question in CLIP's text tower", "runtime.bundle.spec.text_tower", "MAX_SEGMENT", "tokens"),
         ("Side of what a vision tower takes", "runtime.bundle.spec.image_settings", "MAX_INPUT_SIDE", "pixels"),
         ("`chat_template.jinja`", "runtime.prompt.text", "MAX_TEMPLATE_BYTES", "bytes"),
         ("Header of `rope.safetensors`", "runtime.bundle.tensors.rope", "MAX_HEADER", "bytes"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_SIZE
 from vtx.runtime.errors import BundleError
 
-MAX_SIZE = (1 << 31) - 1
-MAX_TOKENS = 1 << 12  # of one segment; CLIP has 77
-MAX_LAYERS = 512
+MAX_SEGMENT = 1 << 12  # ids; CLIP has 77
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class TextTowerSpec:
                 raise BundleError(f"vtx.json: text_tower.{field.name} is outside {least}..{MAX_SIZE}; export again")
             if isinstance(value, float) and not 0 < value < math.inf:
                 raise BundleError(f"vtx.json: text_tower.{field.name} is {value}, not a positive number; export again")
-        if self.max_tokens > MAX_TOKENS or self.layers > MAX_LAYERS or self.hidden % self.heads:
+        if self.max_tokens > MAX_SEGMENT or self.layers > MAX_LAYERS or self.hidden % self.heads:
             raise BundleError(
                 f"vtx.json: a text tower of {self.layers} layers, {self.hidden} wide with {self.heads} heads, for "
                 f"{self.max_tokens} tokens is not one; export again"
