@@ -18,7 +18,7 @@ from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.commands.plan import plan
-from vtx.runtime.terminal.console import command, note, require_signature_option, say, table
+from vtx.runtime.terminal.console import command, note, require_signature_option, say, say_json, table
 from vtx.runtime.terminal.depth import DepthType
 from vtx.runtime.terminal.last import last_bundle
 
@@ -122,7 +122,7 @@ def run(
         streams = _streams(conversation, questions, k, options, reduce, chat=chat)
         for number, (question, stream) in enumerate(zip(questions, streams, strict=True)):
             if as_json:
-                _print_json({"question": question, **source, **stream.read().to_dict()})
+                say_json({"question": question, **source, **stream.read().to_dict()})
             else:
                 _show(stream, before="" if number else _where(model, folder, automatic=device == "auto"))
             answers.append(stream.answer.stats)
@@ -146,12 +146,6 @@ def _where(model: Model, folder: Path, *, automatic: bool) -> str:
     device = f"{backend.device} (auto)" if automatic else backend.device
     where = f"bundle: {folder}; device: {device}; weights: {precision}; arithmetic: {backend.compute}"
     return "\n".join([where, *about(model.manifest.model.name)])
-
-
-def _print_json(value: object) -> None:
-    import json
-
-    click.echo(json.dumps(value, ensure_ascii=False))
 
 
 def _streams(
@@ -208,7 +202,7 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
         Bundle.open(last_bundle(bundle), key=PublicKey.load(require_signature) if require_signature else None)
     )
     if as_json:
-        _print_json(facts)
+        say_json(facts)
         return
     from vtx.runtime.units import size
 

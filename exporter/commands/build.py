@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vtx.exporter.commands.options import bundle_option
-from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 from vtx.runtime.terminal.last import last_bundle
 
 if TYPE_CHECKING:
+    from vtx.exporter.tensorrt.build import EngineOutcome
     from vtx.exporter.tensorrt.lint import LintFinding
     from vtx.exporter.tensorrt.targets import Target
     from vtx.runtime.bundle.bundle import Bundle
@@ -32,7 +34,7 @@ DEFAULT_TARGET = "this"
     help="Machines to build for. Engines for RTX cards are built anywhere, others on the machine that runs them.",
 )  # fmt: skip
 @click.option("--dialect", help="Graphs to build from [default: by the target's TensorRT].")
-@click.option("--workspace", type=click.IntRange(min=1), metavar="MB", help="Device memory for the builder's kernels.")
+@click.option("--workspace", type=click.IntRange(min=1), metavar="MiB", help="Device memory for the builder's kernels.")
 @click.option(
     "--timing-cache", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Kernel timings, read and written: the next build is faster. Not for RTX, which measures no kernels.",
@@ -40,6 +42,7 @@ DEFAULT_TARGET = "this"
 @click.option(
     "--check", is_flag=True, help="Check the graphs against the rules of the target's TensorRT; build nothing."
 )
+@click.option("--json", "as_json", is_flag=True, help="The engines, or with --check the findings, as one JSON object.")
 @click.option("--force", is_flag=True, help="Build even if the free memory looks too small.")
 @click.option(
     "--sign", type=click.Path(path_type=Path), metavar="KEY",
@@ -47,7 +50,7 @@ DEFAULT_TARGET = "this"
 )  # fmt: skip
 def build(
     bundle: str | None, targets: list[str], dialect: str | None, workspace: int | None, timing_cache: Path | None,
-    check: bool, force: bool, sign: Path | None,
+    check: bool, as_json: bool, force: bool, sign: Path | None,
 ) -> None:  # fmt: skip
     """Build TensorRT engines from a bundle's graphs, into its engines/ directory."""
     end_on_sigterm()
@@ -63,23 +66,34 @@ def build(
     for target in known:
         check_libraries(target, building=not check)
     if check:
-        _check(opened, known, dialect)
+        _check(opened, known, dialect, as_json=as_json)
         return
+    built = {}
     for target in known:
-        _build(opened, target, dialect=dialect, workspace=workspace, timing_cache=timing_cache, key=key, force=force)
+        built[target.name] = _build(
+            opened, target, dialect=dialect, workspace=workspace, timing_cache=timing_cache, key=key, force=force
+        )
+    if as_json:
+        say_json({"bundle": str(opened.folder), "engines": {name: _facts(made) for name, made in built.items()}})
+        return
+    for name, made in built.items():
+        _show_engines(f"engines for {name}", made)
 
 
-def _check(bundle: Bundle, targets: list[Target], dialect: str | None) -> None:
+def _check(bundle: Bundle, targets: list[Target], dialect: str | None, *, as_json: bool) -> None:
     from vtx.exporter.tensorrt.lint import lint_bundle
     from vtx.runtime.errors import BundleError
 
-    count = 0
+    found = {}
     for target in targets:
         written = dialect or target.release.dialect
         findings = lint_bundle(bundle, written, target.release)
-        _show_findings(f"{written} on {target.machine}, {target.release.name}", findings)
-        count += len(findings)
-    if count:
+        found[target.name] = [asdict(finding) for finding in findings]
+        if not as_json:
+            _show_findings(f"{written} on {target.machine}, {target.release.name}", findings)
+    if as_json:
+        say_json({"bundle": str(bundle.folder), "findings": found})
+    if count := sum(map(len, found.values())):
         raise BundleError(f"{count} findings, see above; build from the dialect that is named there")
 
 
@@ -106,7 +120,8 @@ def _build(
     timing_cache: Path | None,
     key: SigningKey | None,
     force: bool,
-) -> None:
+) -> list[EngineOutcome]:
+    """Build the engines of one target, with a bar."""
     from vtx.exporter.tensorrt import build as engines
     from vtx.exporter.tensorrt.targets import load_tensorrt
     from vtx.runtime.errors import RequestError
@@ -123,11 +138,27 @@ def _build(
         engines.check_memory(plan)
     note(f"predicted: {size(plan.memory)} of memory at the peak, {len(plan.jobs)} engines for {target.machine}")
     with bar() as report:
-        outcomes = list(engines.build_engines(plan, report))
+        return list(engines.build_engines(plan, report))
+
+
+def _facts(outcomes: list[EngineOutcome]) -> list[dict[str, Any]]:
+    """Of each engine its file, sizes in bytes, and what building it took; None where it was kept."""
+    return [
+        {
+            "file": o.record.file, "weights_bytes": o.job.weights, "bytes": o.record.bytes,
+            "seconds": o.built and o.built.seconds, "memory_bytes": o.built and o.built.memory,
+        }
+        for o in outcomes
+    ]  # fmt: skip
+
+
+def _show_engines(title: str, outcomes: list[EngineOutcome]) -> None:
+    from vtx.runtime.units import size
+
     rows = [
         [o.record.file, size(o.job.weights), size(o.record.bytes), *(
             ["kept", ""] if o.built is None else [f"{o.built.seconds:.1f} s", size(o.built.memory)]
         )]
         for o in outcomes
     ]  # fmt: skip
-    table(f"{plan.folder}, {release.name}", ["engine", "weights", "size", "time", "peak memory"], rows)
+    table(title, ["engine", "weights", "size", "time", "peak memory"], rows)

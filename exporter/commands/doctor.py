@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from vtx.exporter.commands.options import compute_option, device_option
 from vtx.runtime.errors import BundleError, DeviceError
-from vtx.runtime.terminal.console import bar, command, note, require_signature_option, table
+from vtx.runtime.terminal.console import bar, command, note, require_signature_option, say_json, table
 
 if TYPE_CHECKING:
     from vtx.exporter.estimate.fits import Fits
@@ -73,7 +72,7 @@ def _machine(*, as_json: bool) -> None:
     report = look_at_machine()
     fits = [] if report.problems else fits_here(report.device, report.cpu_device)
     if as_json:
-        _print_json({**report.to_dict(), "fits": [entry.to_dict() for entry in fits]})
+        say_json({**report.to_dict(), "fits": [entry.to_dict() for entry in fits]})
     else:
         _show_machine(report, fits)
     if report.problems:
@@ -102,7 +101,7 @@ def _bundle(
     _check_files(folder, require_signature, as_json=as_json)
     report = check_bundle(folder, device, compute, require_signature)
     if as_json:
-        _print_json({**report.to_dict(), "altered": []})
+        say_json({**report.to_dict(), "altered": []})
     else:
         _show_bundle(report)
     if report.failed:
@@ -132,7 +131,7 @@ def _check_traces(
     with bar() as progress:
         report = check_traces(folder, given, device, compute, signature, partial(progress, "cases"))
     if as_json:
-        _print_json(report.to_dict())
+        say_json(report.to_dict())
     else:
         table(f"{given} against {report.device}", ["case", "difference", "limit", "", ""], _rows(report))
     if report.failed:
@@ -155,7 +154,7 @@ def _check_files(folder: str, require_signature: Path | None, *, as_json: bool) 
         note(problem)
     if altered:
         if as_json:
-            _print_json({"bundle": str(opened.folder), "altered": altered})
+            say_json({"bundle": str(opened.folder), "altered": altered})
         raise BundleError(f"{len(altered)} of {len(opened.manifest.files)} files are not as exported; export again")
     return opened
 
@@ -168,7 +167,7 @@ def _compare(folder: str, compare: str, require_signature: Path | None, *, as_js
     graphs = list(comparison.compare(bundle, *sources))
     first = comparison.first_difference(graphs)
     if as_json:
-        _print_json({"bundle": str(bundle.folder), **comparison.to_dict(sources, graphs)})
+        say_json({"bundle": str(bundle.folder), **comparison.to_dict(sources, graphs)})
     else:
         rows = [[graph.graph, *_difference(graph.worst)] for graph in graphs]
         title = (
@@ -198,7 +197,3 @@ def _rows(report: BundleReport) -> list[list[str]]:
 def _show_bundle(report: BundleReport) -> None:
     click.echo(f"checksums: all {report.files} files are as exported")
     table("against the plain PyTorch reference", ["quantity", "difference", "limit", "", ""], _rows(report))
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))

@@ -14,7 +14,7 @@ from vtx.exporter.commands.calibrate import calibrated
 from vtx.exporter.commands.libraries import exporter
 from vtx.exporter.commands.options import precision_type
 from vtx.runtime.bundle.spec.names import DIALECTS
-from vtx.runtime.terminal.console import command, end_on_sigterm, note
+from vtx.runtime.terminal.console import command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.depth import Depth, DepthType
 from vtx.runtime.terminal.last import home, remember, remembered
 
@@ -115,6 +115,7 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     "--max-memory", callback=_bytes, metavar="SIZE", help="Refuse an export that is expected to need more, as 2GB."
 )
 @click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
+@click.option("--json", "as_json", is_flag=True, help="What vtx-inspect --json says of the bundle, on stdout.")
 @click.option(
     "--sign", type=click.Path(path_type=Path), metavar="KEY",
     help="Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
@@ -123,8 +124,8 @@ def export(
     model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
     gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
-    retain: float | None, max_memory: int | None, force: bool, activation_aware: bool, sign: Path | None,
-    text_tower: str | None,
+    retain: float | None, max_memory: int | None, force: bool, as_json: bool, activation_aware: bool,
+    sign: Path | None, text_tower: str | None,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
@@ -157,7 +158,12 @@ def export(
         note(f"warning: {warning}")
     library.check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
-    export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), key, force=force)
+    made = export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), key, force=force)
+    if as_json:
+        from vtx.runtime.bundle.bundle import Bundle
+        from vtx.runtime.report.inspect import describe
+
+        say_json(describe(Bundle.open(made)))
 
 
 def _retain(tokens: float, calibration: str | None, *, demo: bool) -> Retain:

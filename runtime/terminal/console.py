@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -61,6 +62,11 @@ def note(message: str) -> None:
 def say(text: str, *, line: bool = True) -> None:
     """Print text that names or models chose: a terminal gets it without escape sequences, a pipe or a file as it is."""
     click.echo(printable(text) if sys.stdout.isatty() else text, nl=line)
+
+
+def say_json(value: object) -> None:
+    """Print one JSON object on a line of its own."""
+    click.echo(json.dumps(value, ensure_ascii=False))
 
 
 def _let_go_of_stdout() -> None:

@@ -398,6 +398,22 @@ def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
     assert made.name == f"vtx-{tiny_checkpoint().name}-k3-fp16"
 
 
+def test_an_export_gives_as_json_what_inspect_gives(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    out = tmp_path / "b"
+    result = invoke("export", "--model", tiny_checkpoint(), "--k", "3", "--precision", "fp32", "--out", out, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == json.loads(invoke("inspect", out, "--json").stdout)
+
+
+def test_a_check_of_graphs_gives_its_findings_as_json(bundle: Path) -> None:
+    words = ["build", "--bundle", bundle, "--check", "--json", "--target", "jetson-orin"]
+    assert json.loads(invoke(*words).stdout)["findings"] == {"jetson-orin": []}
+    wrong = invoke(*words, "--dialect", "trt")  # which the Jetson's TensorRT 10.3 does not read
+    assert wrong.exit_code == 1
+    findings = json.loads(wrong.stdout)["findings"]["jetson-orin"]
+    assert {"graph", "node", "rule", "problem"} <= set(findings[0])
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
