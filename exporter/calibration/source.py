@@ -20,9 +20,9 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
-from vtx.runtime.bundle.strict import plain
 from vtx.runtime.errors import BundleError
 from vtx.runtime.prompt.text import Text
+from vtx.runtime.strict import plain
 
 Report = Callable[[str, int, int], None]
 

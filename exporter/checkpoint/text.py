@@ -18,6 +18,7 @@ from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
 from vtx.runtime.bundle.spec.text_settings import MAX_ID, TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, utf8
+from vtx.runtime.strict import Strict
 
 LIMITS = Limits()
 _CURE = "get the checkpoint from somebody you trust, or give another template with vtx-export --chat-template FILE"
@@ -60,7 +61,7 @@ def read_text(
             "template": template,
         }
         resolved = _resolved(request, limits, f"the tokenizer or the chat template of {folder.name or folder}")
-    return resolved["tokenizer"], template, TextSettings.from_dict(resolved["settings"])
+    return resolved["tokenizer"], template, Strict().read(TextSettings, resolved["settings"], "text")
 
 
 def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Limits = LIMITS) -> str:

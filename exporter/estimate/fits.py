@@ -8,10 +8,10 @@ from typing import Any
 
 from vtx.exporter.estimate.plan import Workload, make_plan
 from vtx.exporter.estimate.sizes import KNOWN, ModelSize
-from vtx.profiles import Profile, load_profile
 from vtx.runtime.backends.memory import EXPANDED, KEPT
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
+from vtx.runtime.host.profiles import Profile, load_profile
 
 PRECISIONS = ("fp16", "int8", "int4")
 WORK = (64, 256)  # text tokens beside one image, and tokens of the answer

@@ -31,10 +31,10 @@ from vtx.exporter.estimate.weights import (
     vision_weights,
 )
 from vtx.exporter.weights.precision import Precisions
-from vtx.profiles import Figure, Profile, ProfileError, load_profile
 from vtx.runtime.backends.memory import EXPANDED, RUN_BASE
 from vtx.runtime.bundle.spec.manifest import KV_BYTES, PRECISIONS
 from vtx.runtime.errors import RequestError
+from vtx.runtime.host.profiles import Figure, Profile, load_profile
 
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
 BANDWIDTH_EFFICIENCY = 0.7  # share of the bandwidth that weights and caches are read at
@@ -169,10 +169,7 @@ def find_profile(name: str) -> Profile:
         RequestError: no such profile, or its file is damaged; the message lists the known ones.
 
     """
-    try:
-        return load_profile(name)
-    except ProfileError as e:
-        raise RequestError(str(e)) from e
+    return load_profile(name)
 
 
 def spread_ks(layers: int) -> tuple[int | None, ...]:

@@ -20,9 +20,9 @@ from vtx.runtime.bundle.files import digest
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.seal import read_sealed
 from vtx.runtime.bundle.spec.manifest import check_inside
-from vtx.runtime.bundle.strict import Strict, write_json
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.gpu import Gpu
+from vtx.runtime.strict import Strict, write_json
 
 FOLDER = "engines"
 RECORD = "engines.json"

@@ -6,8 +6,8 @@ from vtx.runtime.bundle import remake
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.spec import interface
 from vtx.runtime.bundle.spec.manifest import FORMAT, Manifest
-from vtx.runtime.bundle.strict import Strict, plain, write_json
 from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import Strict, plain, write_json
 
 INTERFACE = "interface"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vtx.profiles import load_profile, profile_names
 from vtx.runtime.host.gpu import Gpu, find_gpus
+from vtx.runtime.host.profiles import load_profile, profile_names
 
 MAX_FILE = 16 << 20  # of a system file; the list of Debian packages is the largest
 # The major release of Linux for Tegra that each JetPack stands on (NVIDIA's JetPack archive).

@@ -16,8 +16,8 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.bundle.strict import Strict, plain
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.strict import Strict, plain
 from vtx.runtime.vision.fit import fitted
 from vtx.runtime.vision.layouts.anyres import Anyres
 from vtx.runtime.vision.layouts.single import Single

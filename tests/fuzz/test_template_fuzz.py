@@ -14,10 +14,11 @@ from tests.runtime.prompt.test_template import EXPRESSIONS
 from tests.runtime.prompt.test_text import make_settings, make_tokenizer
 from vtx.exporter.checkpoint.confined import Limits, confine
 from vtx.runtime.errors import CheckpointError
+from vtx.runtime.strict import plain
 
 BATCH = 20  # templates a child
 LIMITS = Limits(memory=2 << 30, cpu_seconds=60)
-SETTINGS = make_settings(make_tokenizer("first")).to_dict()
+SETTINGS = plain(make_settings(make_tokenizer("first")))
 SOURCES = sorted([*REGULAR.values(), *(template for template, _ in IRREGULAR.values())])
 SNIPPETS = (
     *(

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.bundle.strict import Strict
 from vtx.runtime.bundle.vtx_json import INTERFACE
 from vtx.runtime.bundle.vtx_json import write_manifest as to_text
 from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import Strict
 
 if TYPE_CHECKING:
     from vtx.exporter.bundling.options import ExportOptions

@@ -17,6 +17,7 @@ from vtx.runtime.errors import TemplateError, VtxError
 from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.template import ChatTemplate
+from vtx.runtime.strict import Strict
 
 
 def render(request: dict[str, Any]) -> str:
@@ -69,7 +70,7 @@ def _resolve(content: str, image_id: int, template: str) -> str:
 
 def hold_templates(request: dict[str, Any]) -> list[str]:
     """Of each template: "forms" where it has some that give every chat as it does, "none", or what refuses it."""
-    made = TextSettings.from_dict(request["settings"])
+    made = Strict().read(TextSettings, request["settings"], "text")
     return [
         _outcome(lambda template=template: _hold(template, request["chats"], made)) for template in request["templates"]
     ]

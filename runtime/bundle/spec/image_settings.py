@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 from vtx.runtime.errors import BundleError
@@ -58,22 +57,6 @@ class ImageSettings:
     def _output(self) -> tuple[int, int]:
         edge = self.crop or self.resize
         return edge if isinstance(edge, tuple) else (cast(int, edge), cast(int, edge))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ImageSettings:
-        """Read what `to_dict` wrote; BundleError for unknown or missing keys and for bad values."""
-        if not isinstance(values, Mapping):
-            raise BundleError("image settings are not a JSON object; export the bundle again")
-        names = {field.name for field in fields(cls)}
-        if odd := names.symmetric_difference(values):
-            raise BundleError(f"image settings have unknown or missing keys: {sorted(map(repr, odd))[:4]}")
-        tuples: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**tuples)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, lists for tuples."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _numbers(values: Any, count: int, low: float, high: float, *, whole: bool = False) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.bundle.strict import plain
 from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import plain
 
 # How K and V of a stage are kept: one buffer that a graph reads and writes, or an output that is the next input.
 CACHES = {"ort": "in place", "trt": "in place", "plain": "grows"}

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vtx.runtime.bundle.strict import later
 from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import later
 
 MAX_LAYERS = 512
 MAX_SIZE = (1 << 31) - 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 from vtx.runtime.errors import BundleError
 
@@ -12,7 +11,6 @@ START, REPLY, END = "start", "reply", "end"
 ROLES = ("system", "user", "assistant")
 SIDES = ("none", "left", "right", "both")
 MAX_ID = (1 << 24) - 1
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +58,6 @@ class PromptForms:
     def __post_init__(self) -> None:
         sound = isinstance(self.joins, Mapping) and all(isinstance(join, str) for join in self.joins.values())
         _require(sound, "forms.joins", "an object of strings")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PromptForms:
-        """Forms as the manifest holds them. Raises `BundleError` on unknown, missing or wrong keys."""
-        _check_names(cls, values)
-        contents = values["contents"]
-        _require(isinstance(contents, Mapping), "forms.contents", "an object")
-        return cls({role: _build(ContentForm, form) for role, form in contents.items()}, values["joins"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,42 +112,10 @@ class TextSettings:
         _require(isinstance(control, Mapping) and all(map(_is_id, control.values())), "control_tokens", "ids by text")
         _require((self.forms is None) == (self.no_forms is not None), "no_forms", "null if and only if there are forms")
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TextSettings:
-        """Settings as the manifest holds them. Raises `BundleError` on unknown, missing or wrong keys."""
-        _check_names(cls, values)
-        lists: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
-        bound, forms = values["length_bound"], values["forms"]
-        lists["length_bound"] = None if bound is None else _build(LengthBound, bound)
-        lists["forms"] = None if forms is None else PromptForms.from_dict(forms)
-        return cls(**lists)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON can hold them."""
-        values = asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
     def variables(self) -> dict[str, str]:
         """The special tokens by the names that templates use."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-
-def _build(kind: type[T], values: Any) -> T:
-    _check_names(kind, values)
-    return kind(**values)
-
-
-def _check_names(kind: type[Any], values: Any) -> None:
-    names = {field.name for field in fields(kind)}
-    if not isinstance(values, Mapping) or set(values) != names:
-        given = set(values) if isinstance(values, Mapping) else set()
-        raise BundleError(
-            f"the manifest's text settings lack {sorted(names - given)} and have {sorted(map(str, given - names))} "
-            "that this version does not know; export the bundle again"
-        )
 
 
 def _require(holds: bool, name: str, wanted: str) -> None:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, write_safetensors
-from vtx.runtime.bundle.strict import Strict, write_json
 from vtx.runtime.errors import RequestError
+from vtx.runtime.strict import Strict, write_json
 
 FORMAT = 1
 INDEX, IMAGES = "traces.json", "images.safetensors"

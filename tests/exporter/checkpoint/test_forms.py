@@ -22,6 +22,7 @@ from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.text import Text
+from vtx.runtime.strict import Strict, plain
 
 DEMO = Path(__file__).parents[3] / "exporter" / "demo_model" / "chat_template.jinja"
 LLAMA2 = (
@@ -183,7 +184,7 @@ def test_what_the_forms_do_not_cover_goes_to_the_template() -> None:
 
 def test_forms_survive_the_manifest() -> None:
     for made in FORMS.values():
-        assert TextSettings.from_dict(made.to_dict()) == made
+        assert Strict().read(TextSettings, plain(made), "text") == made
 
 
 def test_with_forms_jinja2_is_not_imported() -> None:
@@ -192,13 +193,14 @@ import json, sys
 from tokenizers import Tokenizer
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.prompt.text import Text
+from vtx.runtime.strict import Strict
 tokenizer, template, settings = json.load(sys.stdin)
-text = Text(Tokenizer.from_str(tokenizer), template, TextSettings.from_dict(settings))
+text = Text(Tokenizer.from_str(tokenizer), template, Strict().read(TextSettings, settings, "text"))
 text.prompt([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what </s> is this?"}]}], 4)
 print("jinja2" in sys.modules)
 """
     for made, expected in ((FORMS["vicuna"], "False"), (without_forms(FORMS["vicuna"]), "True")):
-        values: list[Any] = [make_tokenizer("first").to_str(), VICUNA, made.to_dict()]
+        values: list[Any] = [make_tokenizer("first").to_str(), VICUNA, plain(made)]
         child = subprocess.run(
             [sys.executable, "-c", code], input=json.dumps(values), capture_output=True, text=True, check=True
         )

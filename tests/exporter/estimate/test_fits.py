@@ -7,10 +7,10 @@ from pathlib import Path
 from vtx.exporter.estimate.fits import EXPORTED, PRECISIONS, WORK, Fit, fits_here, what_fits
 from vtx.exporter.estimate.plan import Workload, make_plan
 from vtx.exporter.estimate.sizes import KNOWN
-from vtx.profiles import load_profile, profile_names
 from vtx.runtime.backends.memory import KEPT
 from vtx.runtime.host.device import Device, Jetson
 from vtx.runtime.host.gpu import Gpu
+from vtx.runtime.host.profiles import load_profile, profile_names
 
 ORIN = load_profile("agx-orin-64")
 

@@ -19,11 +19,11 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.estimate.plan import Workload, find_profile, make_plan, spread_ks
 from vtx.exporter.estimate.sizes import KNOWN, ModelSize, bundle_size, find_size
 from vtx.exporter.estimate.weights import all_weights, precisions_of, resident, stored_bytes
-from vtx.profiles import Figure
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import CheckpointError, RequestError
+from vtx.runtime.host.profiles import Figure
 from vtx.runtime.report.inspect import kv_bytes
 
 Make = Callable[..., Path]

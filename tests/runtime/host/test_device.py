@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vtx.profiles import load_profile, profile_names
 from vtx.runtime.host.device import recognise, swap
 from vtx.runtime.host.gpu import find_gpu
+from vtx.runtime.host.profiles import load_profile, profile_names
 
 RELEASE = "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64, DATE: Wed Jan  8 2025\n"
 STATUS = """Package: nvidia-jetpack

@@ -23,6 +23,7 @@ from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, TemplateError
 from vtx.runtime.prompt.messages import MAX_TEXT, Message
 from vtx.runtime.prompt.text import Text
+from vtx.runtime.strict import Strict, plain
 
 ROWS = 4  # what a 28 x 28 picture in 14 x 14 patches gives
 SENTENCE = "what is this the a cat picture of Hello world USER ASSISTANT system user assistant"
@@ -423,7 +424,7 @@ def test_half_a_character_shows_only_at_the_end() -> None:
 
 def test_settings_survive_the_manifest() -> None:
     settings = make_settings(make_tokenizer("first"), end_ids=(2, 7))
-    assert TextSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert Strict().read(TextSettings, json.loads(json.dumps(plain(settings))), "text") == settings
 
 
 @pytest.mark.parametrize(
@@ -440,11 +441,11 @@ def test_settings_survive_the_manifest() -> None:
     ],
 )
 def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
-    values = make_settings(make_tokenizer("first")).to_dict()
-    with pytest.raises(BundleError, match="export the bundle again"):
-        TextSettings.from_dict({**values, **change})
-    with pytest.raises(BundleError, match="lack"):
-        TextSettings.from_dict({"image_token": "<image>"})
+    values = plain(make_settings(make_tokenizer("first")))
+    with pytest.raises(BundleError, match=r"export (the bundle )?again"):
+        Strict().read(TextSettings, {**values, **change}, "text")
+    with pytest.raises(BundleError, match="is missing"):
+        Strict().read(TextSettings, {"image_token": "<image>"}, "text")
 
 
 BROKEN = {

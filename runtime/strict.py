@@ -25,7 +25,7 @@ class Strict:
     cure: str = DAMAGED
 
     def read(self, kind: type[T], data: Any, where: str) -> T:
-        """`data`, as JSON gives it, as the dataclass `kind`; a class with `from_dict` reads itself.
+        """`data`, as JSON gives it, as the dataclass `kind`.
 
         Every field but those marked `later` must be there, and no other key. A tuple is a list in JSON, a float
         may be a whole number.
@@ -36,8 +36,6 @@ class Strict:
         """
         if not isinstance(data, dict):
             raise self.error(f"{where} is {type(data).__name__}, not an object; {self.cure}")
-        if hasattr(kind, "from_dict"):
-            return cast(T, cast(Any, kind).from_dict(data))
         hints = typing.get_type_hints(kind)
         unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data) - set(_later(kind)))
         if unknown or missing:
@@ -84,8 +82,6 @@ class Strict:
 
 def plain(value: Any) -> Any:
     """A dataclass as JSON holds it: objects, lists and scalars."""
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
     if dataclasses.is_dataclass(value):
         values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         unused = {name for name, default in _later(type(value)).items() if values[name] == default}

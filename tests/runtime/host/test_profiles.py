@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 
-from vtx.profiles import Profile, ProfileError, load_profile, parse_profile, profile_names
+from vtx.runtime.host.profiles import Profile, ProfileError, load_profile, parse_profile, profile_names
 
 WANTED = {
     "orin-nano-4", "orin-nano-8", "orin-nx-8", "orin-nx-16", "agx-orin-32", "agx-orin-64", "agx-thor", "cpu",
