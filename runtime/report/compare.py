@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vtx.runtime.backends.contract import embeddable
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
@@ -20,9 +21,9 @@ from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.report.golden import (
     COMPUTE_TOLERANCE,
     KV_TOLERANCE,
-    MAX_GOLDEN,
     SEEN_ROWS,
     TOLERANCE,
+    read_golden,
     seen,
 )
 from vtx.runtime.report.graph_sources import (
@@ -131,13 +132,11 @@ def _label(manifest: Manifest, dialect: str, part: GraphPart) -> str:
 def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterator[_GraphCase]:
     """Each graph with the inputs that the reference computes; the prompt goes through all layers whole."""
     m = bundle.manifest
-    stored = bundle.arrays(m.golden, MAX_GOLDEN)
-    if not {"ids", "pixels"} <= set(stored):
-        raise BundleError(f"{m.golden} lacks 'ids' or 'pixels'; export the bundle again")
+    stored = read_golden(bundle)
     arithmetic = max(COMPUTE_TOLERANCE.get(s.compute, F16_TOLERANCE) for s in (reference, other))
     vision_limit = max(arithmetic, TOLERANCE[m.vision_precision])
     limit = max(arithmetic, KV_TOLERANCE[m.kv_dtype], TOLERANCE[m.precision])
-    ids = seen(stored["ids"], m.text.image_token_id)
+    ids = embeddable(m, seen(stored["ids"], m.text.image_token_id))
     is_image = ids == m.text.image_token_id
 
     vision = _GraphCase(GraphPart(VISION), {names.PIXELS: stored["pixels"][None]}, vision_limit)
@@ -145,7 +144,13 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     embed = _GraphCase(GraphPart(EMBED), {names.IDS: ids[~is_image]}, limit)
     yield embed
     hidden = np.empty((len(ids), m.model.hidden), np.float32)
-    hidden[is_image] = reference.run(vision.part, vision.inputs)[names.FEATURES][:SEEN_ROWS][: is_image.sum()]
+    features = reference.run(vision.part, vision.inputs)[names.FEATURES][:SEEN_ROWS]
+    if not 0 < is_image.sum() <= len(features):
+        raise BundleError(
+            f"{m.golden}: ids hold {is_image.sum()} image tokens, the picture has {len(features)}; "
+            "export the bundle again"
+        )
+    hidden[is_image] = features[: is_image.sum()]
     hidden[~is_image] = reference.run(embed.part, embed.inputs)[names.HIDDEN]
     suffix = hidden[np.flatnonzero(is_image)[-1] + 1 :]
     for number, stage in enumerate(m.stages):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
@@ -69,6 +71,31 @@ def seen(ids: NDArray[np.int64], image_token_id: int) -> NDArray[np.int64]:
     return kept
 
 
+def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
+    """The golden vectors by name: ids [tokens], pixels [.., 3, height, width], features [n, hidden], logits [vocab].
+
+    Raises:
+        BundleError: one is missing, or is not of the bundle's model.
+
+    """
+    m = bundle.manifest
+    stored = bundle.arrays(m.golden, MAX_GOLDEN)
+    sizes: dict[str, tuple[int, ...]] = {key_of(k): (m.model.vocab,) for k in (None, *m.variants)}
+    sizes |= {"ids": (), "pixels": (3, m.image.height, m.image.width), "features": (m.model.hidden,)}
+    axes = {"ids": (1,), "pixels": (3, 4), "features": (2,)}
+    for name, last in sorted(sizes.items()):
+        if name not in stored:
+            raise BundleError(f"{m.golden} lacks {name!r}; export the bundle again")
+        array, dtype = stored[name], np.int64 if name == "ids" else np.float32
+        fits = array.dtype == dtype and array.ndim in axes.get(name, (1,)) and array.size
+        if not fits or array.shape[array.ndim - len(last) :] != last:
+            raise BundleError(
+                f"{m.golden}: {name} is {array.dtype} {list(array.shape)}, this model has none of that kind; "
+                "export the bundle again"
+            )
+    return stored
+
+
 def logits_limit(manifest: Manifest, compute: str) -> float:
     """The largest difference of logits allowed to arithmetic in `compute`, as a share of their largest magnitude."""
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
@@ -84,15 +111,12 @@ def check_golden(model: Model) -> Iterator[Check]:
     """Recompute every golden vector through the bundle.
 
     Raises:
-        BundleError: the golden file lacks a vector.
+        BundleError: the golden file lacks a vector, or holds one of another model.
 
     """
     manifest = model.manifest
-    stored = model.bundle.arrays(manifest.golden, MAX_GOLDEN)
+    stored = read_golden(model.bundle)
     ks: list[int | None] = [None, *manifest.variants]
-    missing = {"ids", "pixels", "features", *map(key_of, ks)} - set(stored)
-    if missing:
-        raise BundleError(f"{manifest.golden} lacks {sorted(missing)[0]!r}; export the bundle again")
     ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     prepared = model.prepare(golden_image())
