@@ -18,6 +18,7 @@ from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.commands.plan import plan
+from vtx.exporter.commands.serve import serve
 from vtx.runtime.terminal.console import command, note, require_signature_option, say, say_json, table
 from vtx.runtime.terminal.depth import DepthType
 from vtx.runtime.terminal.last import last_bundle
@@ -248,8 +249,22 @@ for _name, _item in (("export", export), ("run", run), ("chat", chat), ("inspect
     main.add_command(_item, _name)
 main.add_command(build, "build")
 main.add_command(plan, "plan")
+main.add_command(serve, "serve")
 main.add_command(bench, "bench")
 main.add_command(calibrate, "calibrate")
 main.add_command(train_gate, "train-gate")
 
-__all__ = ["bench", "build", "calibrate", "chat", "doctor", "export", "inspect", "main", "plan", "run", "train_gate"]
+__all__ = [
+    "bench",
+    "build",
+    "calibrate",
+    "chat",
+    "doctor",
+    "export",
+    "inspect",
+    "main",
+    "plan",
+    "run",
+    "serve",
+    "train_gate",
+]

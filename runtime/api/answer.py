@@ -17,6 +17,7 @@ class Stats:
     `k` is the first layer without image tokens and None where they stayed; `exit_layer` is the last layer
     with them, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the prompt.
     `reused_layers`: in layers 1 to this one no image token was run, since an earlier question's caches hold them.
+    `reused_tokens`: of the prompt that they served; system text and images count where no image token was run.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
     `device` computes in `compute`, f32 or bf16, with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
@@ -34,6 +35,7 @@ class Stats:
     kv_bytes: int
     reused_image: bool
     reused_layers: int
+    reused_tokens: int
     device: str
     compute: str
     precision: str

@@ -76,7 +76,7 @@ class AnswerInProgress:
         self._output = TextOutput(model.text.stream(), question.options.stop)
 
     def pieces(self) -> Generator[str]:
-        """Compute the answer, giving its text piece by piece."""
+        """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
         self._clock = Clock()
         self.request.start()
         try:
@@ -85,6 +85,7 @@ class AnswerInProgress:
                 question, check = self._question, self.request.check
                 self._result = caches.session.prefill(prompt, question.policy, after=question.after, check=check)
                 self._clock.prefilled()
+                yield ""
                 stopped = yield from self._generate(caches.session, self._result, prompt)
                 self.end(stopped)
                 assert self.answer is not None
@@ -94,6 +95,10 @@ class AnswerInProgress:
         except GeneratorExit:
             self.end("cancelled")
             raise
+
+    def progress(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The tokens so far from number `start` on, and their log probabilities where they were asked for."""
+        return tuple(self._ids[start:]), tuple(self._logprobs[start:])
 
     def end(self, stopped: str) -> None:
         """Set the answer to what there is."""
@@ -129,9 +134,7 @@ class AnswerInProgress:
         for token in tokens:
             self._clock.token()
             ids.append(token)
-            piece = output.push(token)
-            if piece:
-                yield piece
+            yield output.push(token)
             if output.stopped:
                 return "stop"
         rest = output.finish()
@@ -157,6 +160,7 @@ class AnswerInProgress:
             kv_bytes=sum(slots) * backend.kv_slot_bytes,
             reused_image=result.reused_image if result else False,
             reused_layers=result.reused_layers if result else 0,
+            reused_tokens=result.reused_tokens if result else 0,
             device=backend.device,
             compute=backend.compute,
             precision=manifest.precision,

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress, Caches, Question
 from vtx.runtime.api.chat import Chat
@@ -157,6 +160,25 @@ class Conversation:
         question = Question(messages, ids, policy, options, after)
         return AnswerStream(AnswerInProgress(model, question, self._lease, completed))
 
+    def resume_messages(self, messages: Sequence[Message], k: K, options: Options, reduce: str | None) -> AnswerStream:
+        """As `stream_messages`, starting from what the caches hold of these messages; the same answer as without.
+
+        Where the question decides which image tokens stay, only the images' part is reused.
+        """
+        fixed = self.model.policy(k, options, reduce).fixed
+        after = self._caches.session.selection if fixed else None
+        return self.stream_messages(messages, k, options, reduce, after=after)
+
+    def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:
+        """How many leading tokens of a prompt the caches hold, and how many they hold in all."""
+        return self._caches.session.agreement(ids)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that its caches take: K and V, filled or not, and encoded images."""
+        caches = self._caches
+        return caches.session.kv_slots * self.model.backend.kv_slot_bytes + caches.images.bytes
+
     @contextmanager
     def _lease(self, request: Request) -> Iterator[Caches]:
         with self._turns.hold(request):
@@ -165,4 +187,5 @@ class Conversation:
 
     def _empty_caches(self) -> Caches:
         backend = self.model.backend
-        return Caches(Session(backend, self.model.manifest), EncodedImages(backend, self.images))
+        images = EncodedImages(backend, self.images, self.model.image_cache)
+        return Caches(Session(backend, self.model.manifest), images)

@@ -42,6 +42,7 @@ from vtx.runtime.prompt.messages import Message, asked_text
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.text_tower import TextTower
 from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.session.image_cache import ImageCache
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.fit import note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
@@ -79,6 +80,7 @@ class Model:
         layout = read_layout(manifest.layout, manifest.model.tower)
         self.layout = layout if max_tiles is None else layout.limited(max_tiles)
         self._newline = read_newline(bundle) if layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
+        self.image_cache: ImageCache | None = None  # set: conversations share encoded images
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
         self._text_tower: TextTower | None = None
         self._lock = threading.Lock()
@@ -143,7 +145,7 @@ class Model:
         many = cast("Sequence[ImageSource]", images if isinstance(images, list | tuple) else [images])
         conversation = Conversation(self, tuple(self.prepare(source, fit) for source in many), system)
         if system is not None:
-            self._check_system(conversation.opening("?"))
+            self.check_system(conversation.opening("?"))
         return conversation
 
     def ask(
@@ -191,7 +193,7 @@ class Model:
         images, turns = split_images(messages)
         if not turns or turns[-1]["role"] != "user":
             raise RequestError("the last message must be the user's question: a dict with role 'user'")
-        self._check_system(turns)
+        self.check_system(turns)
         conversation = self.open(images)
         return conversation.stream_messages(turns, k, combined(options, keywords), reduce)
 
@@ -332,7 +334,7 @@ class Model:
             self._text_tower = TextTower.load(self.bundle.read, spec, self.backend.text_tower)
         return self._text_tower.embed(asked_text(messages))
 
-    def _check_system(self, messages: Sequence[Message]) -> None:
+    def check_system(self, messages: Sequence[Message]) -> None:
         """Raise RequestError where the chat template drops a system prompt without a word."""
         others = [message for message in messages if message["role"] != "system"]
         if len(others) < len(messages) and np.array_equal(self.prompt_ids(messages), self.prompt_ids(others)):

@@ -22,7 +22,11 @@ class Answering(Protocol):
     answer: Answer | None
 
     def pieces(self) -> Generator[str]:
-        """Compute the answer, giving its text piece by piece."""
+        """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
+        ...
+
+    def progress(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The tokens so far from number `start` on, and their log probabilities where they were asked for."""
         ...
 
     def end(self, stopped: str) -> None:
@@ -48,6 +52,15 @@ class AnswerStream:
         return self
 
     def __next__(self) -> str:
+        while not (piece := self.step()):
+            pass
+        return piece
+
+    def step(self) -> str:
+        """Compute the prompt, or one token more, and return the text that is certain now, maybe none.
+
+        For a program that computes several answers in turn. Raises StopIteration at the end, as `next` does.
+        """
         self._request.reader = self.reader or threading.current_thread()
         try:
             with self._lock:
@@ -55,6 +68,13 @@ class AnswerStream:
         finally:
             if self._request.cancelled:
                 self._close()
+
+    def progress(self, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The tokens so far from number `start` on, and their log probabilities where they were asked for.
+
+        For the thread that reads; a piece of text can take several tokens.
+        """
+        return self._answering.progress(start)
 
     def __repr__(self) -> str:
         answer = self._answering.answer

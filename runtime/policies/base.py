@@ -159,14 +159,16 @@ class Reduction:
     """A method that leaves out image tokens. Subclasses are frozen dataclasses of their options.
 
     `presets` are sets of options by name; `renumbers`: tokens that go on take new positions without gaps;
-    `whole`: at its cuts all image tokens leave, or none. `thresholds` names options that say how many tokens stay and
-    may be scaled together: with all at 0 none leaves, with all at 2 as many as can.
+    `whole`: at its cuts all image tokens leave, or none; `fixed`: the same tokens leave whatever is asked, so that
+    caches serve a prompt that goes on. `thresholds` names options that say how many tokens stay and may be scaled
+    together: with all at 0 none leaves, with all at 2 as many as can.
     """
 
     __slots__ = ()
     name: ClassVar[str] = ""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     whole: ClassVar[bool] = False
+    fixed: ClassVar[bool] = False
     thresholds: ClassVar[tuple[str, ...]] = ()
 
     @property

@@ -56,6 +56,11 @@ class Policy:
         return any(part.renumbers for part in self.parts)
 
     @property
+    def fixed(self) -> bool:
+        """Whether the same tokens leave whatever is asked."""
+        return all(part.fixed for part in self.parts)
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         """What happens to an image before the decoder, in order."""
         return tuple(entry for part in self.parts if (entry := part.entry()) is not None)

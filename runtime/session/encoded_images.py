@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, PromptText
+from vtx.runtime.session.image_cache import ImageCache, nbytes
 from vtx.runtime.session.prefix import ImageEncoders
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens
 
@@ -64,7 +65,14 @@ class EncodedImages:
 
     backend: Backend
     images: tuple[PreparedImage, ...]
+    shared: ImageCache | None = None
     _encoded: dict[ExtrasKey, dict[str, ImageTokens]] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of pixels and encoded images. What is shared counts for each that holds it."""
+        encoded = sum(nbytes(tokens) for images in self._encoded.values() for tokens in images.values())
+        return encoded + sum(image.views.nbytes for image in self.images)
 
     def encoders(self, entries: Sequence[Entry], question: PromptText | None = None) -> ImageEncoders:
         """For each image a key that stands for its tokens, and the call that gives them.
@@ -85,11 +93,22 @@ class EncodedImages:
         key = tuple((name, value.tobytes()) for name, value in sorted(extras.items()))
         encoded = self._encoded.get(key, {})
         if image.key not in encoded:
-            tokens = image.encode(self.backend, extras)
-            if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
-                raise BundleError(
-                    "what the tower says of an image is not a number; use --reduce none, or export at fp32"
-                )
+            tokens = self._shared(image, extras, key)
             encoded = {**encoded, image.key: tokens}
             self._encoded = dict(list({**self._encoded, key: encoded}.items())[-MAX_SETS:])
         return encoded[image.key]
+
+    def _shared(self, image: PreparedImage, extras: Extras, key: ExtrasKey) -> ImageTokens:
+        if self.shared is None:
+            return self._run(image, extras)
+        tokens = self.shared.get((image.key, key))
+        if tokens is None:
+            tokens = self._run(image, extras)
+            self.shared.put((image.key, key), tokens)
+        return tokens
+
+    def _run(self, image: PreparedImage, extras: Extras) -> ImageTokens:
+        tokens = image.encode(self.backend, extras)
+        if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
+            raise BundleError("what the tower says of an image is not a number; use --reduce none, or export at fp32")
+        return tokens

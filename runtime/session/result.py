@@ -44,6 +44,7 @@ class PrefillResult:
 
     `k` is the first layer without image tokens, None where some stayed. `images` are the image tokens that entered,
     `reused_layers`: in layers 1 to this one no image token was run, since the caches of an earlier question hold them.
+    `reused_tokens`: of the prompt that they served; the prefix counts where no image token was run.
     `cuts` say where some left. A chat's next turn continues after `selection`.
     """
 
@@ -51,6 +52,7 @@ class PrefillResult:
     k: int | None
     reused_image: bool
     reused_layers: int
+    reused_tokens: int
     vision_tokens: int
     slots: tuple[int, ...]
     vision_kept: tuple[int, ...]

@@ -44,6 +44,7 @@ class Session:
         self._suffix: list[int] = []  # ids after the prefix that the caches hold
         self._selection: Selection | None = None  # the question that selected the cached image tokens
         self._reused_stages = 0  # from the first on, in which the last prefill ran no image token
+        self._reused_suffix = 0  # tokens of the last prefill's suffix that were cached
         self._layouts: list[PrefixSlots] = []
         self._cuts: list[Cut] = []
         self._check: Callable[[], None] = _never
@@ -61,6 +62,20 @@ class Session:
     def selection(self) -> Selection | None:
         """The question that selected the cached image tokens; None where none was answered."""
         return self._selection
+
+    @property
+    def kv_slots(self) -> int:
+        """Slots of all layers that its caches have room for, filled or not."""
+        caches = [*self.caches.full.items(), *self.caches.pruned.items()]
+        return sum(cache.capacity * self._stages[number].layers for number, cache in caches)
+
+    def agreement(self, ids: Ids) -> tuple[int, int]:
+        """How many leading tokens of a prompt are those of the conversation so far, and how many that one has."""
+        prefix = np.frombuffer(self.caches.prefix.key[0], np.int64)
+        held = np.concatenate([prefix, np.array(self._suffix, np.int64)])
+        count = min(len(held), len(ids))
+        differing = np.flatnonzero(held[:count] != ids[:count])
+        return int(differing[0]) if len(differing) else count, len(held)
 
     def prefill(
         self,
@@ -129,13 +144,16 @@ class Session:
         """Run what the caches lack of the prompt's suffix; its hidden states after the last stage."""
         length = prompt.prefix_length
         suffix = prompt.ids[length:].tolist()
+        self._reused_suffix = 0
         if after is None or not after.leads_to(prompt.prefix_key, policy, suffix):
             return self._select(Selection(prompt.prefix_key, policy, tuple(suffix)))
-        if after != self._selection:
-            self._select(after)
-        else:
+        cached = after == self._selection
+        if cached:
             self._reused_stages = len(self._stages)
+        else:
+            self._select(after)
         agreed = common_prefix(self._suffix, suffix)
+        self._reused_suffix = agreed if cached else 0
         self._suffix = self._suffix[:agreed]
         hidden = self._append(prompt.ids[length + agreed :])
         self._suffix = suffix
@@ -206,6 +224,7 @@ class Session:
             k=None if gone is None else self._stages[gone].first,
             reused_image=reused,
             reused_layers=self._stages[self._reused_stages - 1].last if reused and self._reused_stages else 0,
+            reused_tokens=self._reused_tokens(reused),
             vision_tokens=int(is_vision.sum()),
             slots=self._per_layer([self.caches.cache(number).length for number in range(len(self._stages))]),
             vision_kept=self._per_layer(kept),
@@ -213,6 +232,10 @@ class Session:
             cuts=tuple(self._cuts),
             selection=self._selection,
         )
+
+    def _reused_tokens(self, reused: bool) -> int:
+        ran = any(self._sees_image(number) for number in range(self._reused_stages, len(self._stages)))
+        return self._reused_suffix + (self.caches.prefix.size if reused and not ran else 0)
 
     def _per_layer(self, values: Sequence[int]) -> tuple[int, ...]:
         """One value a stage, repeated for each of its layers."""

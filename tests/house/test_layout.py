@@ -30,12 +30,23 @@ RUNTIME_MAY_IMPORT = {
     "PIL",
     "polygraphy",
     "rich",
+    "starlette",
     "tokenizers",
     "tomli",
     "vtx",
 }
 EXPORTING = {"huggingface_hub", "onnx", "onnx_ir", "safetensors", "torch", "transformers"}
-HEAVY = EXPORTING | {"jinja2", "numpy", "onnxruntime", "openvino", "PIL", "polygraphy", "rich", "tokenizers"}
+HEAVY = EXPORTING | {
+    "jinja2",
+    "numpy",
+    "onnxruntime",
+    "openvino",
+    "PIL",
+    "polygraphy",
+    "rich",
+    "starlette",
+    "tokenizers",
+}
 SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.cli:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 

@@ -13,3 +13,4 @@ class Full(Reduction):
 
     name = "none"
     whole = True
+    fixed = True

@@ -17,6 +17,7 @@ class Withdraw(Reduction):
     k: int
     name = "withdrawal"
     whole = True
+    fixed = True
 
     def needs(self) -> Needs:
         return Needs(cuts=(self.k,))

@@ -1,0 +1,112 @@
+"""vtx-serve: bundles behind OpenAI's API, with a page to look at. It parses, calls and prints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vtx.exporter.commands.export import find_bundle
+from vtx.exporter.commands.options import compute_option, device_option, threads_option
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.terminal.console import command, note
+
+if TYPE_CHECKING:
+    from vtx.runtime.api.model import Model
+
+KEY = "VTX_API_KEY"
+GRACE_SECONDS = 10
+CONNECTIONS = 256
+
+
+@command(
+    epilog="vtx-serve --bundle vtx-demo-k16-fp16\n"
+    "vtx-serve --bundle small=demo --bundle large=llava-7b --memory 24\n"
+    f"{KEY}=secret vtx-serve --host 0.0.0.0 --port 8000"
+)
+@click.option(
+    "--bundle", "bundles", multiple=True, metavar="[NAME=]DIR",
+    help="A bundle, by its directory's name or NAME; several are loaded on demand [default: as vtx-run].",
+)  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0: to everybody.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option("--parallel", type=int, help="Answers of one model that are computed in turn [default: 4].")
+@click.option("--queue", type=int, help="Requests that wait beside them, before 429 [default: 32].")
+@click.option("--max-tokens", type=int, help="The most tokens of an answer [default: 1024].")
+@click.option("--max-body", type=int, metavar="MB", help="Of a request, images included [default: 33.6].")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Of a request, waiting included [default: 600].")
+@click.option("--kv-cache", type=float, metavar="GB", help="K and V in use and kept for later turns [default: 2.1].")
+@click.option("--memory", type=float, metavar="GB", help="Of all loaded bundles [default: what is free].")
+@device_option
+@compute_option
+@threads_option
+def serve(
+    bundles: tuple[str, ...], host: str, port: int, parallel: int | None, queue: int | None, max_tokens: int | None,
+    max_body: int | None, timeout: float | None, kv_cache: float | None, memory: float | None, device: str,
+    compute: str | None, threads: int | None,
+) -> None:  # fmt: skip
+    """Serve bundles over OpenAI's API and a web page. A key in $VTX_API_KEY must then be sent by every client."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ModuleNotFoundError as e:
+        raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
+    from vtx.runtime.server.app import is_local, make_app
+    from vtx.runtime.server.engines import Engines, named
+    from vtx.runtime.server.limits import MAX_KEY, Limits
+
+    key = os.environ.get(KEY) or None
+    if key is not None and (len(key) > MAX_KEY or not key.isascii() or key != key.strip()):
+        raise RequestError(f"{KEY} must be at most {MAX_KEY} ASCII characters, without spaces around them")
+    changes = {
+        "parallel": parallel, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
+        "body": None if max_body is None else max_body * 10**6,
+        "kv": None if kv_cache is None else int(kv_cache * 1e9),
+    }  # fmt: skip
+    limits = Limits(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+
+    def load_bundle(folder: Path) -> Model:
+        from vtx.runtime.api.load import load
+
+        return load(folder, device=device, compute=compute, threads=threads)
+
+    folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
+    engines = Engines(folders, load_bundle, limits, None if memory is None else int(memory * 1e9))
+    with listening(host, port) as at:
+        with engines.use(engines.acquire(engines.names[0])):  # what is wrong with it is told now
+            pass
+        note(f"serving {', '.join(engines.names)} at {address(host, at)}; Ctrl-C ends")
+        if not is_local(host) and key is None:
+            note(f"everybody who reaches {host} may ask; set {KEY} to ask for a key")
+        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host))
+        logging.getLogger("vtx").setLevel(logging.INFO)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, ws="none", http="h11",
+            limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=GRACE_SECONDS, timeout_keep_alive=30,
+        )  # fmt: skip
+        uvicorn.Server(config).run(sockets=[at])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises RequestError where it cannot be had."""
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as closing:
+            at = closing.enter_context(socket.socket(family, kind, proto))
+            at.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            at.bind(where)
+            at.listen()
+            closing.pop_all()
+            return at
+    except OSError as e:
+        raise RequestError(f"cannot listen at {host} port {port} ({e.strerror or e}); choose another --port") from e
+
+
+def address(host: str, at: socket.socket) -> str:
+    """The URL of the page."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}/"

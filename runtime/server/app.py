@@ -1,0 +1,115 @@
+"""The application: its addresses, and who may ask."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vtx.runtime.server.chat import ChatCompletions
+from vtx.runtime.server.engines import Engines
+from vtx.runtime.server.http import Receive, Scope, Send, header
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
+from vtx.runtime.server.refusal import Refusal, refusal_of
+
+OPEN = {"/health"}  # without a key: it tells nothing of anybody
+
+
+def make_app(
+    engines: Engines, limits: Limits, *, api_key: str | None = None, local_hosts: bool = True
+) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """The ASGI application over `engines`, which it closes at its end.
+
+    `local_hosts`: take only requests that name this machine in their Host header, as those of a browser do that was
+    not led here from a page of somebody else.
+    """
+    metrics = Metrics()
+    chat = ChatCompletions(engines, limits, metrics)
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": engines.describe()})
+
+    async def health(_: Request) -> Response:
+        closed = engines.closed
+        return JSONResponse({"status": "shutting down" if closed else "ok"}, 503 if closed else 200)
+
+    async def figures(_: Request) -> Response:
+        gauges = {**engines.gauges(), **{f"{name}_total": value for name, value in engines.counters().items()}}
+        return Response(metrics.text(gauges), media_type=CONTENT_TYPE)
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        yield
+        chat.close()
+        engines.close()
+
+    routes = [
+        Route("/v1/chat/completions", endpoint=chat, methods=["POST"]),
+        Route("/v1/models", endpoint=models),
+        Route("/health", endpoint=health),
+        Route("/metrics", endpoint=figures),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _missing, 405: _missing, 500: _failed})
+    return Guard(app, api_key, local_hosts=local_hosts)
+
+
+async def _missing(request: Request, error: Any) -> Response:
+    known = "POST /v1/chat/completions, GET /v1/models, /health and /metrics"
+    refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
+    return JSONResponse(refusal.body(), refusal.status, headers=getattr(error, "headers", None))
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    refusal = refusal_of(error)
+    return JSONResponse(refusal.body(), refusal.status)
+
+
+class Guard:
+    """Lets requests pass that name this machine and carry the key, where these are asked for."""
+
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_key: str | None, *, local_hosts: bool
+    ) -> None:
+        self._app, self._key, self._local_hosts = app, None if api_key is None else api_key.encode(), local_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            reply: Any = JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+            await reply(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        if self._local_hosts and not is_local(header(scope, b"host")):
+            return Refusal(
+                421, "the Host header names another machine; ask for localhost, or start vtx-serve with --host"
+            )
+        if self._key is None or scope["path"] in OPEN:
+            return None
+        scheme, _, given = header(scope, b"authorization").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key):
+            return None
+        return Refusal(
+            401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
+        )
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header, or an address to listen at, means this machine alone."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+    name = name.strip("[]").lower()
+    if name in ("localhost", ""):
+        return bool(name)
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,241 @@
+"""/v1/chat/completions: from a request to its answer, whole or token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.server.engines import Engine, Engines
+from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.metrics import Metrics
+from vtx.runtime.server.objects import FINISHED, Objects
+from vtx.runtime.server.refusal import Refusal, refusal_of
+from vtx.runtime.server.request import ChatRequest, read_request
+from vtx.runtime.server.scheduler import Done, Event, Failed, Job, Piece
+from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.vision.image import image_size
+
+log = logging.getLogger(__name__)
+CLIENT_LEFT = 499  # in the metrics only
+RETRY_SECONDS = 2
+READERS = 2  # threads that parse requests and decode images
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request whose images are read and whose prompt `ids` are known to fit; nothing of it is computed yet."""
+
+    chat: ChatRequest
+    images: tuple[PreparedImage, ...]
+    ids: NDArray[np.int64]
+
+
+class ChatCompletions:
+    """An ASGI application for one address. `close` lets go of its threads."""
+
+    def __init__(self, engines: Engines, limits: Limits, metrics: Metrics) -> None:
+        self._engines, self._limits, self._metrics = engines, limits, metrics
+        self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
+        self._loader: Executor = ThreadPoolExecutor(1, "vtx-serve-load")
+        self._inside = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Whatever goes wrong ends this one only."""
+        reply = Reply(send, self._limits)
+        try:
+            await self._admitted(scope, receive, reply)
+        except ClientLeft:
+            self._metrics.cancelled()
+            reply.status = CLIENT_LEFT
+        except Exception as e:
+            await self._refuse(reply, e)
+        finally:
+            self._metrics.request(reply.status or CLIENT_LEFT)
+
+    def close(self) -> None:
+        """Let go of the threads that read and load."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    async def _admitted(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        most = self._limits.parallel + self._limits.queue
+        if self._inside >= most:
+            raise Refusal(
+                429, f"{most} requests are computed or wait, the limit; try again in {RETRY_SECONDS} s",
+                code="queue_full", kind="rate_limit_error", retry_after=RETRY_SECONDS,
+            )  # fmt: skip
+        self._inside += 1
+        try:
+            await self._answer(scope, receive, reply)
+        finally:
+            self._inside -= 1
+
+    async def _refuse(self, reply: Reply, error: Exception) -> None:
+        refusal = refusal_of(error)
+        if refusal.status >= 500 and not isinstance(error, Refusal):
+            log.error("a request failed", exc_info=error)
+        with suppress(ClientLeft):
+            if not reply.status:
+                await reply.json(refusal.status, refusal.body(), refusal.headers)
+            else:  # its stream has begun
+                await reply.event(refusal.body())
+                await reply.end_events()
+                reply.status = refusal.status
+
+    async def _answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.seconds
+        body = await read_json_body(scope, receive, self._limits)
+        chat = await loop.run_in_executor(self._readers, read_request, body, self._limits)
+        del body
+        engine = await self._engine(chat.model)
+        with self._engines.use(engine):
+            prepared = await loop.run_in_executor(self._readers, prepare, engine, chat, self._limits)
+            events = _events(engine, prepared, receive, deadline, self._limits.seconds)
+            objects = Objects(chat.model, engine.model, chat.options.logprobs)
+            async with aclosing(events):
+                give = _stream if chat.stream else _whole
+                answer = await give(reply, events, objects, chat)
+        self._count(answer)
+
+    async def _engine(self, name: str) -> Engine:
+        self._engines.check(name)
+        engine = self._engines.acquire_loaded(name)
+        if engine is None:
+            loading = asyncio.get_running_loop().run_in_executor(self._loader, self._engines.acquire, name)
+            engine = await asyncio.shield(loading)
+        return engine
+
+    def _count(self, answer: Answer) -> None:
+        stats, times = answer.stats, answer.stats.timings_ms
+        totals = {
+            "prompt_tokens": stats.prompt_tokens, "completion_tokens": len(answer.token_ids),
+            "reused_tokens": stats.reused_tokens,
+            "withdrawn_tokens": stats.vision_tokens - stats.vision_tokens_kept[-1] if stats.vision_tokens_kept else 0,
+        }  # fmt: skip
+        token = times["decode_per_token"] / 1000 if len(answer.token_ids) > 1 else None
+        self._metrics.answer(totals, times["first_token"] / 1000, token)
+
+
+def prepare(engine: Engine, chat: ChatRequest, limits: Limits) -> Prepared:
+    """Read the images and check what is asked, before anything is computed."""
+    model = engine.model
+    model.policy(chat.k, chat.options, chat.reduce)
+    for image in chat.images:
+        width, height = image_size(image, model.image_formats)
+        if width * height > limits.pixels:
+            raise Refusal(
+                413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in all; "
+                "send it smaller", code="image_too_large", param="messages",
+            )  # fmt: skip
+    images = tuple(model.prepare(image) for image in chat.images)
+    model.check_system(chat.messages)
+    ids = model.prompt_ids(chat.messages, images)
+    return Prepared(chat, images, ids)
+
+
+async def _events(
+    engine: Engine, prepared: Prepared, receive: Receive, deadline: float, seconds: float
+) -> AsyncGenerator[Piece | Done]:
+    """What comes of a request, to its end; left early, it is cancelled.
+
+    Raises:
+        ClientLeft: the client has gone.
+        Refusal: it took too long (408), or could not be answered.
+
+    """
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+    job = _job(
+        engine, prepared, lambda event: _hand_over(loop, queue, event), time.monotonic() + deadline - loop.time()
+    )
+    leaving = asyncio.ensure_future(until_left(receive))
+    getting = asyncio.ensure_future(queue.get())
+    engine.scheduler.submit(job)
+    try:
+        while True:
+            await asyncio.wait({getting, leaving}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                raise ClientLeft
+            if not getting.done():
+                raise _too_slow(seconds)
+            event = getting.result()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Done) and event.answer.stopped == "timeout":
+                raise _too_slow(seconds)
+            yield event
+            if isinstance(event, Done):
+                return
+            getting = asyncio.ensure_future(queue.get())
+    finally:
+        job.cancel()
+        leaving.cancel()
+        getting.cancel()
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Event], event: Event) -> None:
+    with suppress(RuntimeError):  # the loop has ended, and nobody listens
+        loop.call_soon_threadsafe(queue.put_nowait, event)
+
+
+def _too_slow(seconds: float) -> Refusal:
+    return Refusal(408, f"the answer was not complete after {seconds:g} s, the limit; ask for fewer tokens")
+
+
+def _job(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends_at: float) -> Job:
+    """The work of a request in its engine's thread; it ends at `ends_at` of the monotonic clock."""
+    chat, leased = prepared.chat, list[Conversation]()
+
+    def begin() -> AnswerStream:
+        remaining = max(1e-3, ends_at - time.monotonic())
+        conversation = engine.pool.lease(prepared.images, prepared.ids)
+        leased.append(conversation)
+        try:
+            options = replace(chat.options, timeout=remaining)
+            return conversation.resume_messages(chat.messages, chat.k, options, chat.reduce)
+        except BaseException:
+            end(False)
+            raise
+
+    def end(keep: bool) -> None:
+        engine.pool.give_back(leased.pop(), keep=keep)
+
+    return Job(begin, end, emit)
+
+
+async def _whole(reply: Reply, events: AsyncIterator[Piece | Done], objects: Objects, chat: ChatRequest) -> Answer:
+    async for event in events:
+        if isinstance(event, Done):
+            await reply.json(200, objects.completion(event.answer))
+            return event.answer
+    raise AssertionError("events end with the answer")
+
+
+async def _stream(reply: Reply, events: AsyncIterator[Piece | Done], objects: Objects, chat: ChatRequest) -> Answer:
+    """The answer as server-sent events, which begin with its first token: until then an error has its own status."""
+    async for event in events:
+        if not reply.status:
+            await reply.begin_events()
+            await reply.event(objects.chunk({"role": "assistant", "content": ""}))
+        if isinstance(event, Piece):
+            await reply.event(objects.chunk({"content": event.text}, event.token_ids, event.logprobs))
+            continue
+        answer = event.answer
+        await reply.event(objects.chunk({}, finish=FINISHED[answer.stopped]))
+        if chat.include_usage:
+            await reply.event(objects.usage_chunk(answer))
+        await reply.end_events()
+        return answer
+    raise AssertionError("events end with the answer")

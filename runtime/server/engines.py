@@ -1,0 +1,204 @@
+"""The bundles that a server answers from, by name, loaded on demand within a limit of memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.api.model import Model
+from vtx.runtime.backends.memory import needed_memory
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.server.conversations import ConversationPool
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.server.scheduler import Scheduler, shutting_down
+from vtx.runtime.session.image_cache import ImageCache
+from vtx.runtime.units import size
+from vtx.runtime.vision.fit import trained_fit
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """A loaded bundle, the thread that computes with it and the conversations that it keeps."""
+
+    def __init__(self, name: str, model: Model, limits: Limits) -> None:
+        self.name, self.model = name, model
+        model.image_cache = ImageCache(limits.image_tokens)
+        self.images = model.image_cache
+        self.pool = ConversationPool(model, limits.kv)
+        self.scheduler = Scheduler(name, limits.parallel)
+        self.users, self.used_at = 0, time.monotonic()
+
+    def close(self) -> None:
+        """End its answers and free the engine."""
+        self.scheduler.close()
+        self.model.close()
+
+
+class Engines:
+    """Bundles by name. `use` gives the engine of one, loaded where it is not yet; engines that nobody uses make room.
+
+    `memory`: bytes that all loaded bundles may need together, by the forecast of `vtx-doctor`; None: no limit but what
+    each finds free when it is loaded.
+    """
+
+    def __init__(
+        self, bundles: Mapping[str, Path], load: Callable[[Path], Model], limits: Limits, memory: int | None = None
+    ) -> None:
+        self._bundles = {name: Bundle.open(folder) for name, folder in bundles.items()}
+        self._needed = {name: needed_memory(bundle) for name, bundle in self._bundles.items()}
+        self._load, self._limits, self._memory = load, limits, memory
+        self._loaded: dict[str, Engine] = {}
+        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._closed = False
+        for name, needed in self._needed.items():
+            if memory is not None and needed > memory:
+                raise DeviceError(
+                    f"{name} needs about {size(needed)} of memory, the limit is {size(memory)}; raise --memory, or "
+                    "export with a smaller --precision"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._bundles)
+
+    @property
+    def loaded(self) -> list[Engine]:
+        """Those that are in memory."""
+        with self._lock:
+            return list(self._loaded.values())
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @contextmanager
+    def use(self, engine: Engine) -> Iterator[None]:
+        """Hold an engine that `acquire` gave, until the end of the block."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                engine.users -= 1
+                engine.used_at = time.monotonic()
+
+    def check(self, name: str) -> None:
+        """Raise Refusal (404) where there is no bundle of this name."""
+        if name not in self._bundles:
+            raise Refusal(
+                404, f"there is no model {name[:80]!r}; this server has {', '.join(self._bundles)}",
+                code="model_not_found", param="model",
+            )  # fmt: skip
+
+    def acquire_loaded(self, name: str) -> Engine | None:
+        """The engine of a name where it is loaded, to be given to `use`."""
+        with self._lock:
+            if self._closed:
+                raise shutting_down()
+            engine = self._loaded.get(name)
+            if engine is not None:
+                engine.users += 1
+            return engine
+
+    def acquire(self, name: str) -> Engine:
+        """The engine of a name, loaded now where it is not, to be given to `use`. May take long.
+
+        Raises:
+            Refusal: the memory that it needs is in use.
+
+        """
+        with self._loading:
+            engine = self.acquire_loaded(name)
+            if engine is not None:
+                return engine
+            self._make_room(name)
+            engine = Engine(name, self._load(Path(self._bundles[name].folder)), self._limits)
+            engine.users = 1
+            with self._lock:
+                self._loaded[name] = engine
+            return engine
+
+    def _make_room(self, name: str) -> None:
+        """Close engines that nobody uses, the least recently used first, until the bundle fits."""
+        while self._memory is not None and self._taken() + self._needed[name] > self._memory:
+            with self._lock:
+                idle = [engine for engine in self._loaded.values() if not engine.users]
+                if not idle:
+                    raise Refusal(
+                        503, f"{name} does not fit into memory beside the models in use; try again later",
+                        code="model_busy", kind="server_error", retry_after=10,
+                    )  # fmt: skip
+                oldest = min(idle, key=lambda engine: engine.used_at)
+                del self._loaded[oldest.name]
+            log.info("closing %s to make room for %s", oldest.name, name)
+            oldest.close()
+
+    def _taken(self) -> int:
+        return sum(self._needed[engine.name] for engine in self.loaded)
+
+    def close(self) -> None:
+        """End all answers and free all engines."""
+        with self._lock:
+            self._closed = True
+        with self._loading:
+            for engine in self.loaded:
+                engine.close()
+            self._loaded.clear()
+
+    def gauges(self) -> dict[str, float]:
+        """What stands now, for the metrics."""
+        engines = self.loaded
+        return {
+            "models_loaded": len(engines),
+            "requests_active": sum(engine.scheduler.active for engine in engines),
+            "requests_waiting": sum(engine.scheduler.waiting for engine in engines),
+            "kv_kept_bytes": sum(engine.pool.kept_bytes for engine in engines),
+            "image_cache_bytes": sum(engine.images.bytes for engine in engines),
+        }
+
+    def counters(self) -> dict[str, float]:
+        """What the loaded engines have counted since they were loaded, for the metrics."""
+        engines = self.loaded
+        return {
+            "conversation_hits": sum(engine.pool.found.hits for engine in engines),
+            "conversation_misses": sum(engine.pool.found.misses for engine in engines),
+            "image_cache_hits": sum(engine.images.hits for engine in engines),
+            "image_cache_misses": sum(engine.images.misses for engine in engines),
+        }
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The objects of /v1/models."""
+        return [_described(name, bundle) for name, bundle in self._bundles.items()]
+
+
+def named(specs: tuple[str, ...]) -> dict[str, Path]:
+    """Bundles by name from NAME=DIR or DIR, whose name is then the directory's."""
+    bundles: dict[str, Path] = {}
+    for spec in specs:
+        name, given, folder = spec.partition("=")
+        path = Path(folder if given else spec)
+        name = name if given else path.resolve().name
+        if not name or name in bundles:
+            raise RequestError(f"two bundles are called {name!r}, or one has no name; name them: --bundle NAME=DIR")
+        bundles[name] = path
+    return bundles
+
+
+def _described(name: str, bundle: Bundle) -> dict[str, Any]:
+    m = bundle.manifest
+    facts = {
+        "layers": m.model.layers, "ks": m.variants, "default_k": m.default_k, "gates": m.gates,
+        "reductions": m.reductions, "precision": m.precision, "max_context": m.max_context,
+        "image": {
+            "width": m.image.width, "height": m.image.height, "fit": trained_fit(m.image), "layout": m.layout.name,
+            "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,
+        },
+    }  # fmt: skip
+    return {"id": name, "object": "model", "created": 0, "owned_by": "vtx", "vtx": facts}

@@ -1,0 +1,107 @@
+"""A request's body within limits of size and time, and a reply to a client that may be slow or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.refusal import Refusal
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class ClientLeft(Exception):
+    """The client closed the connection, or takes nothing more."""
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """A header's value, empty where there is none."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+async def read_json_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """The body of a request that says it is JSON.
+
+    Raises:
+        Refusal: another type (415), too large (413) or too slow (408).
+        ClientLeft: the client did not send all of it.
+
+    """
+    if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+        raise Refusal(415, "the body must be JSON, with the header Content-Type: application/json")
+    try:
+        return await asyncio.wait_for(_read(receive, limits.body), limits.body_seconds)
+    except asyncio.TimeoutError as e:
+        raise Refusal(
+            408, f"the request did not arrive within {limits.body_seconds:g} s, the limit; send it faster"
+        ) from e
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    """The body. One that is too large is read on and dropped, up to as much again, so that its sender hears of it."""
+    body, size, more = bytearray(), 0, True
+    while more and size <= 2 * limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        piece, more = message.get("body", b""), message.get("more_body", False)
+        size += len(piece)
+        if size <= limit:
+            body += piece
+        else:
+            body.clear()
+    if size > limit:
+        raise Refusal(413, f"the request is over {limit:,} bytes, the limit; send fewer or smaller images")
+    return bytes(body)
+
+
+async def until_left(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Reply:
+    """The reply to one request: JSON, or events. `status` is 0 until it has begun."""
+
+    def __init__(self, send: Send, limits: Limits) -> None:
+        self._send, self._seconds = send, limits.write_seconds
+        self.status = 0
+
+    async def json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        """All of it at once."""
+        body = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+        await self._begin(status, {"content-type": "application/json", "content-length": str(len(body))}, headers)
+        await self._put({"type": "http.response.body", "body": body})
+
+    async def begin_events(self) -> None:
+        """Begin a stream of server-sent events."""
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        await self._begin(200, headers, {"x-accel-buffering": "no"})
+
+    async def event(self, value: Any) -> None:
+        """One event, an object as JSON or a string as it is."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        body = f"data: {text}\n\n".encode("utf-8", "replace")
+        await self._put({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end_events(self) -> None:
+        """The end of a stream as OpenAI's clients know it."""
+        await self.event("[DONE]")
+        await self._put({"type": "http.response.body", "body": b""})
+
+    async def _begin(self, status: int, headers: dict[str, str], more: dict[str, str] | None) -> None:
+        pairs = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers | (more or {})).items()]
+        self.status = status
+        await self._put({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _put(self, message: MutableMapping[str, Any]) -> None:
+        try:
+            await asyncio.wait_for(self._send(message), self._seconds)
+        except (asyncio.TimeoutError, OSError) as e:
+            raise ClientLeft from e

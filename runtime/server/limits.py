@@ -1,0 +1,40 @@
+"""What a server takes from its clients, and how much it keeps for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from vtx.runtime.checks import check_number, check_whole
+
+MAX_KEY = 4096  # characters of an API key
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one server; sizes in bytes, times in seconds.
+
+    `body`: of a request. `pixels`: of one image. `images`, `new_tokens`: of one request. `parallel`: answers of one
+    model that are computed in turn; `queue`: requests of one model that wait beside them. `body_seconds`: for a
+    request to arrive. `seconds`: from there to the answer's end, waiting included. `write_seconds`: for a client to
+    take what was sent. `kv`: of K and V, in use or kept for requests to come; `image_tokens`: of encoded images kept.
+    """
+
+    body: int = 32 << 20
+    pixels: int = 32 << 20
+    images: int = 8
+    new_tokens: int = 1024
+    parallel: int = 4
+    queue: int = 32
+    body_seconds: float = 30.0
+    seconds: float = 600.0
+    write_seconds: float = 30.0
+    kv: int = 2 << 30
+    image_tokens: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name.replace("_", " "), getattr(self, field.name)
+            if "seconds" in field.name:
+                check_number(name, value, "a number of seconds above 0", least=1e-3, most=1e6)
+            else:
+                check_whole(name, value, 0 if field.name in ("queue", "kv", "image_tokens") else 1)

@@ -1,0 +1,76 @@
+"""What a server has done, as Prometheus reads it: counters, gauges and histograms in the text format 0.0.4."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Histogram:
+    """Observations in cumulative buckets. Its owner locks it."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> list[str]:
+        lines, total = [], 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
+        return [*lines, f"{name}_sum {self._sum:.6f}", f"{name}_count {total}"]
+
+
+class Metrics:
+    """Counters of one server. Safe for many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: dict[int, int] = {}
+        self._totals = dict.fromkeys(("prompt_tokens", "reused_tokens", "completion_tokens", "withdrawn_tokens"), 0)
+        self._cancelled = 0
+        self._first, self._token = Histogram(FIRST_TOKEN_SECONDS), Histogram(TOKEN_SECONDS)
+
+    def request(self, status: int) -> None:
+        """A chat request ended with this HTTP status."""
+        with self._lock:
+            self._requests[status] = self._requests.get(status, 0) + 1
+
+    def cancelled(self) -> None:
+        """A client left before its answer was complete."""
+        with self._lock:
+            self._cancelled += 1
+
+    def answer(self, totals: Mapping[str, int], first_seconds: float, token_seconds: float | None) -> None:
+        """An answer is complete: its token counts by name, and its times, None where there was no second token."""
+        with self._lock:
+            for name in self._totals:
+                self._totals[name] += totals[name]
+            self._first.observe(first_seconds)
+            if token_seconds is not None:
+                self._token.observe(token_seconds)
+
+    def text(self, gauges: Mapping[str, float]) -> str:
+        """All of it, with `gauges` as they stand now."""
+        with self._lock:
+            lines = ["# TYPE vtx_requests_total counter"]
+            lines += [f'vtx_requests_total{{status="{code}"}} {n}' for code, n in sorted(self._requests.items())]
+            totals = {"cancelled": self._cancelled, **self._totals}
+            for name, value in totals.items():
+                lines += [f"# TYPE vtx_{name}_total counter", f"vtx_{name}_total {value}"]
+            for name, histogram in (("first_token_seconds", self._first), ("token_seconds", self._token)):
+                lines += [f"# TYPE vtx_{name} histogram", *histogram.lines(f"vtx_{name}")]
+        for name, gauge in gauges.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# TYPE vtx_{name} {kind}", f"vtx_{name} {gauge:.15g}"]
+        return "\n".join(lines) + "\n"

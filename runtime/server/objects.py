@@ -1,0 +1,76 @@
+"""The objects of OpenAI's chat completions: whole, and as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.model import Model
+
+FINISHED = {"end": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """The objects of one answer of `model`, known to clients as `name`."""
+
+    name: str
+    model: Model
+    logprobs: bool
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def completion(self, answer: Answer) -> dict[str, Any]:
+        """The whole answer."""
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        choice = {
+            "index": 0, "message": message, "finish_reason": FINISHED[answer.stopped],
+            "logprobs": self._logprobs(answer.token_ids, answer.logprobs or ()),
+        }  # fmt: skip
+        return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage(answer)}
+
+    def chunk(
+        self,
+        delta: dict[str, Any],
+        ids: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        *,
+        finish: str | None = None,
+    ) -> dict[str, Any]:
+        """What came with one token, or at the beginning or end."""
+        shown = self._logprobs(ids, logprobs) if ids else None
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": shown}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
+        """The last chunk of a stream whose client asked for usage."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage(answer)}
+
+    def usage(self, answer: Answer) -> dict[str, Any]:
+        """Token counts, and under `vtx` what `vtx-run --json` prints of the answer, without its text."""
+        prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
+        facts = answer.to_dict()
+        for name in ("text", "logprobs"):
+            facts.pop(name, None)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": answer.stats.reused_tokens},
+            "vtx": {**facts, "kv_slot_bytes": self.model.backend.kv_slot_bytes},
+        }  # fmt: skip
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.name}
+
+    def _logprobs(self, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        return {"content": [self._token(id, value) for id, value in zip(ids, values, strict=True)], "refusal": None}
+
+    def _token(self, id: int, logprob: float) -> dict[str, Any]:
+        text = self.model.text.decode([id])
+        whole = None if "\ufffd" in text else list(text.encode())  # part of a character has no text of its own
+        return {"token": text, "logprob": logprob, "bytes": whole, "top_logprobs": []}

@@ -1,0 +1,55 @@
+"""What a request is refused with, in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vtx.runtime.errors import ContextError, ImageError, RequestError, TemplateError, VtxError
+
+INVALID = "invalid_request_error"
+
+
+class Refusal(VtxError):
+    """A request that is not answered: HTTP `status`, OpenAI's `code`, and the field `param` that is wrong.
+
+    `retry_after`: whole seconds after which the same request may be answered.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        kind: str = INVALID,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.kind, self.retry_after = status, code, param, kind, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The object that clients parse."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        extra = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        return extra if self.retry_after is None else extra | {"retry-after": str(self.retry_after)}
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What a client is told of an error. Of what is no fault of the request it learns no details."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, ContextError):
+        return Refusal(400, str(error), code="context_length_exceeded", param="messages")
+    if isinstance(error, ImageError):
+        return Refusal(400, str(error), code="invalid_image", param="messages")
+    if isinstance(error, TemplateError):
+        return Refusal(400, str(error), param="messages")
+    if isinstance(error, RequestError):
+        return Refusal(400, str(error))
+    if isinstance(error, MemoryError):
+        return Refusal(503, "no memory left for this request; try again", kind="server_error", retry_after=5)
+    return Refusal(500, "the server failed on this request; its log says why", kind="server_error")

@@ -1,0 +1,208 @@
+"""The body of /v1/chat/completions, checked field by field. What it asks for and vtx cannot do is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vtx.runtime.api.messages import split_images
+from vtx.runtime.api.options import DEFAULT, K, Options
+from vtx.runtime.bundle.safetensors import parse_json, shown
+from vtx.runtime.checks import check_number, check_text, check_whole
+from vtx.runtime.errors import RequestError
+from vtx.runtime.prompt.messages import Message
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.session.sampling import Sampling
+
+ROLES = ("system", "developer", "user", "assistant")
+DEFAULT_TOKENS = Options().max_new_tokens
+# Fields of OpenAI's API without a meaning here, whatever their value.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+# Fields that may be given with the value that changes nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "top_logprobs": (0,),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "tools": ([],), "tool_choice": ("none", "auto"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request: `images` are data URLs in their order, `messages` mark where they stand."""
+
+    model: str
+    messages: list[Message]
+    images: tuple[str, ...]
+    k: K
+    reduce: str | None
+    options: Options
+    stream: bool
+    include_usage: bool
+
+
+def read_request(body: bytes, limits: Limits) -> ChatRequest:
+    """The request that a body holds. Raises Refusal for anything else."""
+    data = parse_json(body, "the body", error=RequestError)
+    if not isinstance(data, dict):
+        raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a chat completion request")
+    given = {name: value for name, value in data.items() if value is not None}
+    for name in set(given) & set(NEUTRAL):
+        _check_neutral(name, given.pop(name))
+    fields = _Fields({name: value for name, value in given.items() if name not in IGNORED})
+    request = _read(fields, limits)
+    fields.check_empty()
+    return request
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    allowed = NEUTRAL[name]
+    if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in allowed):
+        raise Refusal(
+            400, f"{name} is {value!r:.40}, which vtx does not do; leave it out", code="unsupported_value", param=name
+        )
+
+
+class _Fields:
+    """The fields of a body, each taken once; what is wrong with one is told with its name."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def take(self, name: str, default: Any, check: Callable[[Any], Any]) -> Any:
+        if name not in self._fields:
+            return default
+        value = self._fields.pop(name)
+        try:
+            given = check(value)
+        except Refusal:
+            raise
+        except RequestError as e:
+            raise Refusal(400, str(e), code="invalid_value", param=name) from e
+        return value if given is None else given
+
+    def need(self, name: str, check: Callable[[Any], Any]) -> Any:
+        if name not in self._fields:
+            raise Refusal(400, f"the request has no {name}; add it", code="missing_required_parameter", param=name)
+        return self.take(name, None, check)
+
+    def check_empty(self) -> None:
+        if self._fields:
+            name = sorted(self._fields)[0]
+            raise Refusal(
+                400, f"there is no field {shown(name)}; leave it out", code="unknown_parameter", param=name[:80]
+            )
+
+
+def _read(fields: _Fields, limits: Limits) -> ChatRequest:
+    model = fields.need("model", lambda value: check_text("model", value))
+    images, messages = fields.need("messages", lambda value: _messages(value, limits))
+    tokens = fields.take("max_tokens", DEFAULT_TOKENS, lambda value: _tokens(value, limits))
+    tokens = fields.take("max_completion_tokens", tokens, lambda value: _tokens(value, limits))
+    sampling = Sampling(
+        temperature=fields.take("temperature", 0.0, lambda value: _sampling(temperature=value)),
+        top_p=fields.take("top_p", 1.0, lambda value: _sampling(top_p=value)),
+        top_k=fields.take("top_k", 0, lambda value: _sampling(top_k=value)),
+        seed=fields.take("seed", None, lambda value: _sampling(seed=value)),
+        repetition_penalty=fields.take("repetition_penalty", 1.0, lambda value: _sampling(repetition_penalty=value)),
+    )
+    options = Options(
+        max_new_tokens=tokens,
+        ignore_eos=fields.take("ignore_eos", False, lambda value: _flag("ignore_eos", value)),
+        sampling=sampling,
+        gate_threshold=fields.take("gate_threshold", 0.5, lambda value: _gate_threshold(value)),
+        stop=fields.take("stop", (), lambda value: Options(stop=value).stop),
+        logprobs=fields.take("logprobs", False, lambda value: _flag("logprobs", value)),
+        timeout=limits.seconds,
+    )
+    stream = fields.take("stream", False, lambda value: _flag("stream", value))
+    usage = fields.take("stream_options", {}, lambda value: _stream_options(value, stream=stream))
+    return ChatRequest(
+        model, messages, tuple(images), fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, _reduce),
+        options, stream, bool(usage.get("include_usage")),
+    )  # fmt: skip
+
+
+def _tokens(value: Any, limits: Limits) -> None:
+    check_whole("the number of tokens", value, 1)
+    if value > limits.new_tokens:
+        raise RequestError(
+            f"{value} tokens are asked for, the limit of this server is {limits.new_tokens}; ask for fewer"
+        )
+
+
+def _sampling(**field: Any) -> None:
+    Sampling(**field)
+
+
+def _gate_threshold(value: Any) -> None:
+    check_number("the gate threshold", value, "a probability from 0 to 1", least=0, most=1)
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {value!r:.40}; it must be true or false")
+
+
+def _k(value: Any) -> None:
+    if isinstance(value, bool) or not (isinstance(value, int) or value in ("none", "auto", DEFAULT)):
+        raise RequestError(f'k is {value!r:.40}; it must be a whole number, "none", "auto" or "default"')
+
+
+def _reduce(value: Any) -> None:
+    check_text("reduce", value)
+
+
+def _stream_options(value: Any, *, stream: bool) -> None:
+    if not stream or not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
+        raise RequestError('stream_options must be {"include_usage": true or false}, with "stream": true')
+    for name, flag in value.items():
+        _flag(name, flag)
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def _messages(value: Any, limits: Limits) -> tuple[list[Any], list[Message]]:
+    """The images and messages of OpenAI's form; images as data URLs and nothing else."""
+    if not isinstance(value, list) or not value:
+        raise RequestError("messages must be a list that ends with the user's question")
+    cleaned = [_message(message) for message in value]
+    if cleaned[-1]["role"] != "user":
+        raise RequestError("the last message must be the user's question: role 'user'")
+    images, messages = split_images(cleaned)
+    if len(images) > limits.images:
+        raise Refusal(
+            413, f"{len(images)} images are given, the limit of this server is {limits.images}; send fewer",
+            code="too_many_images", param="messages",
+        )  # fmt: skip
+    return images, messages
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise RequestError(f"a message must be an object with a role of {', '.join(ROLES)}; got {message!r:.80}")
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        content = ""
+    if isinstance(content, list):
+        content = [_part(part) for part in content]
+    elif not isinstance(content, str):
+        raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+    return {"role": message["role"], "content": content}
+
+
+def _part(part: Any) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind != "image_url":
+        raise RequestError(f"a part of a message must be of type text or image_url; got {part!r:.80}")
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str) or url[:5].lower() != "data:":
+        raise RequestError(
+            f"an image must be a data URL, data:image/jpeg;base64,...; got {url!r:.80}. This server fetches no "
+            "addresses and opens no files"
+        )
+    return {"type": "image_url", "image_url": {"url": url}}

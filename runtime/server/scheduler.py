@@ -1,0 +1,188 @@
+"""One thread a model that computes its answers in turn, a token each, so that no long answer blocks a short one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.errors import VtxError
+from vtx.runtime.server.refusal import Refusal
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The text that became certain with one more token, and the tokens' log probabilities where asked for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end: the complete answer."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end: what went wrong."""
+
+    error: Exception
+
+
+def shutting_down() -> Refusal:
+    return Refusal(503, "the server is shutting down", kind="server_error", retry_after=5)
+
+
+Event: TypeAlias = Piece | Done | Failed
+
+
+class Job:
+    """One request. `begin` gives its stream, `end` takes back what that was computed with; both in the thread that
+    computes, as `emit`, which gets each event.
+    """
+
+    def __init__(
+        self, begin: Callable[[], AnswerStream], end: Callable[[bool], None], emit: Callable[[Event], None]
+    ) -> None:
+        self._begin, self._end, self._emit = begin, end, emit
+        self._stream: AnswerStream | None = None
+        self._told = 0
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End it, from any thread: within one token, or before the prompt's next stage."""
+        self.cancelled = True
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+
+    def begin(self) -> bool:
+        """Take what it is computed with; False where that fails or it was cancelled while it waited."""
+        if self.cancelled:
+            return False
+        try:
+            self._stream = self._begin()
+        except Exception as e:
+            self._fail(e)
+            return False
+        return True
+
+    def step(self) -> bool:
+        """Compute the prompt, or one token more; False at the end."""
+        stream = self._stream
+        assert stream is not None
+        try:
+            if self.cancelled:  # maybe while it began
+                stream.cancel()
+            text = stream.step()
+        except StopIteration:
+            self._finish(stream)
+            return False
+        except Exception as e:
+            self._end(False)
+            self._fail(e)
+            return False
+        self._tell(text, stream)
+        return True
+
+    def abandon(self) -> None:
+        """End it because the server does."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()
+            with suppress(VtxError):
+                self._end(False)
+        self._emit(Failed(shutting_down()))
+
+    def _tell(self, text: str, stream: AnswerStream) -> None:
+        ids, logprobs = stream.progress(self._told)
+        self._told += len(ids)
+        if text or ids:
+            self._emit(Piece(text, ids, logprobs))
+
+    def _finish(self, stream: AnswerStream) -> None:
+        answer = stream.answer
+        self._end(True)
+        self._emit(Done(answer))
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, VtxError):
+            log.error("a request failed", exc_info=error)
+        self._emit(Failed(error))
+
+
+class Scheduler:
+    """Steps the answers of one model in turn: in each round a token of every answer, and at most one new prompt.
+
+    At most `parallel` answers are computed at a time; other requests wait, in their order.
+    """
+
+    def __init__(self, name: str, parallel: int) -> None:
+        self._parallel = parallel
+        self._waiting = deque[Job]()
+        self._active: list[Job] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"vtx-serve {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def active(self) -> int:
+        """Answers that are being computed."""
+        return len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._waiting)
+
+    def submit(self, job: Job) -> None:
+        """Have a job computed. Raises Refusal where the server shuts down."""
+        with self._changed:
+            if self._closing:
+                raise shutting_down()
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End all jobs and the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        for job in list(self._active):
+            job.cancel()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._wait():
+            self._active = [job for job in self._active if job.step()]
+            job = self._admit()
+            if job is not None and job.begin() and job.step():
+                self._active = [*self._active, job]
+        for job in (*self._active, *self._waiting):
+            job.abandon()
+        self._active, self._waiting = [], deque()
+
+    def _wait(self) -> bool:
+        """Wait while there is nothing to do; False where the server ends."""
+        with self._changed:
+            while not (self._active or self._waiting or self._closing):
+                self._changed.wait()
+            return not self._closing
+
+    def _admit(self) -> Job | None:
+        """The job that begins in this round, if there is room for one."""
+        with self._changed:
+            return self._waiting.popleft() if self._waiting and self.active < self._parallel else None

@@ -1,0 +1,185 @@
+"""/v1/chat/completions over HTTP: the ids of a fresh run, whatever was asked before and however it is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.serving import Served, asking, serving, user
+from tests.support.tiny import random_image
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.model import Model
+
+IMAGE, OTHER = random_image(1), random_image(2, (40, 90))
+NONE = {"k": "none", "reduce": "none"}
+
+
+@pytest.fixture(scope="module")
+def served(tiny_bundle: Path) -> Iterator[Served]:
+    with serving({"tiny": tiny_bundle}) as served:
+        yield served
+
+
+def expected(model: Model, *messages: dict[str, Any], **fields: Any) -> Answer:
+    """A fresh run of the same messages."""
+    fields = {"max_new_tokens": 8, "ignore_eos": True, "reduce": "none", "k": None, **fields}
+    return model.generate(messages, **fields)
+
+
+def facts(completion: dict[str, Any]) -> dict[str, Any]:
+    answered: dict[str, Any] = completion["usage"]["vtx"]
+    return answered
+
+
+@pytest.mark.parametrize("k", ["none", 3, 5])
+def test_an_answer_has_the_ids_of_a_fresh_run(served: Served, local: Model, k: Any) -> None:
+    response = served.chat(asking(user("red?", IMAGE), k=k, reduce="none"))
+    answer = expected(local, user("red?", IMAGE), k=k)
+    assert response.status == 200
+    completion = response.json
+    assert completion["object"] == "chat.completion"
+    assert completion["choices"][0]["message"] == {"role": "assistant", "content": answer.text, "refusal": None}
+    assert completion["choices"][0]["finish_reason"] == "length"
+    assert facts(completion)["token_ids"] == list(answer.token_ids)
+    assert facts(completion)["kv_slots"] == list(answer.stats.kv_slots)
+    usage = completion["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (answer.stats.prompt_tokens, 8)
+    assert usage["total_tokens"] == answer.stats.prompt_tokens + 8
+
+
+def test_vtx_run_gives_the_same_ids(served: Served, tiny_bundle: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from vtx.cli import run
+
+    IMAGE.save(tmp_path / "image.png")
+    words = ["--bundle", str(tiny_bundle), str(tmp_path / "image.png"), "how many?", "--k", "3", "--reduce", "none"]
+    done = CliRunner().invoke(run, [*words, "--json", "--max-new-tokens", "8", "--ignore-eos", "--threads", "1"])
+    response = served.chat(asking(user("how many?", IMAGE), k=3, reduce="none"))
+    assert facts(response.json)["token_ids"] == json.loads(done.stdout)["token_ids"]
+
+
+def test_a_stream_gives_the_same_text_and_ends_as_openais_do(served: Served, local: Model) -> None:
+    body = asking(user("red?", IMAGE), **NONE, stream=True, stream_options={"include_usage": True})
+    response = served.chat(body)
+    answer = expected(local, user("red?", IMAGE))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    first, *middle, last, usage = response.events
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert {event["object"] for event in response.events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in response.events}) == 1
+    assert response.text == answer.text
+    assert len(middle) > 1
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert usage["choices"] == []
+    assert facts(usage)["token_ids"] == list(answer.token_ids)
+
+
+def test_a_stream_has_usage_only_where_it_is_asked_for(served: Served) -> None:
+    assert all("usage" not in event for event in served.chat(asking(user("red?"), **NONE, stream=True)).events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_images_stand_in_their_order(served: Served, local: Model, stream: bool) -> None:
+    fields = {"stream": stream, "stream_options": {"include_usage": True}} if stream else {}
+    ids = []
+    for images in ((IMAGE, OTHER), (OTHER, IMAGE)):
+        response = served.chat(asking(user("which?", *images), **NONE, **fields))
+        ids.append(facts(response.events[-1] if stream else response.json)["token_ids"])
+        assert ids[-1] == list(expected(local, user("which?", *images)).token_ids)
+    assert ids[0] != ids[1]
+
+
+@pytest.mark.parametrize(("k", "reduce"), [("none", "none"), (3, "none"), ("none", "fastv:k=3,ratio=0.5")])
+def test_turns_that_are_sent_whole_are_exact_and_reuse_what_agrees(
+    served: Served, local: Model, k: Any, reduce: str
+) -> None:
+    messages, reused = [user("describe the picture", random_image(7))], []
+    for question in ("how many circle shapes?", "what is the colour?", ""):
+        completion = served.chat(asking(*messages, k=k, reduce=reduce)).json
+        assert facts(completion)["token_ids"] == list(expected(local, *messages, k=k, reduce=reduce).token_ids)
+        reused.append(completion["usage"]["prompt_tokens_details"]["cached_tokens"])
+        prompt = completion["usage"]["prompt_tokens"]
+        messages += [{"role": "assistant", "content": completion["choices"][0]["message"]["content"]}, user(question)]
+    assert reused[0] == 0
+    if reduce == "none":
+        assert reused[2] > prompt // 2, "earlier turns are not run again"
+
+
+def test_a_system_prompt_comes_first_under_either_name(served: Served, local: Model) -> None:
+    question = user("red?", IMAGE)
+    ids = list(expected(local, {"role": "system", "content": "the image is red"}, question).token_ids)
+    for role in ("system", "developer"):
+        completion = served.chat(asking({"role": role, "content": "the image is red"}, question, **NONE)).json
+        assert facts(completion)["token_ids"] == ids
+
+
+def test_sampling_follows_its_seed(served: Served, local: Model) -> None:
+    drawn = {"temperature": 1.0, "top_p": 0.9, "seed": 5}
+    completion = served.chat(asking(user("red?", IMAGE), **NONE, **drawn)).json
+    assert facts(completion)["token_ids"] == list(expected(local, user("red?", IMAGE), **drawn).token_ids)
+    greedy = served.chat(asking(user("red?", IMAGE), **NONE)).json
+    assert facts(greedy)["token_ids"] != facts(completion)["token_ids"]
+
+
+def test_a_stop_string_ends_the_text_before_it(served: Served, local: Model) -> None:
+    whole = expected(local, user("red?", IMAGE)).text
+    stop = whole[3:5]
+    completion = served.chat(asking(user("red?", IMAGE), **NONE, stop=[stop])).json
+    assert completion["choices"][0]["message"]["content"] == whole[: whole.index(stop)]
+    assert completion["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_come_for_each_token(served: Served, local: Model, stream: bool) -> None:
+    response = served.chat(asking(user("red?", IMAGE), **NONE, logprobs=True, stream=stream))
+    answer = expected(local, user("red?", IMAGE), logprobs=True)
+    choices = [c for event in response.events for c in event["choices"]] if stream else response.json["choices"]
+    content = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert [token["logprob"] for token in content] == pytest.approx(answer.logprobs, abs=1e-4)
+    assert [token["token"] for token in content] == [local.text.decode([id]) for id in answer.token_ids]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_either_name_limits_the_tokens(served: Served, name: str) -> None:
+    body = {"model": "tiny", "messages": [user("red?")], "ignore_eos": True, name: 3}
+    assert served.chat(body).json["usage"]["completion_tokens"] == 3
+
+
+def test_what_a_reduction_did_comes_back(served: Served) -> None:
+    done = facts(served.chat(asking(user("red?", IMAGE), k="none", reduce="fastv:k=3,ratio=0.5")).json)
+    assert done["reduce"] == "fastv:k=3,ratio=0.5"
+    assert [kept["layer"] for kept in done["kept"]] == [1, 4]
+    assert done["vision_tokens_kept"] == [16] * 3 + [8] * 5
+
+
+def test_the_bundle_and_its_depths_are_listed(served: Served) -> None:
+    listed = served.request("GET", "/v1/models").json
+    assert [model["id"] for model in listed["data"]] == ["tiny"]
+    assert listed["data"][0]["object"] == "model"
+    assert listed["data"][0]["vtx"]["ks"] == [3, 5]
+    assert listed["data"][0]["vtx"]["image"]["grid"] ** 2 == 16
+
+
+def test_the_metrics_count_what_was_done(tiny_bundle: Path) -> None:
+    with serving({"tiny": tiny_bundle}) as served:
+        for _ in range(2):
+            served.chat(asking(user("red?", IMAGE), k=3, reduce="none"))
+        served.chat(asking(user("which?", IMAGE, OTHER), **NONE))
+        served.chat({"model": "other", "messages": [user("red?")]})
+        figures = served.metrics()
+    assert figures['vtx_requests_total{status="200"}'] == 3
+    assert figures['vtx_requests_total{status="404"}'] == 1
+    assert figures["vtx_completion_tokens_total"] == 24
+    assert figures["vtx_withdrawn_tokens_total"] == 32
+    assert figures["vtx_first_token_seconds_count"] == 3
+    assert figures['vtx_first_token_seconds_bucket{le="+Inf"}'] == 3
+    assert figures["vtx_conversation_hits_total"] == 1
+    assert figures["vtx_conversation_misses_total"] == 2
+    assert figures["vtx_image_cache_hits_total"] == 1, "the first image of two had been encoded before"
+    assert figures["vtx_kv_kept_bytes"] > 0
+    assert figures["vtx_requests_active"] == 0

@@ -1,0 +1,140 @@
+"""Several bundles by name within a limit of memory, and conversations kept within a limit of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bundles import copy
+from tests.support.serving import asking, serving, user
+from tests.support.tiny import random_image
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.server.conversations import ConversationPool
+from vtx.runtime.server.engines import Engines, named
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.refusal import Refusal
+
+Load = Callable[[Path], Model]
+
+
+@pytest.fixture(scope="module")
+def bundles(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"tiny": tiny_bundle, "other": copy(tiny_bundle, tmp_path_factory.mktemp("other") / "other")}
+
+
+def load_on_cpu(folder: Path) -> Model:
+    return load(folder, device="cpu", threads=1)
+
+
+def needed(bundles: dict[str, Path]) -> int:
+    """Bytes that one of the bundles needs."""
+    from vtx.runtime.backends.memory import needed_memory
+    from vtx.runtime.bundle.bundle import Bundle
+
+    return needed_memory(Bundle.open(bundles["tiny"]))
+
+
+def test_bundles_are_loaded_when_they_are_asked_for(bundles: dict[str, Path]) -> None:
+    with serving(bundles) as served:
+        assert served.metrics()["vtx_models_loaded"] == 0
+        for name, loaded in (("tiny", 1), ("other", 2), ("tiny", 2)):
+            response = served.chat(asking(user("red?"), model=name))
+            assert (response.status, response.json["model"]) == (200, name)
+            assert served.metrics()["vtx_models_loaded"] == loaded
+        assert [m["id"] for m in served.request("GET", "/v1/models").json["data"]] == ["tiny", "other"]
+
+
+def test_the_bundle_that_nobody_uses_makes_room(bundles: dict[str, Path]) -> None:
+    engines = Engines(bundles, load_on_cpu, Limits(), memory=int(1.5 * needed(bundles)))
+    try:
+        first = engines.acquire("tiny")
+        with engines.use(first), pytest.raises(Refusal, match="does not fit") as refused:
+            engines.acquire("other")
+        assert refused.value.status == 503
+        assert refused.value.retry_after
+        with engines.use(engines.acquire("other")):
+            assert [engine.name for engine in engines.loaded] == ["other"]
+    finally:
+        engines.close()
+    with pytest.raises(Refusal, match="shutting down"):
+        engines.acquire("tiny")
+
+
+def test_a_bundle_that_can_never_fit_is_told_at_the_start(bundles: dict[str, Path]) -> None:
+    with pytest.raises(DeviceError, match="--memory"):
+        Engines(bundles, load_on_cpu, Limits(), memory=needed(bundles) - 1)
+
+
+def test_bundles_are_named_by_their_directory_or_as_told(tmp_path: Path) -> None:
+    assert named((str(tmp_path / "demo"), f"big={tmp_path / 'llava'}")) == {
+        "demo": tmp_path / "demo", "big": tmp_path / "llava",
+    }  # fmt: skip
+    with pytest.raises(RequestError, match="two bundles are called"):
+        named(("a/demo", "b/demo"))
+
+
+# --- kept conversations ---------------------------------------------------------------------------
+
+
+def asked(pool: ConversationPool, model: Model, question: str, seed: int | None = 1) -> bool:
+    """Ask through the pool; whether a kept conversation served."""
+    images = [] if seed is None else [model.prepare(random_image(seed))]
+    content: list[Any] = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
+    messages: Any = [{"role": "user", "content": content}]
+    before = pool.found.hits
+    conversation = pool.lease(images, model.prompt_ids(messages, images))
+    conversation.resume_messages(messages, None, Options(max_new_tokens=2), "none").read()
+    pool.give_back(conversation)
+    return pool.found.hits > before
+
+
+@pytest.fixture(scope="module")
+def local(tiny_bundle: Path) -> Model:
+    return load_on_cpu(tiny_bundle)
+
+
+def test_conversations_are_found_by_their_images(local: Model) -> None:
+    pool = ConversationPool(local, 1 << 30)
+    assert [asked(pool, local, "red?", seed) for seed in (1, 2, 1, 2, None)] == [False, False, True, True, False]
+
+
+def test_one_that_has_little_of_the_prompt_is_left_to_its_owner(local: Model) -> None:
+    pool = ConversationPool(local, 1 << 30)
+    asked(pool, local, "what is the shape of the picture, and is there a circle?", None)
+    assert not asked(pool, local, "red?", None)
+    assert asked(pool, local, "what is the shape of the picture, and is there a circle?", None)
+
+
+def test_the_one_least_recently_used_leaves_when_the_bytes_are_used_up(local: Model) -> None:
+    pool = ConversationPool(local, 1 << 30)
+    asked(pool, local, "red?", 1)
+    one = pool.kept_bytes
+    pool = ConversationPool(local, int(2.5 * one))
+    assert [asked(pool, local, "red?", seed) for seed in (1, 2, 1, 3, 1, 2)] == [False, False, True, False, True, False]
+    assert pool.kept_bytes <= 2.5 * one
+
+
+def test_conversations_in_use_count_too(local: Model) -> None:
+    pool = ConversationPool(local, 1 << 30)
+    asked(pool, local, "red?", 1)
+    pool = ConversationPool(local, int(1.5 * pool.kept_bytes))
+    asked(pool, local, "red?", 1)
+    images = [local.prepare(random_image(2))]
+    messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
+    conversation = pool.lease(images, local.prompt_ids(messages, images))
+    conversation.resume_messages(messages, None, Options(max_new_tokens=2), "none").read()
+    pool.give_back(conversation)
+    assert not asked(pool, local, "red?", 1)
+    assert pool.kept_bytes
+
+
+def test_nothing_is_kept_without_room(local: Model) -> None:
+    pool = ConversationPool(local, 0)
+    assert [asked(pool, local, "red?") for _ in range(2)] == [False, False]
+    assert pool.kept_bytes == 0

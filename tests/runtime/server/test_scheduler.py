@@ -1,0 +1,157 @@
+"""Answers computed in turn: what runs when, how many at a time, and how they end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.serving import WAIT
+from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.server.scheduler import Done, Event, Failed, Job, Piece, Scheduler
+
+
+class Script:
+    """A stream that writes its name into `order` at each of its steps. It can wait before the first, or fail at one."""
+
+    def __init__(
+        self, name: str, tokens: int, order: list[str], gate: threading.Event | None = None, fails: int = 0
+    ) -> None:
+        self.name, self.answer = name, f"the answer of {name}"
+        self._tokens, self._order, self._gate, self._fails = tokens, order, gate, fails
+        self._steps = 0
+
+    def step(self) -> str:
+        if self._gate is not None:
+            assert self._gate.wait(WAIT)
+        if self._steps == self._tokens:
+            raise StopIteration
+        self._steps += 1
+        self._order.append(self.name)
+        if self._steps == self._fails:
+            raise RuntimeError(self.name)
+        return self.name
+
+    def progress(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        return tuple(range(start, self._steps)), ()
+
+    def cancel(self) -> None:
+        self._tokens = self._steps
+
+
+class Client:
+    """A job and what it was told."""
+
+    def __init__(self, script: Script) -> None:
+        self.events: list[Event] = []
+        self.ended = threading.Event()
+        self.kept: list[bool] = []
+        stream: Any = script
+        self.job = Job(lambda: stream, self.kept.append, self._emit)
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        if not isinstance(event, Piece):
+            self.ended.set()
+
+
+@contextmanager
+def scheduler(parallel: int) -> Iterator[Scheduler]:
+    made = Scheduler("test", parallel)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def run(parallel: int, *lengths: int) -> list[str]:
+    """The order of steps of jobs a, b, c, ... of these lengths that were all there at the beginning."""
+    order, gate = list[str](), threading.Event()
+    names = "abcdefgh"[: len(lengths)]
+    clients = [Client(Script(name, n, order, gate)) for name, n in zip(names, lengths, strict=True)]
+    with scheduler(parallel) as made:
+        for client in clients:
+            made.submit(client.job)
+        gate.set()
+        assert all(client.ended.wait(WAIT) for client in clients)
+    assert [client.kept for client in clients] == [[True]] * len(clients)
+    return order
+
+
+def test_a_short_answer_is_not_blocked_by_a_long_one() -> None:
+    order = run(2, 50, 3)
+    assert order.index("b") <= 2
+    assert order[:8].count("b") == 3, "a token of each in turn"
+
+
+def test_one_prompt_begins_in_a_round() -> None:
+    """Between two prompts, which take long, those that run get a token each."""
+    assert "".join(run(4, 9, 9, 9, 9)).startswith("a" + "ab" + "abc" + "abcd" + "abcd")
+
+
+def test_no_more_run_than_may_and_the_rest_follow_in_their_order() -> None:
+    order = run(2, 4, 4, 4, 4)
+    assert max(order.index("a"), order.index("b")) < order.index("c") < order.index("d")
+    assert order.index("c") > min(len(order) - 1 - order[::-1].index(name) for name in "ab")
+
+
+def test_what_fails_ends_alone_and_is_not_kept() -> None:
+    order: list[str] = []
+    good, bad = Client(Script("a", 6, order)), Client(Script("b", 6, order, fails=2))
+    with scheduler(2) as made:
+        made.submit(good.job)
+        made.submit(bad.job)
+        assert good.ended.wait(WAIT)
+        assert bad.ended.wait(WAIT)
+    assert isinstance(good.events[-1], Done)
+    assert isinstance(bad.events[-1], Failed)
+    assert (good.kept, bad.kept) == ([True], [False])
+
+
+def test_a_job_that_cannot_begin_ends_with_its_error() -> None:
+    told: list[Event] = []
+    ended = threading.Event()
+
+    def emit(event: Event) -> None:
+        told.append(event)
+        ended.set()
+
+    def begin() -> Any:
+        raise ValueError("no")
+
+    with scheduler(1) as made:
+        made.submit(Job(begin, lambda _: None, emit))
+        assert ended.wait(WAIT)
+    assert isinstance(told[0], Failed)
+    assert str(told[0].error) == "no"
+
+
+def test_a_cancelled_job_is_given_back_after_at_most_one_step() -> None:
+    order, gate = list[str](), threading.Event()
+    client = Client(Script("a", 1000, order, gate))
+    with scheduler(1) as made:
+        made.submit(client.job)
+        client.job.cancel()
+        gate.set()
+        other = Client(Script("b", 1, order))
+        made.submit(other.job)
+        assert other.ended.wait(WAIT)
+    assert order.count("a") <= 1
+
+
+def test_closing_ends_what_runs_and_what_waits() -> None:
+    order, gate = list[str](), threading.Event()
+    running, waiting = Client(Script("a", 10**9, order, gate)), Client(Script("b", 1, order))
+    made = Scheduler("test", 1)
+    made.submit(running.job)
+    gate.set()
+    made.submit(waiting.job)
+    made.close()
+    for client in (running, waiting):
+        assert client.ended.is_set()
+    assert isinstance(waiting.events[-1], Failed)
+    with pytest.raises(Refusal, match="shutting down"):
+        made.submit(waiting.job)
