@@ -12,7 +12,7 @@ READY := .venv/.ready
 DEMO := build/demo
 FUZZ ?= 20000
 
-.PHONY: help setup demo test test-all test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
+.PHONY: help setup demo test cpp cpp-sanitize test-all test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -36,9 +36,9 @@ demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model, ask it about 
 $(DEMO)/vtx.json: | $(READY)
 	$(BIN)/vtx-export --k 16 --precision fp16 --out $(DEMO)
 
-test: lint types imports pytest ## every check but the slow tests: what CI runs
+test: lint types imports cpp pytest ## every check but the slow tests: what CI runs
 
-test-all: lint types imports ## every check, slow tests included
+test-all: lint types imports cpp ## every check, slow tests included
 	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 lint: $(READY) ## ruff: rules and format
@@ -53,6 +53,20 @@ imports: $(READY) ## import-linter: who may import whom
 
 pytest: $(READY) ## the tests that are not slow, one process per core
 	$(BIN)/pytest --numprocesses auto --dist loadfile -m "not slow"
+
+cpp: $(READY) ## libvtx, the C++ runtime, its tools and examples, into build/cpp; without a compiler, one line that says so
+	@if ! command -v $(CXX) > /dev/null; then \
+		echo "no C++ compiler ($(CXX)): libvtx is not built, and its tests are skipped"; \
+	else \
+		export PATH="$$PATH:$$PWD/$(BIN)"; \
+		command -v cmake > /dev/null && command -v ninja > /dev/null || $(BIN)/python -m pip install --quiet cmake ninja; \
+		cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON > /dev/null && ninja -C build/cpp --quiet; \
+	fi
+
+cpp-sanitize: $(READY) ## the tests of libvtx under AddressSanitizer and UndefinedBehaviorSanitizer
+	cmake -S runtime/cpp -B build/cpp-sanitize -G Ninja -DVTX_SANITIZE=ON -DVTX_WERROR=ON > /dev/null
+	ninja -C build/cpp-sanitize --quiet
+	VTX_CPP_BUILD=$$PWD/build/cpp-sanitize $(BIN)/pytest tests/runtime/cpp
 
 test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; skipped in one line elsewhere
 	$(BIN)/pytest -m gpu -rs

@@ -1,0 +1,167 @@
+/* libvtx: answers questions about images from bundles that vtx-export made.
+ *
+ * Every call that can fail returns a vtx_status; vtx_last_error() then has one line for a person. No call throws. Texts
+ * are UTF-8 and end with a zero; those that go in are copied. Handles belong to whoever got them and are freed by the
+ * function named beside them; freeing NULL does nothing.
+ *
+ * Threads: a model may be used from any number of threads. A conversation computes one answer at a time, and a second
+ * thread gets VTX_BUSY; vtx_cancel may be called from any thread. An answer does not change and may be read by all.
+ *
+ * Structs begin with their size, so that a program built against an older header runs with a newer library: fill them
+ * with the _init function, then set what should differ.
+ */
+#ifndef VTX_VTX_H
+#define VTX_VTX_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define VTX_API_VERSION 1
+
+#if defined(VTX_BUILDING)
+#define VTX_API __attribute__((visibility("default")))
+#else
+#define VTX_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum vtx_status {
+  VTX_OK = 0,
+  VTX_REQUEST = 1,  /* a question or an option cannot be served: a K that was not prebuilt, an empty question */
+  VTX_CONTEXT = 2,  /* the prompt and its answer need more KV slots than the bundle holds */
+  VTX_BUSY = 3,     /* the conversation is computing an answer */
+  VTX_TEMPLATE = 4, /* the conversation needs the chat template itself; libvtx has its prompt forms */
+  VTX_IMAGE = 5,    /* an image cannot be read, or is beyond the limits */
+  VTX_BUNDLE = 6,   /* a bundle is damaged, incomplete, from another version, or reaches outside itself */
+  VTX_DEVICE = 7,   /* an engine is missing, too old, or fails */
+  VTX_MEMORY = 8,   /* there is no memory left; the model can be used on */
+  VTX_INTERNAL = 9  /* a fault of libvtx itself */
+} vtx_status;
+
+typedef struct vtx_model vtx_model;
+typedef struct vtx_conversation vtx_conversation;
+typedef struct vtx_answer vtx_answer;
+
+/* The library's version, as "0.1.0", and the VTX_API_VERSION that it was built with. */
+VTX_API const char* vtx_version(void);
+VTX_API int vtx_api_version(void);
+
+/* What was wrong in this thread's last call that failed; valid until its next call. */
+VTX_API const char* vtx_last_error(void);
+
+/* ---- models */
+
+typedef struct vtx_load_options {
+  size_t size;
+  const char* device;  /* "auto", "cpu" (ONNX Runtime) or "openvino" */
+  const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME, then the system's */
+  int32_t threads;     /* to compute with; 0: all cores */
+  const char* fit;     /* images of another shape: "crop", "pad", "squash"; NULL: as in the model's training */
+} vtx_load_options;
+
+VTX_API void vtx_load_options_init(vtx_load_options* options);
+
+/* Loads a bundle. `options` may be NULL. Takes as long as reading the weights. Free with vtx_model_free, which may be
+ * called while conversations are open: the last of them frees the engine. */
+VTX_API vtx_status vtx_load(const char* bundle, const vtx_load_options* options, vtx_model** model);
+VTX_API void vtx_model_free(vtx_model* model);
+
+/* One line of JSON: name, layers, precision, prebuilt K, reductions, device, engine. Valid as long as the model. */
+VTX_API const char* vtx_model_json(const vtx_model* model);
+
+/* ---- conversations */
+
+typedef enum vtx_pixel_format {
+  VTX_RGB8 = 0,
+  VTX_BGR8 = 1,
+  VTX_RGBA8 = 2, /* shown over white */
+  VTX_BGRA8 = 3,
+  VTX_GRAY8 = 4,
+  VTX_NV12 = 5, /* Y at data, pairs of U and V at data2, equally far apart; BT.601, limited range */
+  VTX_FILE = 6  /* data is a PNG or JPEG file of `bytes` bytes */
+} vtx_pixel_format;
+
+/* An image: a file by its path, or what lies in memory, which is copied. */
+typedef struct vtx_image {
+  size_t size;
+  const char* path; /* NULL: the image lies in memory */
+  const void* data;
+  const void* data2;
+  size_t bytes; /* of a VTX_FILE */
+  int32_t width, height;
+  size_t stride; /* bytes from one row to the next */
+  vtx_pixel_format format;
+} vtx_image;
+
+VTX_API void vtx_image_init(vtx_image* image);
+
+/* Opens images, none too, for questions about them. `system`: a system prompt, or NULL. Costs reading and resizing; the
+ * vision graph runs with the first question. Free with vtx_conversation_free, not while it answers. */
+VTX_API vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, const char* system,
+                            vtx_conversation** conversation);
+VTX_API void vtx_conversation_free(vtx_conversation* conversation);
+
+/* Called for each token with the text that is certain with it, `length` bytes, maybe none; 0 goes on, any other value
+ * ends the answer as vtx_cancel does. It runs in the thread that asks, must not throw, and may call nothing of this
+ * conversation but vtx_cancel. */
+typedef int (*vtx_on_token)(void* user, int64_t token, const char* text, size_t length);
+
+typedef struct vtx_ask_options {
+  size_t size;
+  const char* k;      /* a prebuilt K, "none", "auto" for the gates; NULL: the bundle's default */
+  const char* reduce; /* a spec such as "mustdrop:192", "none"; NULL: the bundle's first */
+  int64_t max_new_tokens;
+  double temperature; /* 0: always the most likely token */
+  double top_p;
+  int64_t top_k; /* 0: all tokens */
+  int32_t has_seed;
+  uint64_t seed; /* gives the tokens that it gives in Python */
+  double repetition_penalty;
+  double gate_threshold;
+  const char* const* stop; /* strings at whose first occurrence the answer ends */
+  size_t stop_count;
+  double timeout; /* seconds from the question to the end; 0: no limit */
+  int32_t ignore_eos;
+  int32_t logprobs;
+  vtx_on_token on_token;
+  void* user;
+} vtx_ask_options;
+
+VTX_API void vtx_ask_options_init(vtx_ask_options* options);
+
+/* Answers a question, independent of those before it; the images' part of the caches is reused. `options` may be NULL.
+ * Blocks until the answer ends. Free the answer with vtx_answer_free. */
+VTX_API vtx_status vtx_ask(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
+                           vtx_answer** answer);
+
+/* The next turn of a chat: the turns before it are part of the prompt, and K and the image tokens that stay are the first
+ * turn's. A turn counts once its answer is complete. vtx_chat_restart forgets all turns. */
+VTX_API vtx_status vtx_chat(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
+                            vtx_answer** answer);
+VTX_API vtx_status vtx_chat_restart(vtx_conversation* conversation);
+
+/* A prompt in token ids, for programs with a tokenizer of their own; each image stands as one image token. */
+VTX_API vtx_status vtx_ask_ids(vtx_conversation* conversation, const int64_t* ids, size_t count,
+                               const vtx_ask_options* options, vtx_answer** answer);
+
+/* Ends the answer that is being computed, from any thread: within one token, or before the prompt's next stage. The
+ * answer is what had come, stopped "cancelled". Does nothing where none is being computed. */
+VTX_API void vtx_cancel(vtx_conversation* conversation);
+
+/* ---- answers; what they give is valid as long as they are */
+
+VTX_API const char* vtx_answer_text(const vtx_answer* answer);
+VTX_API const int64_t* vtx_answer_ids(const vtx_answer* answer, size_t* count);
+/* "end", "stop", "length", "context", "timeout" or "cancelled". */
+VTX_API const char* vtx_answer_stopped(const vtx_answer* answer);
+/* The object that vtx-run --json prints of an answer. */
+VTX_API const char* vtx_answer_json(const vtx_answer* answer);
+VTX_API void vtx_answer_free(vtx_answer* answer);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

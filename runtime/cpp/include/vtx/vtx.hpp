@@ -1,0 +1,220 @@
+// libvtx for C++17, header only, over the C ABI of vtx.h:
+//
+//   #include <iostream>
+//   #include <vtx/vtx.hpp>
+//
+//   int main() {
+//     vtx::Model model("bundle");
+//     vtx::Conversation picture = model.open({vtx::Image::file("photo.jpg")});
+//     vtx::Answer answer = picture.ask("What is on the table?", {}, [](std::string_view text) {
+//       std::cout << text << std::flush;
+//       return true;
+//     });
+//     std::cout << "\n" << picture.ask("What colour is it?").text() << "\n";  // the image is not run again
+//   }
+//
+// Whatever fails throws vtx::Error with one line for a person. What may be called from which thread stands in vtx.h.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "vtx/vtx.h"
+
+namespace vtx {
+
+class Error : public std::runtime_error {
+ public:
+  Error(vtx_status status, const char* message) : std::runtime_error(message), status_(status) {}
+  vtx_status status() const noexcept { return status_; }
+
+ private:
+  vtx_status status_;
+};
+
+inline void check(vtx_status status) {
+  if (status != VTX_OK) throw Error(status, vtx_last_error());
+}
+
+struct LoadOptions {
+  std::string device = "auto", library, fit;
+  int threads = 0;
+};
+
+struct AskOptions {
+  std::string k, reduce;  // empty: the bundle's defaults
+  int64_t max_new_tokens = 256;
+  double temperature = 0, top_p = 1;
+  int64_t top_k = 0;
+  std::optional<uint64_t> seed;
+  double repetition_penalty = 1, gate_threshold = 0.5, timeout = 0;
+  std::vector<std::string> stop;
+  bool ignore_eos = false, logprobs = false;
+};
+
+// An image that is about to be opened; what lies in memory must live until then.
+class Image {
+ public:
+  static Image file(std::string path) {
+    Image image;
+    image.path_ = std::move(path);
+    return image;
+  }
+  // A PNG or JPEG file in memory.
+  static Image bytes(const void* data, size_t size) {
+    Image image;
+    image.image_.data = data;
+    image.image_.bytes = size;
+    image.image_.format = VTX_FILE;
+    return image;
+  }
+  // A frame; `data2` is the second plane of NV12.
+  static Image pixels(const void* data, int width, int height, size_t stride, vtx_pixel_format format,
+                      const void* data2 = nullptr) {
+    Image image;
+    image.image_.data = data, image.image_.data2 = data2;
+    image.image_.width = width, image.image_.height = height, image.image_.stride = stride;
+    image.image_.format = format;
+    return image;
+  }
+  vtx_image raw() const {
+    vtx_image image = image_;
+    image.path = path_.empty() ? nullptr : path_.c_str();
+    return image;
+  }
+
+ private:
+  Image() { vtx_image_init(&image_); }
+  vtx_image image_;
+  std::string path_;
+};
+
+class Answer {
+ public:
+  explicit Answer(vtx_answer* answer) : answer_(answer) {}
+  std::string text() const { return vtx_answer_text(answer_.get()); }
+  std::string stopped() const { return vtx_answer_stopped(answer_.get()); }
+  std::string json() const { return vtx_answer_json(answer_.get()); }
+  std::vector<int64_t> ids() const {
+    size_t count = 0;
+    const int64_t* ids = vtx_answer_ids(answer_.get(), &count);
+    return std::vector<int64_t>(ids, ids + count);
+  }
+
+ private:
+  struct Free {
+    void operator()(vtx_answer* answer) const { vtx_answer_free(answer); }
+  };
+  std::unique_ptr<vtx_answer, Free> answer_;
+};
+
+// Gets each piece of text; false ends the answer. What it throws comes out of the call that asks.
+using OnText = std::function<bool(std::string_view)>;
+
+class Conversation {
+ public:
+  explicit Conversation(vtx_conversation* conversation) : conversation_(conversation) {}
+  Answer ask(const std::string& question, const AskOptions& options = {}, const OnText& on_text = {}) {
+    return run(options, on_text, [&](const vtx_ask_options* raw, vtx_answer** out) {
+      return vtx_ask(conversation_.get(), question.c_str(), raw, out);
+    });
+  }
+  // The next turn of a chat.
+  Answer chat(const std::string& question, const AskOptions& options = {}, const OnText& on_text = {}) {
+    return run(options, on_text, [&](const vtx_ask_options* raw, vtx_answer** out) {
+      return vtx_chat(conversation_.get(), question.c_str(), raw, out);
+    });
+  }
+  // A prompt in token ids, each image standing as one image token.
+  Answer ask_ids(const std::vector<int64_t>& ids, const AskOptions& options = {}, const OnText& on_text = {}) {
+    return run(options, on_text, [&](const vtx_ask_options* raw, vtx_answer** out) {
+      return vtx_ask_ids(conversation_.get(), ids.data(), ids.size(), raw, out);
+    });
+  }
+  void restart_chat() { check(vtx_chat_restart(conversation_.get())); }
+  // From any thread.
+  void cancel() { vtx_cancel(conversation_.get()); }
+
+ private:
+  struct Stream {
+    const OnText& on_text;
+    std::exception_ptr thrown;
+  };
+
+  static int on_token(void* user, int64_t, const char* text, size_t length) {
+    auto* stream = static_cast<Stream*>(user);
+    try {
+      return length == 0 || stream->on_text(std::string_view(text, length)) ? 0 : 1;
+    } catch (...) {
+      stream->thrown = std::current_exception();
+      return 1;
+    }
+  }
+
+  template <typename Call>
+  static Answer run(const AskOptions& options, const OnText& on_text, Call call) {
+    vtx_ask_options raw;
+    vtx_ask_options_init(&raw);
+    raw.k = options.k.empty() ? nullptr : options.k.c_str();
+    raw.reduce = options.reduce.empty() ? nullptr : options.reduce.c_str();
+    raw.max_new_tokens = options.max_new_tokens;
+    raw.temperature = options.temperature, raw.top_p = options.top_p, raw.top_k = options.top_k;
+    raw.has_seed = options.seed.has_value(), raw.seed = options.seed.value_or(0);
+    raw.repetition_penalty = options.repetition_penalty, raw.gate_threshold = options.gate_threshold;
+    raw.timeout = options.timeout, raw.ignore_eos = options.ignore_eos, raw.logprobs = options.logprobs;
+    std::vector<const char*> stop;
+    for (const std::string& text : options.stop) stop.push_back(text.c_str());
+    raw.stop = stop.data(), raw.stop_count = stop.size();
+    Stream stream{on_text, nullptr};
+    if (on_text) raw.on_token = on_token, raw.user = &stream;
+    vtx_answer* answer = nullptr;
+    vtx_status status = call(&raw, &answer);
+    Answer out(answer);
+    if (stream.thrown) std::rethrow_exception(stream.thrown);
+    check(status);
+    return out;
+  }
+
+  struct Free {
+    void operator()(vtx_conversation* conversation) const { vtx_conversation_free(conversation); }
+  };
+  std::unique_ptr<vtx_conversation, Free> conversation_;
+};
+
+class Model {
+ public:
+  explicit Model(const std::string& bundle, const LoadOptions& options = {}) {
+    vtx_load_options raw;
+    vtx_load_options_init(&raw);
+    raw.device = options.device.c_str();
+    raw.library = options.library.empty() ? nullptr : options.library.c_str();
+    raw.fit = options.fit.empty() ? nullptr : options.fit.c_str();
+    raw.threads = options.threads;
+    vtx_model* model = nullptr;
+    check(vtx_load(bundle.c_str(), &raw, &model));
+    model_.reset(model);
+  }
+  Conversation open(const std::vector<Image>& images = {}, const std::optional<std::string>& system = {}) {
+    std::vector<vtx_image> raw;
+    for (const Image& image : images) raw.push_back(image.raw());
+    vtx_conversation* conversation = nullptr;
+    check(vtx_open(model_.get(), raw.data(), raw.size(), system ? system->c_str() : nullptr, &conversation));
+    return Conversation(conversation);
+  }
+  std::string json() const { return vtx_model_json(model_.get()); }
+
+ private:
+  struct Free {
+    void operator()(vtx_model* model) const { vtx_model_free(model); }
+  };
+  std::unique_ptr<vtx_model, Free> model_;
+};
+
+}  // namespace vtx

@@ -1,0 +1,148 @@
+#include "api/answer.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+#include "api/model.hpp"
+
+namespace vtxcore {
+namespace {
+
+double rounded(double value, int digits) {
+  char text[400];
+  std::snprintf(text, sizeof text, "%.*f", digits, value);
+  return std::strtod(text, nullptr);
+}
+
+Json numbers(const Ids& values) { return Json::Array(values.begin(), values.end()); }
+
+Json number_or_null(int64_t value) { return value ? Json(value) : Json(); }
+
+// The patch indices of each image's masked tokens, ascending.
+Json patches_of(const Images& images, const Mask& mask) {
+  Json::Array out;
+  size_t at = 0;
+  for (const ImagePtr& image : images) {
+    Ids places;
+    for (int64_t place : image->patches.places)
+      if (mask[at++]) places.push_back(place);
+    std::sort(places.begin(), places.end());
+    out.push_back(numbers(places));
+  }
+  return out;
+}
+
+std::string joined(const std::vector<std::string>& words, const char* between) {
+  std::string out;
+  for (const std::string& word : words) out += (out.empty() ? "" : between) + word;
+  return out;
+}
+
+// What had no effect, and why.
+Json notes_of(const std::vector<MethodPtr>& parts, const PrefillResult& done) {
+  Json::Array notes;
+  std::vector<std::string> names;
+  for (const MethodPtr& part : parts) names.push_back(part->name());
+  if (done.vision_tokens == 0) {
+    notes.emplace_back("the prompt has no image: " + joined(names, " and ") + " had nothing to leave out");
+    return notes;
+  }
+  if (done.k == 0) return notes;
+  const std::vector<std::string>& last = done.cuts.back().by;
+  for (const MethodPtr& part : parts) {
+    std::string idle;
+    bool at_work = std::find(last.begin(), last.end(), part->name()) != last.end();
+    for (int64_t cut : part->needs().cuts)
+      if (cut > done.k || (cut == done.k && !at_work)) idle += (idle.empty() ? "" : ", ") + std::to_string(cut);
+    if (!idle.empty())
+      notes.emplace_back(cat("the image left before layer ", done.k, ": ", part->name(), " had nothing to leave out before ", idle));
+  }
+  return notes;
+}
+
+// What reductions did to the images.
+void add_report(Json::Object& out, const std::vector<MethodPtr>& parts, const PrefillResult& done) {
+  Mask all(static_cast<size_t>(done.vision_tokens), 1), merged, keys(all.size(), 0);
+  std::vector<std::string> before;
+  for (const ImagePtr& image : done.images)
+    merged.insert(merged.end(), image->patches.merged.begin(), image->patches.merged.end());
+  for (const MethodPtr& part : parts) {
+    if (part->entry()) before.push_back(part->name());
+    if (std::optional<Mask> marks = part->marks(done.images))
+      for (size_t i = 0; i < keys.size(); ++i) keys[i] |= (*marks)[i];
+  }
+  auto kept = [&](int64_t layer, const std::vector<std::string>& by, const Mask& mask) {
+    return Json(Json::Object{{"layer", layer}, {"by", joined(by, "+")}, {"patches", patches_of(done.images, mask)}});
+  };
+  Json::Array steps{kept(1, before, all)};
+  for (const Cut& cut : done.cuts) steps.push_back(kept(cut.layer, cut.by, cut.kept));
+  int64_t leaving = 0;
+  for (size_t i = 1; i <= done.vision_kept.size(); ++i)
+    leaving += done.vision_kept[std::min(i, done.vision_kept.size() - 1)];
+  out.emplace_back("kept", steps);
+  out.emplace_back("merged", patches_of(done.images, merged));
+  out.emplace_back("keys", patches_of(done.images, keys));
+  out.emplace_back("vision_tokens_mean", rounded(static_cast<double>(leaving) / static_cast<double>(done.vision_kept.size()), 2));
+  out.emplace_back("notes", notes_of(parts, done));
+}
+
+Json timings_of(const Timings& t) {
+  return Json::Object{{"load", rounded(t.load, 3)},
+                      {"vision", rounded(t.vision, 3)},
+                      {"prefill", rounded(t.prefill, 3)},
+                      {"first_token", rounded(t.first_token, 3)},
+                      {"decode_per_token", rounded(t.decode_per_token, 3)}};
+}
+
+}  // namespace
+
+void Options::check() const {
+  sampling.check();
+  if (max_new_tokens < 1) fail(Kind::request, "max_new_tokens is ", max_new_tokens, "; it must be at least 1");
+  if (!(gate_threshold >= 0 && gate_threshold <= 1))
+    fail(Kind::request, "the gate threshold is ", python_repr(gate_threshold), "; it must be a probability from 0 to 1");
+  if (stop.size() > 16) fail(Kind::request, "stop holds ", stop.size(), " strings; at most 16 are allowed");
+  for (const std::string& text : stop)
+    if (text.empty()) fail(Kind::request, "a stop string is empty; leave it out");
+  if (!(timeout >= 0 && timeout <= 1e6))
+    fail(Kind::request, "timeout is ", python_repr(timeout), "; it must be a number of seconds up to 1e6, 0 for none");
+}
+
+void describe(Answer& answer, const Model& model, const Policy& policy, bool logprobs) {
+  const Manifest& m = model.manifest();
+  static const PrefillResult kNone;
+  const PrefillResult& done = answer.prefill ? *answer.prefill : kNone;
+  int64_t slots = 0;
+  for (int64_t count : done.slots) slots += count;
+  std::vector<MethodPtr> reductions = policy.reductions();
+  Json::Object out{{"text", answer.text},
+                   {"token_ids", numbers(answer.token_ids)},
+                   {"k", number_or_null(done.k)},
+                   {"full_layers", done.k ? done.k - 1 : m.model.layers},
+                   {"exit_layer", done.k ? Json(done.k - 1) : Json()},
+                   {"prompt_tokens", answer.prompt_tokens},
+                   {"vision_tokens", done.vision_tokens},
+                   {"vision_tokens_kept", numbers(done.vision_kept)},
+                   {"kv_slots", numbers(done.slots)},
+                   {"kv_bytes", slots * model.backend().kv_slot_bytes},
+                   {"reused_image", done.reused_image},
+                   {"reused_layers", done.reused_layers},
+                   {"device", model.backend().device},
+                   {"compute", model.backend().compute},
+                   {"precision", m.precision},
+                   {"timings_ms", timings_of(answer.timings)}};
+  if (policy.decisions) {
+    Json::Array asked;
+    for (const Decision& d : *policy.decisions)
+      asked.push_back(Json::Object{{"k", d.k}, {"probability", d.probability}, {"ms", d.ms}});
+    out.emplace_back("gate", asked);
+  }
+  out.emplace_back("reduce", to_spec(reductions));
+  if (answer.prefill && !reductions.empty()) add_report(out, reductions, done);
+  if (logprobs) out.emplace_back("logprobs", Json::Array(answer.logprobs.begin(), answer.logprobs.end()));
+  answer.json = out;
+}
+
+}  // namespace vtxcore

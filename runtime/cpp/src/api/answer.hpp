@@ -1,0 +1,53 @@
+// An answer: its text, its tokens and what it cost.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/json.hpp"
+#include "session/sampling.hpp"
+#include "session/session.hpp"
+
+namespace vtxcore {
+
+// Gets each token with the text that is certain with it, maybe none; false ends the answer.
+using OnToken = std::function<bool(int64_t id, const std::string& text)>;
+
+// Limits and sampling of one answer.
+struct Options {
+  std::string k = "default", reduce = "default";
+  int64_t max_new_tokens = 256;
+  bool ignore_eos = false, logprobs = false;
+  Sampling sampling;
+  double gate_threshold = 0.5;
+  std::vector<std::string> stop;
+  double timeout = 0;  // seconds from the question to the answer's end; 0: no limit
+  OnToken on_token;
+
+  void check() const;  // throws Error(request)
+};
+
+struct Timings {
+  double load = 0, vision = 0, prefill = 0, first_token = 0, decode_per_token = 0;  // milliseconds
+};
+
+// `stopped` is "end", "stop", "length", "context", "timeout" or "cancelled"; the last two leave the text as far as it
+// had come.
+struct Answer {
+  std::string text, stopped;
+  Ids token_ids;
+  std::vector<double> logprobs;
+  int64_t prompt_tokens = 0;
+  std::optional<PrefillResult> prefill;
+  Timings timings;
+  Json json;  // the object that vtx-run --json prints of an answer
+};
+
+class Model;
+
+// Sets `answer.json`.
+void describe(Answer& answer, const Model& model, const Policy& policy, bool logprobs);
+
+}  // namespace vtxcore

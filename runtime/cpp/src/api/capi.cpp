@@ -1,0 +1,270 @@
+// The C ABI over the classes of this library: no exception leaves it.
+#include <cstring>
+#include <new>
+
+#include "api/conversation.hpp"
+#include "vtx/vtx.h"
+
+struct vtx_model {
+  std::shared_ptr<vtxcore::Model> model;
+  std::string json;
+};
+
+struct vtx_conversation {
+  vtxcore::Conversation conversation;
+};
+
+struct vtx_answer {
+  vtxcore::Answer answer;
+  std::string json;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+vtx_status failed(vtx_status status, const char* message) noexcept {
+  try {
+    last_error = message;
+  } catch (...) {
+    last_error.clear();
+  }
+  return status;
+}
+
+vtx_status status_of(vtxcore::Kind kind) {
+  switch (kind) {
+    case vtxcore::Kind::request: return VTX_REQUEST;
+    case vtxcore::Kind::context: return VTX_CONTEXT;
+    case vtxcore::Kind::busy: return VTX_BUSY;
+    case vtxcore::Kind::templates: return VTX_TEMPLATE;
+    case vtxcore::Kind::image: return VTX_IMAGE;
+    case vtxcore::Kind::bundle: return VTX_BUNDLE;
+    case vtxcore::Kind::device: return VTX_DEVICE;
+    case vtxcore::Kind::closed: return VTX_REQUEST;
+  }
+  return VTX_INTERNAL;
+}
+
+template <typename Work>
+vtx_status guarded(Work&& work) noexcept {
+  try {
+    work();
+    return VTX_OK;
+  } catch (const vtxcore::Error& error) {
+    return failed(status_of(error.kind()), error.what());
+  } catch (const std::bad_alloc&) {
+    return failed(VTX_MEMORY, "there is no memory left; end other programs, or ask about fewer images");
+  } catch (const std::exception& error) {
+    return failed(VTX_INTERNAL, error.what());
+  } catch (...) {
+    return failed(VTX_INTERNAL, "a fault of libvtx");
+  }
+}
+
+template <typename Pointer>
+void require(Pointer pointer, const char* what) {
+  if (!pointer) vtxcore::fail(vtxcore::Kind::request, what, " is NULL; give one");
+}
+
+std::string text_or(const char* text, const char* otherwise) { return text ? text : otherwise; }
+
+// `given` as this library knows the struct; fields that an older header lacks keep their defaults.
+template <typename Struct>
+Struct known(const Struct* given, void (*init)(Struct*)) {
+  Struct out;
+  init(&out);
+  if (!given) return out;
+  if (given->size < sizeof(size_t) || given->size > 1 << 16)
+    vtxcore::fail(vtxcore::Kind::request, "a struct's size is ", given->size, "; fill it with its _init function first");
+  std::memcpy(static_cast<void*>(&out), given, std::min(given->size, sizeof out));
+  return out;
+}
+
+vtxcore::Options options_of(const vtx_ask_options* given) {
+  vtx_ask_options o = known(given, vtx_ask_options_init);
+  vtxcore::Options out;
+  out.k = text_or(o.k, "default"), out.reduce = text_or(o.reduce, "default");
+  out.max_new_tokens = o.max_new_tokens;
+  out.sampling.temperature = o.temperature, out.sampling.top_p = o.top_p, out.sampling.top_k = o.top_k;
+  if (o.has_seed) out.sampling.seed = o.seed;
+  out.sampling.repetition_penalty = o.repetition_penalty;
+  out.gate_threshold = o.gate_threshold, out.timeout = o.timeout;
+  out.ignore_eos = o.ignore_eos != 0, out.logprobs = o.logprobs != 0;
+  if (o.stop_count) require(o.stop, "stop");
+  for (size_t i = 0; i < o.stop_count; ++i) out.stop.push_back(text_or(o.stop[i], ""));
+  if (o.on_token)
+    out.on_token = [o](int64_t token, const std::string& text) {
+      return o.on_token(o.user, token, text.c_str(), text.size()) == 0;
+    };
+  return out;
+}
+
+vtxcore::Picture picture_of(const vtx_image& given) {
+  vtx_image image = known(&given, vtx_image_init);
+  if (image.path) return vtxcore::read_picture(image.path);
+  auto data = static_cast<const uint8_t*>(image.data);
+  if (image.format == VTX_FILE) {
+    require(data, "the image's data");
+    if (image.bytes > static_cast<size_t>(vtxcore::names::kMaxFileBytes))
+      vtxcore::fail(vtxcore::Kind::image, "the image holds ", image.bytes, " bytes, the limit is ", vtxcore::names::kMaxFileBytes);
+    return vtxcore::decode_picture(std::string(static_cast<const char*>(image.data), image.bytes), "the image");
+  }
+  static constexpr vtxcore::PixelFormat kFormats[] = {vtxcore::PixelFormat::rgb8,  vtxcore::PixelFormat::bgr8,
+                                                  vtxcore::PixelFormat::rgba8, vtxcore::PixelFormat::bgra8,
+                                                  vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::nv12};
+  if (image.format < 0 || image.format > VTX_NV12) vtxcore::fail(vtxcore::Kind::request, "the pixel format is unknown");
+  auto second = static_cast<const uint8_t*>(image.data2);
+  return vtxcore::from_buffer(data, second, image.width, image.height, image.stride, kFormats[image.format]);
+}
+
+vtx_answer* answer_of(vtxcore::Answer answer) {
+  auto* out = new vtx_answer{std::move(answer), ""};
+  std::unique_ptr<vtx_answer> held(out);
+  out->json = out->answer.json.dump();
+  return held.release();
+}
+
+std::string model_json(const vtxcore::Model& model) {
+  const vtxcore::Manifest& m = model.manifest();
+  vtxcore::Json::Array ks(m.variants.begin(), m.variants.end()), reductions(m.reductions.begin(), m.reductions.end());
+  return vtxcore::Json(vtxcore::Json::Object{{"name", m.model.name},
+                                     {"layers", m.model.layers},
+                                     {"precision", m.precision},
+                                     {"kv_dtype", m.kv_dtype},
+                                     {"max_context", m.max_context},
+                                     {"image_tokens", m.image_tokens},
+                                     {"variants", ks},
+                                     {"default_k", m.default_k},
+                                     {"reductions", reductions},
+                                     {"device", model.backend().device},
+                                     {"compute", model.backend().compute},
+                                     {"engine", model.backend().library},
+                                     {"load_ms", model.load_ms()}})
+      .dump();
+}
+
+template <typename Ask>
+vtx_status asked(vtx_conversation* conversation, const vtx_ask_options* options, vtx_answer** answer, Ask ask) {
+  if (answer) *answer = nullptr;
+  return guarded([&] {
+    require(conversation, "the conversation");
+    require(answer, "the place for the answer");
+    *answer = answer_of(ask(options_of(options)));
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* vtx_version(void) { return VTX_VERSION; }
+int vtx_api_version(void) { return VTX_API_VERSION; }
+const char* vtx_last_error(void) { return last_error.c_str(); }
+
+void vtx_load_options_init(vtx_load_options* options) {
+  if (!options) return;
+  *options = {};
+  options->size = sizeof *options;
+}
+
+void vtx_image_init(vtx_image* image) {
+  if (!image) return;
+  *image = {};
+  image->size = sizeof *image;
+}
+
+void vtx_ask_options_init(vtx_ask_options* options) {
+  if (!options) return;
+  *options = {};
+  options->size = sizeof *options;
+  options->max_new_tokens = 256;
+  options->top_p = 1;
+  options->repetition_penalty = 1;
+  options->gate_threshold = 0.5;
+}
+
+vtx_status vtx_load(const char* bundle, const vtx_load_options* given, vtx_model** model) {
+  if (model) *model = nullptr;
+  return guarded([&] {
+    require(bundle, "the bundle");
+    require(model, "the place for the model");
+    vtx_load_options o = known(given, vtx_load_options_init);
+    vtxcore::LoadOptions options{text_or(o.device, "auto"), text_or(o.library, ""), o.threads, text_or(o.fit, "")};
+    auto out = std::make_unique<vtx_model>();
+    out->model = std::make_shared<vtxcore::Model>(bundle, options);
+    out->json = model_json(*out->model);
+    *model = out.release();
+  });
+}
+
+void vtx_model_free(vtx_model* model) { delete model; }
+const char* vtx_model_json(const vtx_model* model) { return model ? model->json.c_str() : "null"; }
+
+vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, const char* system,
+                    vtx_conversation** conversation) {
+  if (conversation) *conversation = nullptr;
+  return guarded([&] {
+    require(model, "the model");
+    require(conversation, "the place for the conversation");
+    if (count) require(images, "the list of images");
+    std::vector<vtxcore::PreparedImage> prepared;
+    const char* next = reinterpret_cast<const char*>(images);
+    for (size_t i = 0; i < count; ++i) {
+      auto image = reinterpret_cast<const vtx_image*>(next);
+      prepared.push_back(model->model->prepare(picture_of(*image), ""));
+      next += image->size;  // of the caller's header
+    }
+    std::optional<std::string> prompt;
+    if (system) prompt = system;
+    *conversation = new vtx_conversation{{model->model, std::move(prepared), std::move(prompt)}};
+  });
+}
+
+void vtx_conversation_free(vtx_conversation* conversation) { delete conversation; }
+
+vtx_status vtx_ask(vtx_conversation* conversation, const char* question, const vtx_ask_options* options, vtx_answer** answer) {
+  return asked(conversation, options, answer, [&](const vtxcore::Options& o) {
+    require(question, "the question");
+    return conversation->conversation.ask(question, o);
+  });
+}
+
+vtx_status vtx_chat(vtx_conversation* conversation, const char* question, const vtx_ask_options* options, vtx_answer** answer) {
+  return asked(conversation, options, answer, [&](const vtxcore::Options& o) {
+    require(question, "the question");
+    return conversation->conversation.chat(question, o);
+  });
+}
+
+vtx_status vtx_chat_restart(vtx_conversation* conversation) {
+  return guarded([&] {
+    require(conversation, "the conversation");
+    conversation->conversation.restart_chat();
+  });
+}
+
+vtx_status vtx_ask_ids(vtx_conversation* conversation, const int64_t* ids, size_t count, const vtx_ask_options* options,
+                       vtx_answer** answer) {
+  return asked(conversation, options, answer, [&](const vtxcore::Options& o) {
+    if (count) require(ids, "the list of ids");
+    return conversation->conversation.ask_ids(vtxcore::Ids(ids, ids + count), o);
+  });
+}
+
+void vtx_cancel(vtx_conversation* conversation) {
+  if (conversation) conversation->conversation.cancel();
+}
+
+const char* vtx_answer_text(const vtx_answer* answer) { return answer ? answer->answer.text.c_str() : ""; }
+
+const int64_t* vtx_answer_ids(const vtx_answer* answer, size_t* count) {
+  if (count) *count = answer ? answer->answer.token_ids.size() : 0;
+  return answer ? answer->answer.token_ids.data() : nullptr;
+}
+
+const char* vtx_answer_stopped(const vtx_answer* answer) { return answer ? answer->answer.stopped.c_str() : ""; }
+const char* vtx_answer_json(const vtx_answer* answer) { return answer ? answer->json.c_str() : "null"; }
+void vtx_answer_free(vtx_answer* answer) { delete answer; }
+
+}  // extern "C"

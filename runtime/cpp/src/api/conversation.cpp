@@ -1,0 +1,185 @@
+#include "api/conversation.hpp"
+
+#include <algorithm>
+
+#include "session/assemble.hpp"
+
+namespace vtxcore {
+namespace {
+
+// The question was cancelled or ran out of time; caught where an answer is put together.
+struct Ended {
+  const char* stopped;
+};
+
+double ms_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+// Holds the conversation for one answer.
+class Conversation::Running {
+ public:
+  explicit Running(Conversation& conversation) : conversation_(conversation) {
+    if (conversation_.busy_.exchange(true))
+      fail(Kind::busy, "this conversation is computing an answer; wait for it, end it with cancel, or open the image again ",
+           "for a conversation of your own");
+    conversation_.cancelled_ = false;
+  }
+  ~Running() { conversation_.busy_ = false; }
+
+ private:
+  Conversation& conversation_;
+};
+
+Conversation::Conversation(std::shared_ptr<const Model> model, std::vector<PreparedImage> images,
+                           std::optional<std::string> system)
+    : model_(std::move(model)),
+      images_(std::move(images)),
+      system_(std::move(system)),
+      encoded_(model_->backend(), images_),
+      session_(model_->backend(), model_->manifest()) {
+  if (!system_) return;
+  std::vector<Message> with = opening("?"), without(with.begin() + 1, with.end());
+  if (model_->text().prompt(with, image_counts()) == model_->text().prompt(without, image_counts()))
+    fail(Kind::request, "this model's chat template has no place for a system prompt; leave it out, or export with a ",
+         "--chat-template that prints it");
+}
+
+std::vector<Message> Conversation::opening(const std::string& question) const {
+  std::vector<Message> out;
+  if (system_) out.push_back({"system", {{false, *system_}}});
+  out.push_back({"user", std::vector<Part>(images_.size(), {true, ""})});
+  out.back().parts.push_back({false, question});
+  return out;
+}
+
+Ids Conversation::image_counts() const {
+  Ids out;
+  for (const PreparedImage& image : images_) out.push_back(image.tokens);
+  return out;
+}
+
+Answer Conversation::ask(const std::string& question, const Options& options) {
+  Running running(*this);
+  std::vector<Message> messages = opening(question);
+  return answer({&messages, model_->text().prompt(messages, image_counts()), nullptr}, options);
+}
+
+Answer Conversation::chat(const std::string& question, const Options& options) {
+  Running running(*this);
+  std::vector<Message> messages = turns_;
+  if (messages.empty())
+    messages = opening(question);
+  else
+    messages.push_back({"user", {{false, question}}});
+  Ids ids = model_->text().prompt(messages, image_counts());
+  Answer found = answer({&messages, ids, selection_ ? &*selection_ : nullptr}, options);
+  if (found.stopped == "cancelled" || found.stopped == "timeout") return found;  // this turn does not count
+  messages.push_back({"assistant", {{false, found.text}}});
+  turns_ = std::move(messages);
+  selection_ = found.prefill->selection;
+  return found;
+}
+
+void Conversation::restart_chat() {
+  Running running(*this);
+  turns_.clear();
+  selection_.reset();
+}
+
+Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
+  Running running(*this);
+  const Manifest& m = model_->manifest();
+  if (ids.empty()) fail(Kind::request, "the prompt has no token ids; give at least one");
+  for (int64_t id : ids)
+    if (id < 0 || id >= m.model.vocab)
+      fail(Kind::request, "token id ", id, " is outside the model's ", grouped(m.model.vocab), " tokens, numbered from 0");
+  auto images = std::count(ids.begin(), ids.end(), m.text.image_token_id);
+  if (static_cast<size_t>(images) != images_.size())
+    fail(Kind::request, "the prompt has ", images, " image tokens for ", images_.size(), " images; give one for each");
+  return answer({nullptr, ids, nullptr}, options);
+}
+
+Ids Conversation::expanded(const Ids& ids, const Ids& counts) const {
+  Ids out;
+  size_t image = 0;
+  for (int64_t id : ids) {
+    bool is_image = id == model_->manifest().text.image_token_id;
+    out.insert(out.end(), is_image ? static_cast<size_t>(counts[image]) : 1, id);
+    image += is_image;
+  }
+  return out;
+}
+
+Prompt Conversation::prompt(const Turn& turn, const Policy& policy, Timings& timings) {
+  int64_t image_id = model_->manifest().text.image_token_id;
+  auto expand = [&](const Ids& counts) {
+    return turn.messages ? model_->text().prompt(*turn.messages, counts) : expanded(turn.ids, counts);
+  };
+  Ids ids = turn.messages ? turn.ids : expand(image_counts());
+  auto text = selecting_text(model_->backend(), ids, image_id, policy, turn.after);
+  auto encoders = encoded_.encoders(policy, text, &timings.vision);
+  return make_prompt(std::move(ids), image_id, std::move(encoders), policy, expand, [this] { check_ended(); });
+}
+
+void Conversation::check_ended() const {
+  if (cancelled_) throw Ended{"cancelled"};
+  if (timeout_ > 0 && ms_since(start_) >= 1000 * timeout_) throw Ended{"timeout"};
+}
+
+Answer Conversation::answer(Turn turn, const Options& options) {
+  options.check();
+  Policy policy = model_->policy(options);
+  Answer out;
+  out.timings.load = model_->load_ms();
+  out.prompt_tokens = static_cast<int64_t>(turn.ids.size());
+  start_ = std::chrono::steady_clock::now();
+  timeout_ = options.timeout;
+  try {
+    Prompt asked = prompt(turn, policy, out.timings);
+    out.prompt_tokens = static_cast<int64_t>(asked.ids.size());
+    out.prefill = session_.prefill(asked, policy, turn.after, [this] { check_ended(); });
+    out.timings.prefill = std::max(0.0, ms_since(start_) - out.timings.vision);
+    generate(out, options, asked);
+  } catch (const Ended& ended) {
+    out.stopped = ended.stopped;
+  }
+  describe(out, *model_, policy, options.logprobs);
+  return out;
+}
+
+void Conversation::generate(Answer& answer, const Options& options, const Prompt& prompt) {
+  const Ids& ends = model_->manifest().text.end_ids;
+  Sampler sample(options.sampling, prompt.ids);
+  std::optional<TextOutput> output;
+  if (model_->has_text()) output.emplace(model_->text(), options.stop);
+  Floats logits = std::move(answer.prefill->logits);
+  for (int64_t left = options.max_new_tokens; answer.stopped.empty(); --left) {
+    int64_t token = sample(logits);
+    double now = ms_since(start_);
+    if (answer.token_ids.empty()) answer.timings.first_token = now;
+    answer.token_ids.push_back(token);
+    auto count = static_cast<double>(answer.token_ids.size());
+    if (count > 1) answer.timings.decode_per_token = (now - answer.timings.first_token) / (count - 1);
+    if (options.logprobs) answer.logprobs.push_back(log_probability(logits, token));
+    std::string piece = output ? output->push(token) : "";
+    bool ended = !options.ignore_eos && std::find(ends.begin(), ends.end(), token) != ends.end();
+    if (output && output->stopped()) answer.stopped = "stop";
+    else if (ended) answer.stopped = "end";
+    else if (left == 1) answer.stopped = "length";
+    else if (session_.length() + 1 >= session_.capacity()) answer.stopped = "context";
+    if (!answer.stopped.empty() && answer.stopped != "stop" && output) {
+      piece += output->finish();
+      if (output->stopped()) answer.stopped = "stop";
+    }
+    if (output) answer.text = output->text();
+    if (options.on_token && !options.on_token(token, piece)) throw Ended{"cancelled"};
+    if (!answer.stopped.empty()) return;
+    check_ended();
+    logits = session_.decode(token);
+  }
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,59 @@
+// Questions about the same images, whose part of the caches is computed once and reused.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "api/model.hpp"
+
+namespace vtxcore {
+
+// `ask` puts independent questions, `chat` turns that build on each other. One answer is computed at a time; a second
+// thread is told Error(busy). `cancel` may be called from any thread.
+class Conversation {
+ public:
+  Conversation(std::shared_ptr<const Model> model, std::vector<PreparedImage> images, std::optional<std::string> system);
+
+  Answer ask(const std::string& question, const Options& options);
+  Answer chat(const std::string& question, const Options& options);
+  void restart_chat();
+  // A prompt in token ids, each image standing as one image token. `after`: as in `chat`.
+  Answer ask_ids(const Ids& ids, const Options& options);
+  // Ends the answer that is being computed: within one token, or before the prompt's next stage.
+  void cancel() { cancelled_ = true; }
+
+  const Model& model() const { return *model_; }
+
+ private:
+  struct Turn {  // what is asked
+    const std::vector<Message>* messages;  // null where only ids are given
+    Ids ids;                               // image tokens expanded
+    const Selection* after;
+  };
+  class Running;
+
+  std::vector<Message> opening(const std::string& question) const;
+  Ids image_counts() const;
+  Ids expanded(const Ids& ids, const Ids& counts) const;
+  Answer answer(Turn turn, const Options& options);
+  Prompt prompt(const Turn& turn, const Policy& policy, Timings& timings);
+  void generate(Answer& answer, const Options& options, const Prompt& prompt);
+
+  std::shared_ptr<const Model> model_;
+  const std::vector<PreparedImage> images_;
+  const std::optional<std::string> system_;
+  EncodedImages encoded_;
+  Session session_;
+  std::vector<Message> turns_;           // of the chat
+  std::optional<Selection> selection_;   // the question that selected the chat's image tokens
+  std::atomic<bool> busy_{false}, cancelled_{false};
+  std::chrono::steady_clock::time_point start_;
+  double timeout_ = 0;
+  void check_ended() const;
+};
+
+}  // namespace vtxcore

@@ -1,0 +1,65 @@
+// What a backend must do, and nothing more: run the graphs and hold the caches.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "base/tensors.hpp"
+#include "vision/tokens.hpp"
+
+namespace vtxcore {
+
+using Extras = std::map<std::string, float>;  // extra inputs of a vision graph by name, [1] each
+
+// K/V of one stage for one conversation, [layers, 2, kv_heads, capacity, head_dim], and the stage's run.
+//
+// `length` counts filled slots. Positions live with the tokens, not here: after a withdrawal the next token's position
+// is larger than `length`.
+class StageCache {
+ public:
+  explicit StageCache(int64_t slots) : capacity(slots) {}
+  virtual ~StageCache() = default;
+
+  // Runs hidden states [n, hidden] at their positions; their K/V fill the next n slots. With `query` the queries of the
+  // stage's last layer are kept for `attention`.
+  Rows append(const Rows& rows, const Ids& positions, bool query);
+  // What the tokens last appended with `query` give to each slot in the stage's last layer: mean over heads, then sum
+  // and maximum over these tokens, or `last_only` their last one; [length] each.
+  virtual Scores attention(bool last_only) = 0;
+  // The keys of the stage's last layer, all heads side by side, [length, kv_heads * head_dim], rotated.
+  virtual Rows keys() = 0;
+  // Forgets every slot from `filled` on.
+  void keep(int64_t filled);
+  // A copy of the K/V of some slots, rising; only `write` looks into it.
+  virtual std::string read(const Ids& slots) = 0;
+  // Puts K/V that `read` gave into as many slots; from then on the first `filled` ones are filled.
+  virtual void write(const Ids& slots, const std::string& kv, int64_t filled) = 0;
+
+  int64_t length = 0;
+  const int64_t capacity;
+
+ protected:
+  virtual Rows run(const Rows& rows, const Ids& positions, bool query) = 0;
+};
+
+// The graphs of one bundle, loaded on one device. Safe to share between threads.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual Rows embed(const Ids& ids) = 0;
+  // One image [3, height, width] to its tokens.
+  virtual std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) = 0;
+  // Hidden states [n, hidden] to logits [n, vocab].
+  virtual Rows head(const Rows& rows) = 0;
+  // The odds [2] (stay, withdraw) that the gate before layer `k` gives.
+  virtual Floats gate(int64_t k, const Rows& rows) = 0;
+  // An empty cache of `capacity` slots for stage `index` (from 0).
+  virtual std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) = 0;
+
+  std::string device, dialect, compute;
+  std::string library;        // the engine, its version, and where it was found
+  int64_t kv_slot_bytes = 0;  // of one KV slot of one layer
+};
+
+}  // namespace vtxcore

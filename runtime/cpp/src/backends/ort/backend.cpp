@@ -1,0 +1,134 @@
+#include "backends/ort/backend.hpp"
+
+#include <cmath>
+#include <mutex>
+
+#include "backends/ort/cache.hpp"
+#include "backends/tables.hpp"
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+namespace vtxcore {
+namespace {
+
+class OrtBackend : public Backend {
+ public:
+  OrtBackend(const Bundle& bundle, int threads, const std::string& path)
+      : bundle_(bundle), m_(bundle.manifest()), ort_(path), threads_(threads > 0 ? threads : cores()),
+        context_{ort_, m_, {}, {}, nullptr} {
+    ort_.check_release(m_.kv_dtype);
+    device = "cpu", dialect = "ort", compute = "f32";
+    library = cat("onnxruntime ", ort_.version, " (", ort_.library().where(), ")");
+    kv_slot_bytes = 2 * m_.model.kv_heads * m_.model.head_dim * m_.kv_bytes("ort");
+    const Graphs& graphs = m_.dialects.at("ort");
+    embed_ = load(graphs.embed, embed_io(m_));
+    head_ = load(graphs.head, head_io(m_));
+    for (size_t i = 0; i < m_.stages.size(); ++i)
+      stages_.push_back(load(graphs.stages[i], stage_io(m_, "ort", m_.stages[i].query, &m_.stages[i])));
+    for (size_t i = 0; i < m_.gates.size(); ++i) gates_[m_.gates[i]] = load(graphs.gates[i], gate_io(m_));
+    if (graphs.score) score_ = load(*graphs.score, score_io(m_, "ort"));
+    context_.score = score_.get();
+    context_.constants = read_tables(bundle);
+    for (const auto& [name, values] : context_.constants)
+      context_.tensors.emplace(name, tensor_over(ort_, values.data(), table_shape(m_, name), "float32"));
+#ifdef __GLIBC__
+    ::malloc_trim(0);  // what loading freed: weights before they were packed
+#endif
+  }
+
+  Rows embed(const Ids& ids) override {
+    OrtTensor in = tensor_over(ort_, ids.data(), {static_cast<int64_t>(ids.size())}, "int64");
+    return rows_of(embed_->run({&in})[0], m_.model.hidden, embed_->name);
+  }
+
+  Rows head(const Rows& rows) override {
+    OrtTensor in = over(rows);
+    return rows_of(head_->run({&in})[0], m_.model.vocab, head_->name);
+  }
+
+  Floats gate(int64_t k, const Rows& rows) override {
+    OrtTensor in = over(rows);
+    const OrtGraph& graph = *gates_.at(k);
+    return rows_of(graph.run({&in})[0], 2, graph.name).data;
+  }
+
+  std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) override {
+    GraphIO io = vision_io(m_, "ort");
+    {
+      std::lock_guard<std::mutex> lock(vision_lock_);
+      if (!vision_) vision_ = load(m_.dialects.at("ort").vision, io);
+    }
+    auto [height, width] = m_.image.output();
+    OrtTensor in = tensor_over(ort_, pixels.data(), {1, 3, height, width}, "float32");
+    float tau = names::kTauDefault;
+    if (auto given = extras.find(names::kTau); given != extras.end()) tau = given->second;
+    OrtTensor tau_tensor = tensor_over(ort_, &tau, {1}, "float32");
+    std::vector<const OrtTensor*> inputs{&in};
+    if (io.inputs.size() > 1) inputs.push_back(&tau_tensor);
+    std::vector<OrtTensor> outputs = vision_->run(inputs);
+    VisionOutputs found;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const std::string& name = io.outputs[i].name;
+      if (io.outputs[i].dtype == "int64")
+        found.whole[name] = values<int64_t>(outputs[i]);
+      else if (name == names::kFeatures)
+        found.features = rows_of(outputs[i], m_.model.hidden, vision_->name);
+      else
+        found.signals[name] = values<float>(outputs[i]);
+    }
+    return image_tokens(std::move(found));
+  }
+
+  std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
+    return std::make_unique<OrtStageCache>(context_, *stages_[index], m_.stages[index], capacity);
+  }
+
+ private:
+  using GraphPtr = std::unique_ptr<OrtGraph>;
+
+  GraphPtr load(const std::string& name, const GraphIO& io) {
+    return std::make_unique<OrtGraph>(ort_, bundle_, name, io, threads_);
+  }
+
+  OrtTensor over(const Rows& rows) {
+    return tensor_over(ort_, rows.data.data(), {static_cast<int64_t>(rows.count()), m_.model.hidden}, "float32");
+  }
+
+  template <typename Value>
+  static std::vector<Value> values(const OrtTensor& tensor) {
+    size_t count = 1;
+    for (int64_t side : tensor.shape()) count *= static_cast<size_t>(side);
+    auto data = static_cast<const Value*>(tensor.data());
+    return std::vector<Value>(data, data + count);
+  }
+
+  static Rows rows_of(const OrtTensor& tensor, int64_t width, const std::string& graph) {
+    Ids shape = tensor.shape();
+    if (shape.empty() || shape.back() != width)
+      fail(Kind::bundle, graph, " gives another width than ", width, "; export the bundle again");
+    Rows out;
+    out.width = static_cast<size_t>(width);
+    out.data = values<float>(tensor);
+    return out;
+  }
+
+  const Bundle& bundle_;
+  const Manifest& m_;
+  OrtLibrary ort_;
+  int threads_;
+  GraphPtr embed_, head_, score_, vision_;
+  std::vector<GraphPtr> stages_;
+  std::map<int64_t, GraphPtr> gates_;
+  std::mutex vision_lock_;
+  OrtCacheContext context_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> open_ort(const Bundle& bundle, int threads, const std::string& library) {
+  return std::make_unique<OrtBackend>(bundle, threads, library);
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,53 @@
+// K and V of a stage on ONNX Runtime: buffers allocated once, bound as input and output alike.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+
+#include "backends/backend.hpp"
+#include "backends/ort/graph.hpp"
+#include "backends/slots.hpp"
+
+namespace vtxcore {
+
+// What the caches of a bundle share: the rotary tables, the scales of int8 K and V, and the score graph.
+struct OrtCacheContext {
+  const OrtLibrary& ort;
+  const Manifest& manifest;
+  std::map<std::string, Floats> constants;  // by name
+  std::map<std::string, OrtTensor> tensors;  // over `constants`
+  const OrtGraph* score = nullptr;
+};
+
+// One token, as in decoding, runs through a binding made once; nothing is allocated for it.
+class OrtStageCache : public StageCache {
+ public:
+  OrtStageCache(const OrtCacheContext& context, const OrtGraph& stage, const StageSpec& spec, int64_t slots);
+
+  Scores attention(bool last_only) override;
+  Rows keys() override;
+  std::string read(const Ids& slots) override { return memory_.read(slots); }
+  void write(const Ids& slots, const std::string& kv, int64_t filled) override;
+
+ protected:
+  Rows run(const Rows& rows, const Ids& positions, bool query) override;
+
+ private:
+  void bind(OrtBinding& binding, const OrtTensor& rows, const OrtTensor& positions, const OrtTensor& out);
+
+  const OrtCacheContext& context_;
+  const OrtGraph& stage_;
+  const StageSpec spec_;
+  SlotMemory memory_;
+  std::vector<OrtTensor> buffers_;  // key, value of each layer
+  int32_t last_ = 0, total_ = 0;    // the slots that a run is told of
+  OrtTensor last_tensor_, total_tensor_;
+  Rows query_;
+  Rows row_, row_out_;  // the one token of a step
+  Ids row_position_;
+  OrtTensor row_tensor_, row_position_tensor_, row_out_tensor_;
+  OrtBinding row_binding_;
+};
+
+}  // namespace vtxcore

@@ -1,0 +1,217 @@
+#include "backends/ort/graph.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+
+namespace vtxcore {
+namespace {
+
+constexpr size_t kMaxReason = 300;
+constexpr int kApiVersion = 21;  // the oldest release whose operators the bundles need is 1.22
+static_assert(kApiVersion <= ORT_API_VERSION, "the header is older than the API that is asked for");
+
+ONNXTensorElementDataType type_of(const std::string& dtype) {
+  static const std::map<std::string, ONNXTensorElementDataType> kTypes{
+      {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
+      {"int64", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},   {"int32", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
+      {"int8", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8}};
+  return kTypes.at(dtype);
+}
+
+size_t bytes_of(const std::string& dtype) {
+  return dtype == "int64" ? 8 : dtype == "float16" ? 2 : dtype == "int8" ? 1 : 4;
+}
+
+bool lacks_memory(const std::string& text) {
+  std::string lower;
+  for (char c : text) lower += static_cast<char>(c >= 'A' && c <= 'Z' ? c + 32 : c);
+  return lower.find("alloc") != std::string::npos || lower.find("out of memory") != std::string::npos;
+}
+
+std::string one_line(const std::string& text) {
+  std::string out;
+  for (char c : text) out += c == '\n' || c == '\r' || c == '\t' ? ' ' : c;
+  return out.size() <= kMaxReason ? out : "..." + out.substr(out.size() - kMaxReason);
+}
+
+}  // namespace
+
+OrtLibrary::OrtLibrary(const std::string& path)
+    : library_("onnxruntime", path, "VTX_ONNXRUNTIME", {"libonnxruntime.so.1", "libonnxruntime.so"}, "OrtGetApiBase") {
+  auto base = reinterpret_cast<const OrtApiBase* (*)()>(library_.symbol("OrtGetApiBase"))();
+  version = base->GetVersionString();
+  api = base->GetApi(kApiVersion);
+  if (api == nullptr)
+    fail(Kind::device, "onnxruntime ", version, " in ", library_.where(), " is too old, 1.22 or newer is needed");
+  check(api->CreateEnv(ORT_LOGGING_LEVEL_FATAL, "vtx", &env), "onnxruntime does not start");
+  check(api->CreateCpuMemoryInfo(OrtDeviceAllocator, OrtMemTypeDefault, &memory), "onnxruntime does not start");
+}
+
+OrtLibrary::~OrtLibrary() {
+  if (memory) api->ReleaseMemoryInfo(memory);
+  if (env) api->ReleaseEnv(env);
+}
+
+void OrtLibrary::check(OrtStatus* status, const std::string& doing, Kind kind) const {
+  if (status == nullptr) return;
+  std::string reason = api->GetErrorMessage(status);
+  api->ReleaseStatus(status);
+  if (lacks_memory(reason))
+    fail(Kind::device, doing, ": not enough memory; end other programs, or use a bundle of a smaller precision");
+  fail(kind, doing, ": ", one_line(reason), "; check the bundle with vtx-doctor");
+}
+
+void OrtLibrary::check_release(const std::string& kv_dtype) const {
+  int major = 0, minor = 0;
+  if (std::sscanf(version.c_str(), "%d.%d", &major, &minor) != 2) return;
+  if (kv_dtype == "int8" && std::pair(major, minor) < std::pair(1, 27))
+    fail(Kind::device, "K and V in int8 need onnxruntime 1.27 or newer, this is ", version,
+         "; take a newer library, or export with --kv-precision fp16");
+}
+
+OrtTensor::~OrtTensor() {
+  if (value_) ort_->api->ReleaseValue(value_);
+}
+
+Ids OrtTensor::shape() const {
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  ort_->check(ort_->api->GetTensorTypeAndShape(value_, &info), "onnxruntime gives no shape");
+  size_t dims = 0;
+  ort_->check(ort_->api->GetDimensionsCount(info, &dims), "onnxruntime gives no shape");
+  Ids out(dims);
+  ort_->check(ort_->api->GetDimensions(info, out.data(), dims), "onnxruntime gives no shape");
+  ort_->api->ReleaseTensorTypeAndShapeInfo(info);
+  return out;
+}
+
+const void* OrtTensor::data() const {
+  void* data = nullptr;
+  ort_->check(ort_->api->GetTensorMutableData(value_, &data), "onnxruntime gives no data");
+  return data;
+}
+
+OrtTensor tensor_over(const OrtLibrary& ort, const void* data, const Ids& shape, const std::string& dtype) {
+  static uint8_t nothing[8];
+  size_t size = bytes_of(dtype);
+  for (int64_t side : shape) size *= static_cast<size_t>(side);
+  OrtValue* value = nullptr;
+  void* memory = data ? const_cast<void*>(data) : nothing;  // an empty vector has no data, and a tensor needs some
+  ort.check(ort.api->CreateTensorWithDataAsOrtValue(ort.memory, memory, size, shape.data(), shape.size(),
+                                                    type_of(dtype), &value),
+            "onnxruntime takes no tensor");
+  return OrtTensor(ort, value);
+}
+
+OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::string& file, const GraphIO& io,
+                   int threads)
+    : ort(library), name(file) {
+  const OrtApi* api = ort.api;
+  OrtSessionOptions* options = nullptr;
+  ort.check(api->CreateSessionOptions(&options), "onnxruntime has no options");
+  std::unique_ptr<OrtSessionOptions, void (*)(OrtSessionOptions*)> held(options, api->ReleaseSessionOptions);
+  auto set = [&](OrtStatus* status) { ort.check(status, "onnxruntime refuses an option"); };
+  set(api->SetIntraOpNumThreads(options, threads));
+  set(api->SetInterOpNumThreads(options, 1));
+  // The threads of a pool spin after a run; a bundle has a pool a stage, so they stop at once for the next one.
+  set(api->AddSessionConfigEntry(options, "session.force_spinning_stop", "1"));
+  set(api->SetSessionLogSeverityLevel(options, ORT_LOGGING_LEVEL_FATAL));
+  set(api->SetSessionGraphOptimizationLevel(options, ORT_ENABLE_ALL));
+  set(api->DisableMemPattern(options));   // the number of tokens changes with every prompt
+  set(api->DisableCpuMemArena(options));  // each session's own would keep what the longest prompt took
+  bundle.check_still(name);
+  ort.check(api->CreateSession(ort.env, bundle.path(name).c_str(), options, &session),
+            "onnxruntime cannot load " + name, Kind::bundle);
+  try {
+    bundle.check_still(name);
+    check_io(io);
+  } catch (...) {
+    api->ReleaseSession(session);
+    throw;
+  }
+  for (const TensorSpec& spec : io.inputs) inputs_.push_back(spec.name);
+  for (const TensorSpec& spec : io.outputs) outputs_.push_back(spec.name);
+}
+
+OrtGraph::~OrtGraph() { ort.api->ReleaseSession(session); }
+
+void OrtGraph::check_io(const GraphIO& io) const {
+  check_side(io.inputs, true);
+  check_side(io.outputs, false);
+}
+
+void OrtGraph::check_side(const std::vector<TensorSpec>& wanted, bool inputs) const {
+  const OrtApi* api = ort.api;
+  auto told = [&](OrtStatus* status) { ort.check(status, "onnxruntime does not describe " + name); };
+  size_t count = 0;
+  told(inputs ? api->SessionGetInputCount(session, &count) : api->SessionGetOutputCount(session, &count));
+  if (count != wanted.size()) fail(Kind::bundle, name, " is not the graph that vtx.json says it is; export the bundle again");
+  OrtAllocator* allocator = nullptr;
+  told(api->GetAllocatorWithDefaultOptions(&allocator));
+  for (size_t i = 0; i < count; ++i) {
+    char* text = nullptr;
+    told(inputs ? api->SessionGetInputName(session, i, allocator, &text)
+                : api->SessionGetOutputName(session, i, allocator, &text));
+    std::string found_name = text;
+    told(api->AllocatorFree(allocator, text));
+    auto spec = std::find_if(wanted.begin(), wanted.end(), [&](const TensorSpec& s) { return s.name == found_name; });
+    if (spec == wanted.end()) fail(Kind::bundle, name, " is not the graph that vtx.json says it is; export the bundle again");
+    OrtTypeInfo* info = nullptr;
+    told(inputs ? api->SessionGetInputTypeInfo(session, i, &info) : api->SessionGetOutputTypeInfo(session, i, &info));
+    std::unique_ptr<OrtTypeInfo, void (*)(OrtTypeInfo*)> held(info, api->ReleaseTypeInfo);
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    told(api->CastTypeInfoToTensorInfo(info, &tensor));
+    bool same = tensor != nullptr;
+    if (same) {
+      ONNXTensorElementDataType type;
+      told(api->GetTensorElementType(tensor, &type));
+      size_t dims = 0;
+      told(api->GetDimensionsCount(tensor, &dims));
+      Ids shape(dims);
+      told(api->GetDimensions(tensor, shape.data(), dims));
+      same = type == type_of(spec->dtype) && dims == spec->shape.size();
+      for (size_t d = 0; same && d < dims; ++d) {
+        const int64_t* size = std::get_if<int64_t>(&spec->shape[d]);
+        same = size == nullptr || shape[d] < 0 || *size == shape[d];
+      }
+    }
+    if (!same)
+      fail(Kind::bundle, name, ": ", found_name, " has not the type and sizes that vtx.json says; export the bundle again");
+  }
+}
+
+std::vector<OrtTensor> OrtGraph::run(const std::vector<const OrtTensor*>& inputs) const {
+  std::vector<const char*> in, out;
+  std::vector<const OrtValue*> values;
+  for (const std::string& input : inputs_) in.push_back(input.c_str());
+  for (const std::string& output : outputs_) out.push_back(output.c_str());
+  for (const OrtTensor* input : inputs) values.push_back(input->get());
+  std::vector<OrtValue*> found(out.size(), nullptr);
+  OrtStatus* status =
+      ort.api->Run(session, nullptr, in.data(), values.data(), in.size(), out.data(), out.size(), found.data());
+  std::vector<OrtTensor> outputs;
+  outputs.reserve(found.size());
+  for (OrtValue* value : found) outputs.emplace_back(ort, value);
+  ort.check(status, "onnxruntime failed in " + name);
+  return outputs;
+}
+
+OrtBinding::OrtBinding(const OrtGraph& graph) : graph_(graph) {
+  graph.ort.check(graph.ort.api->CreateIoBinding(graph.session, &binding_), "onnxruntime failed in " + graph.name);
+}
+
+OrtBinding::~OrtBinding() { graph_.ort.api->ReleaseIoBinding(binding_); }
+
+void OrtBinding::input(const std::string& name, const OrtTensor& value) {
+  graph_.ort.check(graph_.ort.api->BindInput(binding_, name.c_str(), value.get()), "onnxruntime failed in " + graph_.name);
+}
+
+void OrtBinding::output(const std::string& name, const OrtTensor& value) {
+  graph_.ort.check(graph_.ort.api->BindOutput(binding_, name.c_str(), value.get()), "onnxruntime failed in " + graph_.name);
+}
+
+void OrtBinding::run() {
+  graph_.ort.check(graph_.ort.api->RunWithBinding(graph_.session, nullptr, binding_), "onnxruntime failed in " + graph_.name);
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,48 @@
+#include "backends/tables.hpp"
+
+#include <cmath>
+
+namespace vtxcore {
+namespace {
+
+Floats floats(const Tensors& tensors, const std::string& name, const Ids& shape, const std::string& file) {
+  auto found = tensors.find(name);
+  if (found == tensors.end() || found->second.dtype != "F32" || found->second.shape != shape)
+    fail(Kind::bundle, file, ": ", name, " is not a float32 table of the shape that the model has; export again");
+  return found->second.values<float>();
+}
+
+}  // namespace
+
+Ids table_shape(const Manifest& m, const std::string& name) {
+  if (name == names::kCos || name == names::kSin) return {m.max_context, m.model.head_dim / 2};
+  return {1, m.model.kv_heads, 1, m.model.head_dim};
+}
+
+std::map<std::string, Floats> read_tables(const Bundle& bundle) {
+  const Manifest& m = bundle.manifest();
+  std::map<std::string, Floats> out;
+  Tensors rope = bundle.tensors(m.rope, (1 << 16) + 4 * m.max_context * m.model.head_dim);
+  for (const char* name : {names::kCos, names::kSin}) out[name] = floats(rope, name, table_shape(m, name), m.rope);
+  if (m.kv_dtype != "int8") return out;
+  int64_t limit = (1 << 18) + 8 * m.model.layers * m.model.kv_heads * m.model.head_dim;
+  Tensors scales = bundle.tensors(*m.kv_scales, limit);
+  for (int64_t layer = 1; layer <= m.model.layers; ++layer)
+    for (const char* prefix : {names::kKeyScaleOf, names::kValueScaleOf}) {
+      std::string name = prefix + std::to_string(layer);
+      Floats values = floats(scales, name, table_shape(m, name), *m.kv_scales);
+      for (float value : values)
+        if (!(std::isfinite(value) && value > 0))
+          fail(Kind::bundle, *m.kv_scales, ": ", name, " has a scale that is not a positive number; export again");
+      out[name] = std::move(values);
+    }
+  return out;
+}
+
+Floats read_final_norm(const Bundle& bundle) {
+  int64_t hidden = bundle.manifest().model.hidden;
+  Tensors tensors = bundle.tensors(names::kFileFinalNorm, (1 << 16) + 4 * hidden);
+  return floats(tensors, names::kWeight, {hidden}, names::kFileFinalNorm);
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,19 @@
+// The constants that stages of every backend read: rotary tables, and the scales of int8 K and V.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "bundle/bundle.hpp"
+
+namespace vtxcore {
+
+// cos and sin, each [max_context, head_dim / 2], and with int8 K and V two scales a layer, each
+// [1, kv_heads, 1, head_dim]. Throws Error(bundle) where one is missing or has another shape or type.
+std::map<std::string, Floats> read_tables(const Bundle& bundle);
+Ids table_shape(const Manifest& m, const std::string& name);
+
+// The weight [hidden] of the decoder's last norm, for reductions that measure hidden states behind it.
+Floats read_final_norm(const Bundle& bundle);
+
+}  // namespace vtxcore

@@ -1,0 +1,48 @@
+// Everything the library throws on purpose, and how its messages are put together.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace vtxcore {
+
+// The classes of errors.py; the C ABI gives each its status.
+enum class Kind { request, context, busy, closed, templates, image, bundle, device };
+
+class Error : public std::runtime_error {
+ public:
+  Error(Kind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
+  Kind kind() const { return kind_; }
+
+ private:
+  Kind kind_;
+};
+
+inline std::string piece(std::string_view text) { return std::string(text); }
+inline std::string piece(char letter) { return std::string(1, letter); }
+inline std::string piece(const char* text) { return text; }
+template <typename Number, typename = std::enable_if_t<std::is_arithmetic_v<Number>>>
+std::string piece(Number number) {
+  return std::to_string(number);
+}
+
+// The parts side by side: cat("K = ", 3).
+template <typename... Parts>
+std::string cat(const Parts&... parts) {
+  return (std::string() + ... + piece(parts));
+}
+
+template <typename... Parts>
+[[noreturn]] void fail(Kind kind, const Parts&... parts) {
+  throw Error(kind, cat(parts...));
+}
+
+// 1234567 as "1,234,567".
+inline std::string grouped(long long number) {
+  std::string digits = std::to_string(number < 0 ? -number : number);
+  for (int at = static_cast<int>(digits.size()) - 3; at > 0; at -= 3) digits.insert(static_cast<size_t>(at), ",");
+  return (number < 0 ? "-" : "") + digits;
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,66 @@
+// Arrays as the runtime passes them: hidden states, masks and ids.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace vtxcore {
+
+using Ids = std::vector<int64_t>;
+using Mask = std::vector<uint8_t>;  // 0 or 1
+using Floats = std::vector<float>;
+using Scores = std::pair<Floats, Floats>;  // sum and maximum of the attention, one a slot or an image token
+
+// Hidden states [count, width] float32.
+struct Rows {
+  size_t width = 0;
+  Floats data;
+
+  Rows() = default;
+  Rows(size_t count, size_t wide) : width(wide), data(count * wide) {}
+  size_t count() const { return width == 0 ? 0 : data.size() / width; }
+  const float* row(size_t index) const { return data.data() + index * width; }
+  float* row(size_t index) { return data.data() + index * width; }
+};
+
+inline int64_t count_of(const Mask& mask) {
+  int64_t total = 0;
+  for (uint8_t bit : mask) total += bit;
+  return total;
+}
+
+inline Ids indices_of(const Mask& mask, bool wanted = true) {
+  Ids found;
+  for (size_t i = 0; i < mask.size(); ++i)
+    if ((mask[i] != 0) == wanted) found.push_back(static_cast<int64_t>(i));
+  return found;
+}
+
+// The rows that `which` names, in its order.
+inline Rows take(const Rows& rows, const Ids& which) {
+  Rows out(which.size(), rows.width);
+  for (size_t i = 0; i < which.size(); ++i) {
+    const float* from = rows.row(static_cast<size_t>(which[i]));
+    std::copy(from, from + rows.width, out.row(i));
+  }
+  return out;
+}
+
+template <typename Value>
+std::vector<Value> take(const std::vector<Value>& values, const Ids& which) {
+  std::vector<Value> out;
+  out.reserve(which.size());
+  for (int64_t index : which) out.push_back(values[static_cast<size_t>(index)]);
+  return out;
+}
+
+// Positions first, first + 1, ...
+inline Ids count_up(int64_t first, size_t count) {
+  Ids out(count);
+  for (size_t i = 0; i < count; ++i) out[i] = first + static_cast<int64_t>(i);
+  return out;
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,136 @@
+#include "bundle/graphs.hpp"
+
+namespace vtxcore {
+namespace {
+
+using Size = std::variant<int64_t, std::string>;
+
+TensorSpec hidden(const Manifest& m, const char* name = names::kHidden) {
+  return {name, "float32", {"tokens", m.model.hidden}};
+}
+
+TensorSpec query(const Manifest& m) { return {names::kQuery, "float32", {"tokens", m.model.heads * m.model.head_dim}}; }
+
+TensorSpec cache(const Manifest& m, const std::string& dialect, const std::string& name, const Size& slots) {
+  return {name, m.kv_type(dialect), {int64_t{1}, m.model.kv_heads, slots, m.model.head_dim}};
+}
+
+TensorSpec scale(const Manifest& m, const std::string& name) {
+  return {name, "float32", {int64_t{1}, m.model.kv_heads, int64_t{1}, m.model.head_dim}};
+}
+
+TensorSpec one(const char* name) { return {name, "int32", {int64_t{1}}}; }
+
+Json tensors(const std::vector<TensorSpec>& specs) {
+  Json::Object out;
+  for (const TensorSpec& spec : specs) {
+    Json::Array shape;
+    for (const Size& size : spec.shape)
+      shape.push_back(std::visit([](const auto& value) { return Json(value); }, size));
+    out.emplace_back(spec.name, Json::Object{{"dtype", spec.dtype}, {"shape", shape}});
+  }
+  return out;
+}
+
+Json io(const GraphIO& graph) {
+  return Json::Object{{"inputs", tensors(graph.inputs)}, {"outputs", tensors(graph.outputs)}};
+}
+
+Json dialect_json(const Manifest& m, const std::string& dialect) {
+  Json::Object out{{"cache", dialect == "plain" ? "grows" : "in place"},
+                   {"kv_dtype", m.kv_type(dialect)},
+                   {"vision", io(vision_io(m, dialect))},
+                   {"embed", io(embed_io(m))},
+                   {"stage", io(stage_io(m, dialect, false))},
+                   {"head", io(head_io(m))}};
+  if (!m.gates.empty()) out.emplace_back("gate", io(gate_io(m)));
+  if (m.dialects.at(dialect).score) {
+    out.emplace_back("score", io(score_io(m, dialect)));
+    out.emplace_back("stage_query", tensors({query(m)}));
+  }
+  return out;
+}
+
+}  // namespace
+
+GraphIO embed_io(const Manifest& m) { return {{{names::kIds, "int64", {"tokens"}}}, {hidden(m)}}; }
+
+GraphIO head_io(const Manifest& m) {
+  return {{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}};
+}
+
+GraphIO gate_io(const Manifest& m) { return {{hidden(m)}, {{names::kOdds, "float32", {int64_t{2}}}}}; }
+
+GraphIO vision_io(const Manifest& m, const std::string& dialect) {
+  const Graphs& graphs = m.dialects.at(dialect);
+  bool merges = graphs.vision_merges;
+  auto [height, width] = m.image.output();
+  Size images = merges ? Size(int64_t{1}) : Size("images"), count = merges ? Size("tokens") : Size(m.model.tower_tokens);
+  GraphIO out{{{names::kPixels, "float32", {images, int64_t{3}, int64_t{height}, int64_t{width}}}},
+              {{names::kFeatures, "float32", {images, count, m.model.hidden}}}};
+  if (merges) {
+    out.inputs.push_back({names::kTau, "float32", {int64_t{1}}});
+    for (const char* name : {names::kPatchIndex, names::kMerged}) out.outputs.push_back({name, "int64", {"tokens"}});
+    out.outputs.push_back({names::kSimilarity, "float32", {"tokens"}});
+  }
+  if (graphs.vision_attention) out.outputs.push_back({names::kClsAttention, "float32", {"tokens"}});
+  if (graphs.vision_last_attention) out.outputs.push_back({names::kClsAttentionLast, "float32", {"tokens"}});
+  return out;
+}
+
+GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query, const StageSpec* stage) {
+  Size past = m.max_context, present = m.max_context, rows = "max_context";
+  if (dialect == "ort") past = present = "capacity";
+  if (dialect == "plain") past = "past", present = "past + tokens";
+  if (dialect == "trt") rows = m.max_context;
+  GraphIO out{{hidden(m),
+               {names::kPositions, "int64", {int64_t{1}, "tokens"}},
+               {names::kCos, "float32", {rows, m.model.head_dim / 2}},
+               {names::kSin, "float32", {rows, m.model.head_dim / 2}}},
+              {hidden(m, names::kHiddenOut)}};
+  if (dialect == "ort") out.inputs.push_back(one(names::kLastSlot));
+  if (dialect != "plain") out.inputs.push_back(one(names::kTotalSlots));
+  std::vector<std::string> layers;
+  if (stage == nullptr) layers.push_back("{layer}");
+  for (int64_t n = stage ? stage->first : 1; stage && n <= stage->last; ++n) layers.push_back(std::to_string(n));
+  bool scaled = m.kv_type(dialect) == "int8";
+  for (const std::string& layer : layers) {
+    out.inputs.push_back(cache(m, dialect, names::kPastKey + layer, past));
+    out.inputs.push_back(cache(m, dialect, names::kPastValue + layer, past));
+    if (scaled) out.inputs.push_back(scale(m, names::kKeyScaleOf + layer));
+    if (scaled) out.inputs.push_back(scale(m, names::kValueScaleOf + layer));
+    out.outputs.push_back(cache(m, dialect, names::kPresentKey + layer, present));
+    out.outputs.push_back(cache(m, dialect, names::kPresentValue + layer, present));
+  }
+  if (with_query) out.outputs.push_back(query(m));
+  return out;
+}
+
+GraphIO score_io(const Manifest& m, const std::string& dialect) {
+  Size slots = "slots", capacity = "capacity";
+  if (dialect == "trt") slots = capacity = m.max_context;
+  GraphIO out{{query(m), cache(m, dialect, names::kKey, capacity), one(names::kTotalSlots)}, {}};
+  if (m.kv_type(dialect) == "int8") out.inputs.push_back(scale(m, names::kKeyScale));
+  for (const char* name : {names::kAttentionSum, names::kAttentionMax}) out.outputs.push_back({name, "float32", {slots}});
+  return out;
+}
+
+void check_interface(const Manifest& m, const Json& declared) {
+  Json::Object dialects;
+  for (const auto& [name, graphs] : m.dialects) dialects.emplace_back(name, dialect_json(m, name));
+  Json::Object merged{{"gone", names::kGone}, {"patch", names::kPatch}, {"window", names::kWindow}};
+  Json::Object constants{{"class_token", names::kClassToken},
+                         {"merged", merged},
+                         {"vision_defaults", Json::Object{{names::kTau, double{names::kTauDefault}}}},
+                         {"odds", Json::Array{"stay", "withdraw"}}};
+  Json::Array axes{"layer", "key or value", "kv_head", "slot", "head_dim"};
+  Json wanted = Json::Object{{"layers_from", 1},
+                             {"kv_cache", Json::Object{{"axes", axes}, {"dtype", m.kv_dtype}}},
+                             {"constants", constants},
+                             {"dialects", dialects}};
+  if (wanted != declared)
+    fail(Kind::bundle, "vtx.json: the interface is not the one that this libvtx knows; the bundle was altered or made by ",
+         "another vtx, export again");
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,34 @@
+// What each graph of a bundle takes and gives: names, types and sizes, worked out from the manifest.
+#pragma once
+
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "base/json.hpp"
+#include "bundle/manifest.hpp"
+
+namespace vtxcore {
+
+// One input or output: numpy's name of its type, and its sizes; a size that is a string is free.
+struct TensorSpec {
+  std::string name, dtype;
+  std::vector<std::variant<int64_t, std::string>> shape;
+};
+
+struct GraphIO {
+  std::vector<TensorSpec> inputs, outputs;
+};
+
+// Names of what each layer of a stage has contain "{layer}", or the number where a `stage` is given.
+GraphIO embed_io(const Manifest& m);
+GraphIO head_io(const Manifest& m);
+GraphIO gate_io(const Manifest& m);
+GraphIO vision_io(const Manifest& m, const std::string& dialect);
+GraphIO stage_io(const Manifest& m, const std::string& dialect, bool query, const StageSpec* stage = nullptr);
+GraphIO score_io(const Manifest& m, const std::string& dialect);
+
+// Throws Error(bundle) unless `declared` is the interface that follows from the manifest.
+void check_interface(const Manifest& m, const Json& declared);
+
+}  // namespace vtxcore

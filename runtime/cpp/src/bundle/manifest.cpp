@@ -1,0 +1,385 @@
+#include "bundle/manifest.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "bundle/fields.hpp"
+#include "bundle/graphs.hpp"
+
+namespace vtxcore {
+namespace {
+
+const std::set<std::string> kPrecisions{"fp32", "fp16", "bf16", "int8", "int4"};
+const std::map<std::string, int64_t> kKvBytes{{"float32", 4}, {"float16", 2}, {"int8", 1}};
+
+double positive(Fields& fields, const char* key) {
+  double value = fields.number(key);
+  if (!(value > 0 && std::isfinite(value)))
+    fail(Kind::bundle, fields.where(), ".", key, " is ", value, ", not a positive number; export again");
+  return value;
+}
+
+void read_rope(const Json& value, int64_t head_dim) {
+  Fields fields(value, "vtx.json: model.rope");
+  fields.text("kind");
+  positive(fields, "theta");
+  const Json::Array& frequencies = fields.list("frequencies");
+  for (const Json& item : frequencies)
+    if (!std::isfinite(fields.number_of(item, "frequencies")))
+      fail(Kind::bundle, "vtx.json: a frequency of model.rope is not a number; export again");
+  if (2 * static_cast<int64_t>(frequencies.size()) != head_dim)
+    fail(Kind::bundle, "vtx.json: ", frequencies.size(), " rotary frequencies do not fit heads of ", head_dim,
+         "; export again");
+  fields.done();
+}
+
+// Tokens of one pass of the tower, as they leave it.
+int64_t read_tower(const Json& value) {
+  Fields fields(value, "vtx.json: model.tower");
+  fields.text("family");
+  int64_t layers = fields.whole("layers"), hidden = fields.whole("hidden");
+  fields.whole("intermediate");
+  int64_t heads = fields.whole("heads"), image = fields.whole("image"), patch = fields.whole("patch");
+  bool class_token = fields.flag("class_token");
+  Ids chosen = fields.wholes("feature_layers", 0, layers);
+  std::string select = fields.text("select");
+  fields.text("activation");
+  positive(fields, "eps");
+  fields.done();
+  if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
+      image / patch > (1 << 15))
+    fail(Kind::bundle, "vtx.json: a tower of ", image, " pixels in patches of ", patch, ", ", hidden, " wide with ",
+         heads, " heads, is not a tower; export again");
+  int64_t grid = image / patch;
+  return grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0);
+}
+
+ModelSpec read_model(const Json& value) {
+  Fields fields(value, "vtx.json: model");
+  ModelSpec m;
+  m.name = fields.text("name"), m.family = fields.text("family");
+  m.layers = fields.whole("layers", 1, names::kMaxLayers);
+  m.hidden = fields.whole("hidden");
+  fields.whole("intermediate");
+  m.heads = fields.whole("heads"), m.kv_heads = fields.whole("kv_heads"), m.head_dim = fields.whole("head_dim");
+  m.vocab = fields.whole("vocab");
+  fields.whole("max_positions");
+  positive(fields, "eps");
+  fields.text("activation");
+  for (const char* key : {"tied", "qkv_bias", "o_bias", "mlp_bias"}) fields.flag(key);
+  if (m.heads % m.kv_heads != 0)
+    fail(Kind::bundle, "vtx.json: ", m.heads, " heads cannot share ", m.kv_heads, " key/value heads evenly; export again");
+  read_rope(fields.get("rope"), m.head_dim);
+  m.tower_tokens = read_tower(fields.get("tower"));
+  Fields projector(fields.get("projector"), "vtx.json: model.projector");
+  projector.whole("intermediate");
+  projector.text("activation");
+  projector.flag("bias");
+  if (projector.has("norm_eps")) positive(projector, "norm_eps");
+  projector.done();
+  fields.done();
+  return m;
+}
+
+int64_t read_layout(const Json& value, int64_t tower_tokens) {
+  Fields fields(value, "vtx.json: layout");
+  std::string name = fields.text("name");
+  int64_t most = fields.whole("max_tokens");
+  if (name != "single")
+    fail(Kind::bundle, "vtx.json: the image layout '", name.substr(0, 40), "' is unknown to this libvtx, which has single; ",
+         "use a newer libvtx");
+  Fields parameters(fields.get("parameters"), "vtx.json: layout 'single'");
+  int64_t tokens = parameters.whole("tokens");
+  parameters.done();
+  fields.done();
+  if (tokens != most || tokens != tower_tokens)
+    fail(Kind::bundle, "vtx.json: the image layout says ", tokens, " tokens an image, the tower gives ", tower_tokens,
+         "; export the bundle again");
+  return most;
+}
+
+Graphs read_graphs(const Json& value, const std::string& dialect) {
+  Fields fields(value, "vtx.json: dialects." + dialect);
+  Graphs g;
+  g.vision = fields.text("vision"), g.embed = fields.text("embed"), g.head = fields.text("head");
+  g.stages = fields.texts("stages"), g.gates = fields.texts("gates");
+  g.score = fields.text_or_null("score");
+  g.vision_merges = fields.flag("vision_merges"), g.vision_attention = fields.flag("vision_attention");
+  g.vision_last_attention = fields.flag("vision_last_attention");
+  fields.text_or_null("text_tower");  // there where the manifest declares one, which is refused
+  fields.done();
+  return g;
+}
+
+[[noreturn]] void bad_image(const char* key, const std::string& wanted) {
+  fail(Kind::bundle, "image setting ", key, " must be ", wanted, "; export the bundle again");
+}
+
+// Numbers of a list; the list must have `count` of them, from `low` to `high`.
+std::vector<double> numbers(Fields& fields, const char* key, size_t count, double low, double high) {
+  std::vector<double> out;
+  for (const Json& item : fields.list(key)) out.push_back(fields.number_of(item, key));
+  bool fits = out.size() == count && std::all_of(out.begin(), out.end(), [&](double v) { return v >= low && v <= high; });
+  if (!fits) bad_image(key, cat(count, " numbers from ", python_repr(low), " to ", python_repr(high)));
+  return out;
+}
+
+std::optional<std::pair<int, int>> read_pair(Fields& fields, const char* key) {
+  if (fields.get(key).is_null()) return std::nullopt;
+  Ids found = fields.wholes(key, 1, names::kMaxInputSide);
+  if (found.size() != 2) bad_image(key, "[height, width]");
+  return std::pair(static_cast<int>(found[0]), static_cast<int>(found[1]));
+}
+
+ImageSettings read_image(const Json& value) {
+  static const std::set<std::string> kResampling{"nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"};
+  Fields fields(value, "vtx.json: image");
+  ImageSettings s;
+  if (!fields.get("pad").is_null()) {
+    Ids pad = fields.wholes("pad", 0, 255);
+    if (pad.size() != 3) bad_image("pad", "3 bytes or null");
+    s.pad = {static_cast<int>(pad[0]), static_cast<int>(pad[1]), static_cast<int>(pad[2])};
+  }
+  if (fields.get("resize").integer() != nullptr)
+    s.shortest = static_cast<int>(fields.whole("resize", 1, names::kMaxInputSide));
+  else
+    s.resize = read_pair(fields, "resize");
+  s.resample = fields.text("resample");
+  if (kResampling.count(s.resample) == 0) bad_image("resample", "a filter of Pillow");
+  s.crop = read_pair(fields, "crop");
+  s.rescale = fields.number("rescale");
+  if (!(s.rescale >= 1e-6 && s.rescale <= 1e6)) bad_image("rescale", "a number from 1e-6 to 1e6");
+  std::vector<double> mean = numbers(fields, "mean", 3, -1e6, 1e6), std = numbers(fields, "std", 3, 1e-6, 1e6);
+  std::copy(mean.begin(), mean.end(), s.mean.begin());
+  std::copy(std.begin(), std.end(), s.std.begin());
+  fields.done();
+  if (!s.crop && !s.resize && !(s.pad && s.shortest)) bad_image("crop", "set where resize does not fix the size");
+  return s;
+}
+
+ContentForm read_content(const Json& value, const std::string& role) {
+  Fields fields(value, "vtx.json: text.forms." + role);
+  ContentForm form;
+  form.text_before = fields.text("text_before"), form.text_after = fields.text("text_after");
+  form.image = fields.text_or_null("image");
+  form.images_first = fields.flag("images_first");
+  form.strip_text = fields.text("strip_text"), form.strip_content = fields.text("strip_content");
+  form.blank = fields.flag("blank");
+  fields.done();
+  for (const std::string& side : {form.strip_text, form.strip_content})
+    if (side != "none" && side != "left" && side != "right" && side != "both")
+      fail(Kind::bundle, fields.where(), ": strip is '", side.substr(0, 20), "'; export the bundle again");
+  return form;
+}
+
+PromptForms read_forms(const Json& value) {
+  Fields fields(value, "vtx.json: text.forms");
+  PromptForms forms;
+  const Json::Object* contents = fields.get("contents").object();
+  const Json::Object* joins = fields.get("joins").object();
+  if (contents == nullptr || joins == nullptr) fields.wrong<int>("contents", "an object, and joins another");
+  for (const auto& [role, form] : *contents) forms.contents.emplace(role, read_content(form, role));
+  for (const auto& [pair, join] : *joins) {
+    if (join.string() == nullptr) fields.wrong<int>("joins", "an object of strings");
+    forms.joins.emplace(pair, *join.string());
+  }
+  fields.done();
+  return forms;
+}
+
+TextSettings read_text(const Json& value) {
+  Fields fields(value, "vtx.json: text");
+  TextSettings t;
+  t.image_token = fields.text("image_token");
+  t.image_token_id = fields.whole("image_token_id", 0, names::kMaxId);
+  t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
+  for (const char* key : {"eos_token", "pad_token"}) fields.text_or_null(key);
+  t.end_ids = fields.wholes("end_ids", 0, names::kMaxId);
+  t.ids_before = fields.wholes("ids_before", 0, names::kMaxId);
+  t.ids_after = fields.wholes("ids_after", 0, names::kMaxId);
+  t.add_special_tokens = fields.flag("add_special_tokens");
+  const Json::Object* control = fields.get("control_tokens").object();
+  if (control == nullptr) fields.wrong<int>("control_tokens", "ids by text");
+  for (const auto& [token, id] : *control) {
+    if (id.integer() == nullptr || *id.integer() < 0 || *id.integer() > names::kMaxId || token.empty())
+      fields.wrong<int>("control_tokens", "ids by text");
+    t.control_tokens.emplace(token, *id.integer());
+  }
+  if (!fields.get("length_bound").is_null()) {
+    Fields bound(fields.get("length_bound"), "vtx.json: text.length_bound");
+    t.characters_per_token = bound.whole("characters_per_token", 1, names::kMaxId);
+    t.bound_normalized = bound.flag("normalized");
+    bound.done();
+  }
+  if (!fields.get("forms").is_null()) t.forms = read_forms(fields.get("forms"));
+  t.no_forms = fields.text_or_null("no_forms").value_or("");
+  if (t.forms.has_value() == (fields.get("no_forms").string() != nullptr))
+    fields.wrong<int>("no_forms", "null if and only if there are forms");
+  fields.done();
+  return t;
+}
+
+void check_inside(const std::string& name) {
+  bool leaves = name.empty() || name[0] == '/' || name.find_first_of(std::string("\\:\0", 3)) != std::string::npos;
+  leaves = leaves || ("/" + name + "/").find("/../") != std::string::npos;
+  if (leaves) fail(Kind::bundle, "vtx.json: the path '", name.substr(0, 80), "' leaves the bundle; do not use this bundle");
+}
+
+std::map<std::string, FileRecord> read_files(const Json& value) {
+  std::map<std::string, FileRecord> files;
+  if (value.object() == nullptr) fail(Kind::bundle, "vtx.json: files is not an object; export again");
+  for (const auto& [name, record] : *value.object()) {
+    check_inside(name);
+    Fields fields(record, "vtx.json: files." + name.substr(0, 80));
+    files[name] = {fields.whole("bytes", 0, int64_t{1} << 62), fields.text("sha256")};
+    fields.done();
+  }
+  return files;
+}
+
+bool rising(const Ids& values) {
+  return std::adjacent_find(values.begin(), values.end(), [](int64_t a, int64_t b) { return a >= b; }) == values.end();
+}
+
+bool among(const Ids& values, int64_t wanted) { return std::find(values.begin(), values.end(), wanted) != values.end(); }
+
+void check_stages(const Manifest& m) {
+  bool sound = !m.stages.empty() && rising(m.variants);
+  int64_t next = 1;
+  Ids starts;
+  for (const StageSpec& stage : m.stages) {
+    sound = sound && stage.first == next && stage.last >= stage.first;
+    if (stage.first > 1) starts.push_back(stage.first);
+    next = stage.last + 1;
+  }
+  sound = sound && next == m.model.layers + 1 && !m.stages.back().query;
+  for (int64_t k : m.variants) sound = sound && among(starts, k);
+  for (int64_t start : starts) sound = sound && (among(m.variants, start) || !m.reductions.empty());
+  if (!sound) fail(Kind::bundle, "vtx.json: the stages do not cut ", m.model.layers, " layers at the variants; export again");
+}
+
+void check_gates(const Manifest& m) {
+  bool sound = rising(m.gates);
+  for (int64_t k : m.gates) sound = sound && among(m.variants, k);
+  if (m.default_k == "auto")
+    sound = sound && !m.gates.empty();
+  else if (m.default_k != "none")
+    sound = sound && among(m.variants, std::stoll(m.default_k));
+  if (!sound) fail(Kind::bundle, "vtx.json: default_k ", m.default_k, " and the gates do not fit the variants; export again");
+}
+
+void check_dialects(const Manifest& m) {
+  if (m.dialects.count("ort") == 0)
+    fail(Kind::bundle, "vtx.json: the bundle holds no graphs of the 'ort' dialect; export again");
+  bool scored = std::any_of(m.stages.begin(), m.stages.end(), [](const StageSpec& s) { return s.query; });
+  for (const auto& [name, graphs] : m.dialects) {
+    if (name != "ort" && name != "plain" && name != "trt")
+      fail(Kind::bundle, "vtx.json: dialect '", name.substr(0, 40), "' is unknown to this libvtx; use a newer libvtx");
+    if (graphs.stages.size() != m.stages.size() || graphs.gates.size() != m.gates.size())
+      fail(Kind::bundle, "vtx.json: dialect '", name, "' has ", graphs.stages.size(), " stages and ", graphs.gates.size(),
+           " gates, the bundle ", m.stages.size(), " and ", m.gates.size(), "; export again");
+    if (scored != graphs.score.has_value())
+      fail(Kind::bundle, "vtx.json: dialect '", name, "': stages that give queries and a score graph go together; export again");
+  }
+}
+
+void check_files(const Manifest& m, const std::string& golden, const std::string& chat_template) {
+  std::vector<std::string> used{m.tokenizer, m.rope, golden, chat_template};
+  if (m.kv_scales) used.push_back(*m.kv_scales);
+  for (const auto& [name, g] : m.dialects) {
+    used.insert(used.end(), {g.vision, g.embed, g.head});
+    used.insert(used.end(), g.stages.begin(), g.stages.end());
+    used.insert(used.end(), g.gates.begin(), g.gates.end());
+    if (g.score) used.push_back(*g.score);
+  }
+  for (const std::string& name : used)
+    if (m.files.count(name) == 0)
+      fail(Kind::bundle, "vtx.json: '", name.substr(0, 80), "' has no checksum in 'files'; export again");
+  if (m.kv_scales.has_value() != (m.kv_dtype == "int8"))
+    fail(Kind::bundle, "vtx.json: int8 K and V and a file of their scales go together; export again");
+}
+
+std::string read_default(Fields& fields) {
+  const Json& value = fields.get("default_k");
+  if (value.is_null()) return "none";
+  if (value.integer() != nullptr) return std::to_string(fields.whole("default_k"));
+  if (fields.text("default_k") != "auto") fields.wrong<int>("default_k", "a number, \"auto\" or null");
+  return "auto";
+}
+
+Manifest read_manifest(const Json& root) {
+  Fields fields(root, "vtx.json");
+  Manifest m;
+  fields.whole("format");
+  m.vtx = fields.text("vtx");
+  m.model = read_model(fields.get("model"));
+  m.image_tokens = read_layout(fields.get("layout"), m.model.tower_tokens);
+  m.precision = fields.text("precision");
+  std::string vision = fields.text("vision_precision"), head = fields.text("head_precision");
+  m.kv_dtype = fields.text("kv_dtype");
+  for (const std::string& precision : {m.precision, vision, head})
+    if (kPrecisions.count(precision) == 0 || kKvBytes.count(m.kv_dtype) == 0)
+      fail(Kind::bundle, "vtx.json: precision ", precision.substr(0, 20), " with KV type '", m.kv_dtype.substr(0, 20),
+           "' is unknown to this libvtx; use a newer libvtx");
+  m.max_context = fields.whole("max_context", 1, (1 << 24) - 1);
+  if (m.image_tokens >= m.max_context)
+    fail(Kind::bundle, "vtx.json: an image of ", m.image_tokens, " tokens does not fit max_context ", m.max_context,
+         "; export again");
+  m.variants = fields.wholes("variants", 1, names::kMaxLayers);
+  m.default_k = read_default(fields);
+  m.reductions = fields.texts("reductions");
+  for (const Json& item : fields.list("stages")) {
+    Fields stage(item, "vtx.json: stages");
+    m.stages.push_back({stage.whole("first"), stage.whole("last"), stage.flag("query")});
+    stage.done();
+  }
+  m.gates = fields.wholes("gates", 1, names::kMaxLayers);
+  const Json::Object* dialects = fields.get("dialects").object();
+  if (dialects == nullptr) fields.wrong<int>("dialects", "an object");
+  for (const auto& [name, graphs] : *dialects) m.dialects.emplace(name, read_graphs(graphs, name));
+  m.tokenizer = fields.text("tokenizer"), m.rope = fields.text("rope");
+  m.kv_scales = fields.text_or_null("kv_scales");
+  if (!fields.get("text_tower").is_null())
+    fail(Kind::bundle, "the bundle holds CLIP's text tower, which this libvtx does not know; export it without --text-tower");
+  m.image = read_image(fields.get("image"));
+  m.text = read_text(fields.get("text"));
+  m.files = read_files(fields.get("files"));
+  if (fields.get("record").object() == nullptr) fields.wrong<int>("record", "an object");
+  check_stages(m);
+  check_gates(m);
+  check_dialects(m);
+  check_files(m, fields.text("golden"), fields.text("chat_template"));
+  check_interface(m, fields.get("interface"));
+  fields.done();
+  return m;
+}
+
+}  // namespace
+
+std::pair<int, int> ImageSettings::output() const {
+  if (crop) return *crop;
+  return resize ? *resize : std::pair(shortest, shortest);
+}
+
+std::string Manifest::kv_type(const std::string& dialect) const {
+  return kv_dtype == "int8" && dialect != "ort" ? "float16" : kv_dtype;
+}
+
+int64_t Manifest::kv_bytes(const std::string& dialect) const { return kKvBytes.at(kv_type(dialect)); }
+
+Manifest parse_manifest(const std::string& text) {
+  Json root = parse_json(text, "vtx.json", Kind::bundle);
+  if (root.object() == nullptr) fail(Kind::bundle, "vtx.json is not a JSON object; the bundle is damaged, export again");
+  const Json* format = root.find("format");
+  if (format == nullptr || format->integer() == nullptr)
+    fail(Kind::bundle, "vtx.json: format is not a number; the bundle is damaged, export again");
+  int64_t number = *format->integer();
+  if (number != names::kFormat)
+    fail(Kind::bundle, "the bundle has format ", number, ", ", number > names::kFormat ? "newer" : "older",
+         " than this libvtx reads (", names::kFormat, "); ",
+         number > names::kFormat ? "use a newer libvtx" : "export it again with vtx-export");
+  return read_manifest(root);
+}
+
+}  // namespace vtxcore

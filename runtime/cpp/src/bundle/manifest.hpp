@@ -1,0 +1,109 @@
+// The manifest of a bundle, vtx.json, read strictly: an unknown, missing or mistyped key is an error that names it.
+#pragma once
+
+#include <array>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/json.hpp"
+#include "base/tensors.hpp"
+#include "bundle/names.hpp"
+
+namespace vtxcore {
+
+// Sizes of the decoder and of the vision tower, as far as the runtime needs them.
+struct ModelSpec {
+  std::string name, family;
+  int64_t layers, hidden, heads, kv_heads, head_dim, vocab;
+  int64_t tower_tokens;  // of one pass of the tower
+};
+
+struct StageSpec {
+  int64_t first, last;  // layers, counted from 1, both included
+  bool query;           // whether it gives the last layer's q
+  int64_t layers() const { return last - first + 1; }
+};
+
+// Files of the graphs of one dialect; of the stages and gates in the manifest's order.
+struct Graphs {
+  std::string vision, embed, head;
+  std::vector<std::string> stages, gates;
+  std::optional<std::string> score;
+  bool vision_merges, vision_attention, vision_last_attention;
+};
+
+struct FileRecord {
+  int64_t bytes;
+  std::string sha256;
+};
+
+// How one picture becomes [3, height, width]: pad, resize, crop, then (value * rescale - mean) / std.
+struct ImageSettings {
+  std::optional<std::array<int, 3>> pad;
+  int shortest = 0;                    // resize the shortest edge to this; 0: see `resize`
+  std::optional<std::pair<int, int>> resize;  // height, width
+  std::string resample;
+  std::optional<std::pair<int, int>> crop;  // height, width
+  double rescale;
+  std::array<double, 3> mean, std;
+
+  std::pair<int, int> output() const;  // height, width
+};
+
+// How the content of one role's messages becomes text; text_settings.py says what each field means.
+struct ContentForm {
+  std::string text_before, text_after;
+  std::optional<std::string> image;
+  bool images_first;
+  std::string strip_text, strip_content;
+  bool blank;
+};
+
+struct PromptForms {
+  std::map<std::string, ContentForm> contents;
+  std::map<std::string, std::string> joins;
+};
+
+struct TextSettings {
+  std::string image_token;
+  int64_t image_token_id;
+  std::optional<std::string> bos_token, unk_token;
+  Ids end_ids, ids_before, ids_after;
+  bool add_special_tokens;
+  std::map<std::string, int64_t> control_tokens;
+  int64_t characters_per_token = 0;  // the length bound; 0: there is none
+  bool bound_normalized = false;
+  std::optional<PromptForms> forms;
+  std::string no_forms;  // why there are none
+};
+
+struct Manifest {
+  std::string vtx;
+  ModelSpec model;
+  int64_t image_tokens;  // that any image gives
+  std::string precision, kv_dtype;
+  int64_t max_context;
+  Ids variants;
+  std::string default_k;  // "none", "auto" or a number
+  std::vector<std::string> reductions;
+  std::vector<StageSpec> stages;
+  Ids gates;
+  std::map<std::string, Graphs> dialects;
+  std::string tokenizer, rope;
+  std::optional<std::string> kv_scales;
+  ImageSettings image;
+  TextSettings text;
+  std::map<std::string, FileRecord> files;
+
+  // Bytes of a number of K or V in a dialect's graphs, and numpy's name of its type.
+  std::string kv_type(const std::string& dialect) const;
+  int64_t kv_bytes(const std::string& dialect) const;
+};
+
+// Reads the text of vtx.json. Throws Error(bundle).
+Manifest parse_manifest(const std::string& text);
+
+}  // namespace vtxcore

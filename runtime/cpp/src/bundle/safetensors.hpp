@@ -1,0 +1,44 @@
+// Safetensors files small enough to be read whole: one hardened reader, and a writer for traces.
+#pragma once
+
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/errors.hpp"
+#include "base/tensors.hpp"
+
+namespace vtxcore {
+
+// A tensor's stored bits. `dtype` is the format's word, such as F32.
+struct Tensor {
+  std::string dtype;
+  Ids shape;
+  std::string bytes;
+
+  // The values, which must be of this type.
+  template <typename Value>
+  std::vector<Value> values() const {
+    std::vector<Value> out(bytes.size() / sizeof(Value));
+    if (!out.empty()) std::memcpy(out.data(), bytes.data(), out.size() * sizeof(Value));
+    return out;
+  }
+};
+
+using Tensors = std::map<std::string, Tensor>;
+
+// The tensors in a file's `content`. Throws Error(bundle) for anything but a sound file.
+Tensors unpack(const std::string& content, const std::string& name);
+
+template <typename Value>
+Tensor tensor_of(const char* dtype, Ids shape, const std::vector<Value>& values) {
+  Tensor out{dtype, std::move(shape), std::string(values.size() * sizeof(Value), '\0')};
+  if (!values.empty()) std::memcpy(out.bytes.data(), values.data(), out.bytes.size());
+  return out;
+}
+
+// The bytes of a file that holds these tensors.
+std::string pack(const Tensors& tensors);
+
+}  // namespace vtxcore

@@ -1,0 +1,34 @@
+// SHA-256 (FIPS 180-4).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace vtxcore {
+
+class Sha256 {
+ public:
+  void update(const void* data, size_t size);
+  // 64 hexadecimal digits; the object is used up.
+  std::string hex();
+
+ private:
+  void block(const uint8_t* data);
+
+  std::array<uint32_t, 8> state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  std::array<uint8_t, 64> waiting_{};
+  size_t filled_ = 0;
+  uint64_t total_ = 0;
+};
+
+inline std::string sha256_hex(std::string_view content) {
+  Sha256 hash;
+  hash.update(content.data(), content.size());
+  return hash.hex();
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,89 @@
+// From K and a spec of reductions to a policy, checked against the bundle.
+#include <algorithm>
+
+#include "policies/methods/exits.hpp"
+#include "policies/policy.hpp"
+
+namespace vtxcore {
+namespace {
+
+std::string joined(const Ids& values) {
+  std::string out;
+  for (int64_t value : values) out += (out.empty() ? "" : ", ") + std::to_string(value);
+  return out;
+}
+
+// What of `needs` the graphs do not have, in words; empty where they have all.
+std::string lacking(const Needs& needs, const Manifest& m, const std::string& dialect) {
+  const Graphs& graphs = m.dialects.at(dialect);
+  std::set<int64_t> firsts, asked, wanted = needs.cuts;
+  for (const StageSpec& stage : m.stages) {
+    firsts.insert(stage.first);
+    if (stage.query) asked.insert(stage.last);
+  }
+  if (needs.shrinks) wanted.insert(*needs.shrinks);
+  wanted.erase(1);
+  Ids cuts, queries;
+  std::set_difference(wanted.begin(), wanted.end(), firsts.begin(), firsts.end(), std::back_inserter(cuts));
+  std::set_difference(needs.queries.begin(), needs.queries.end(), asked.begin(), asked.end(), std::back_inserter(queries));
+  if (!cuts.empty()) return "a cut before layer " + joined(cuts);
+  if (!queries.empty()) return "the attention of layer " + joined(queries);
+  if (needs.merging && !graphs.vision_merges) return "a vision graph that merges windows";
+  if (needs.final_norm && m.files.count(names::kFileFinalNorm) == 0) return "the weight of the decoder's last norm";
+  if (needs.text_tower) return "CLIP's text tower";
+  if (needs.last_attention && !graphs.vision_last_attention) return "the class token's attention in the tower's last block";
+  return needs.attention && !graphs.vision_attention ? "the class token's attention" : "";
+}
+
+void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m, const std::string& dialect) {
+  for (const MethodPtr& part : reductions)
+    for (int64_t cut : part->needs().cuts)
+      if (cut < 2 || cut > m.model.layers)
+        fail(Kind::request, part->name(), " drops tokens after layer ", cut - 1, ", and this model has ", m.model.layers,
+             " layers: give it layers from 1 to ", m.model.layers - 1);
+  for (const MethodPtr& part : reductions) {
+    std::string lack = lacking(part->needs(), m, dialect);
+    if (!lack.empty())
+      fail(Kind::request, "this bundle was not exported for ", part->name(), ": it lacks ", lack,
+           "; export it with vtx-export --reduce ", to_spec(reductions));
+  }
+}
+
+// The policy that decides where the whole image leaves.
+MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, double threshold,
+                    std::shared_ptr<std::vector<Decision>>& decisions) {
+  if (k == "none") return full();
+  if (k == "auto") {
+    if (m.gates.empty())
+      fail(Kind::request, "--k auto needs gates and this bundle has none; use --k none or a prebuilt K, or train gates with ",
+           "vtx-train-gate and export with --gates");
+    if (!(threshold >= 0 && threshold <= 1))
+      fail(Kind::request, "the gate threshold is ", python_repr(threshold), "; give a probability from 0 to 1");
+    decisions = std::make_shared<std::vector<Decision>>();
+    return gate(odds, m.gates, threshold, decisions);
+  }
+  bool digits = !k.empty() && k.size() < 10 && std::all_of(k.begin(), k.end(), [](char c) { return c >= '0' && c <= '9'; });
+  if (!digits) fail(Kind::request, "K is '", k.substr(0, 20), "'; give a number from 2 to ", m.model.layers, ", or none");
+  int64_t number = std::stoll(k);
+  if (number < 2 || number > m.model.layers)
+    fail(Kind::request, "K = ", number, " is outside 2..", m.model.layers, ": it is the first layer without vision tokens");
+  if (std::find(m.variants.begin(), m.variants.end(), number) == m.variants.end())
+    fail(Kind::request, "K = ", number, " was not prebuilt, this bundle has ",
+         m.variants.empty() ? "none at all" : joined(m.variants), "; use one of these, or export with --k ", number);
+  return withdraw(number);
+}
+
+}  // namespace
+
+Policy make_policy(const std::string& k, const std::string& reduce, const Manifest& m, const std::string& dialect,
+                   const Odds& odds, double threshold, const std::function<Floats()>& final_norm) {
+  Policy policy;
+  std::vector<MethodPtr> reductions = parse_spec(reduce);
+  check_provided(reductions, m, dialect);
+  policy.parts.push_back(make_exit(k, m, odds, threshold, policy.decisions));
+  policy.parts.insert(policy.parts.end(), reductions.begin(), reductions.end());
+  if (policy.needs().final_norm) policy.final_norm = final_norm();
+  return policy;
+}
+
+}  // namespace vtxcore

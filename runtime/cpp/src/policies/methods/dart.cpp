@@ -1,0 +1,186 @@
+// DART: of the image tokens, a few pivots stay, and those that duplicate the pivots least.
+#include <algorithm>
+
+#include "policies/methods/linear.hpp"
+#include "policies/methods/reductions.hpp"
+
+namespace vtxcore {
+namespace {
+
+constexpr float kTiny = 1e-8f;   // least product of two lengths, as torch's cosine_similarity has it
+constexpr size_t kFewest = 16;   // tokens; an image with fewer is left whole by the embedding-level form
+
+Rows joined(Rows first, const Rows& second) {
+  first.data.insert(first.data.end(), second.data.begin(), second.data.end());
+  return first;
+}
+
+// The L1 norm of each row.
+Floats sizes_of(const Rows& rows) {
+  Floats out(rows.count());
+  for (size_t i = 0; i < out.size(); ++i) {
+    double total = 0;
+    for (size_t d = 0; d < rows.width; ++d) total += std::abs(double{rows.row(i)[d]});
+    out[i] = static_cast<float>(total);
+  }
+  return out;
+}
+
+// Indices of the `count` largest, the largest first; of equal ones the earlier.
+Ids largest(const Floats& values, int64_t count) {
+  Ids order = count_up(0, values.size());
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return values[static_cast<size_t>(a)] > values[static_cast<size_t>(b)];
+  });
+  order.resize(std::min(order.size(), static_cast<size_t>(count)));
+  return order;
+}
+
+// Keeps the `count` tokens least like a pivot of those not kept yet; of equal ones the earlier.
+void keep_lowest(const Rows& rows, const float* pivot, int64_t count, Mask& kept) {
+  float length = length_of(pivot, rows.width);
+  Ids there = indices_of(kept, false);
+  Floats cosines;
+  for (int64_t i : there) {
+    const float* row = rows.row(static_cast<size_t>(i));
+    cosines.push_back(dot(pivot, row, rows.width) / std::max(length * length_of(row, rows.width), kTiny));
+  }
+  Ids order = count_up(0, there.size());
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return cosines[static_cast<size_t>(a)] < cosines[static_cast<size_t>(b)];
+  });
+  for (size_t i = 0; i < std::min(order.size(), static_cast<size_t>(std::max<int64_t>(0, count))); ++i)
+    kept[static_cast<size_t>(there[static_cast<size_t>(order[i])])] = 1;
+}
+
+Rows weighted(Rows rows, const Floats& weight) {
+  for (size_t i = 0; i < rows.count(); ++i)
+    for (size_t d = 0; d < rows.width; ++d) rows.row(i)[d] *= weight[d];
+  return rows;
+}
+
+// In which order Python iterates over a set of these whole numbers: by hash in a table of a power of two, which is what
+// the code of DART does. Probes are CPython's for small sets: nine linear ones, then a perturbed jump.
+Ids python_set_order(const Ids& values) {
+  size_t mask = 7, used = 0;
+  Ids table(8, -1);
+  auto insert = [](Ids& into, size_t bits, int64_t value) {
+    auto hash = static_cast<uint64_t>(value), perturb = hash;
+    size_t at = hash & bits;
+    while (true) {
+      size_t probes = at + 9 <= bits ? 9 : 0;
+      for (size_t i = 0; i <= probes; ++i) {
+        if (into[at + i] == value) return false;
+        if (into[at + i] < 0) {
+          into[at + i] = value;
+          return true;
+        }
+      }
+      perturb >>= 5;
+      at = (at * 5 + 1 + perturb) & bits;
+    }
+  };
+  for (int64_t value : values) {
+    if (!insert(table, mask, value)) continue;
+    if (++used * 5 < mask * 3) continue;
+    size_t wanted = used > 50000 ? used * 2 : used * 4, size = 8;
+    while (size <= wanted) size <<= 1;
+    Ids larger(size, -1);
+    for (int64_t old : table)
+      if (old >= 0) insert(larger, size - 1, old);
+    table = std::move(larger);
+    mask = size - 1;
+  }
+  Ids out;
+  for (int64_t value : table)
+    if (value >= 0) out.push_back(value);
+  return out;
+}
+
+// After layer `k`, or with k=0 before layer 1; policies/methods/dart.py says which tokens stay and why.
+class Dart : public Method, public Entry, public std::enable_shared_from_this<Dart> {
+ public:
+  Dart(double keep, int64_t k, int64_t pivots, int64_t text_pivots, std::string order)
+      : keep_(keep), k_(k), pivots_(pivots), text_pivots_(text_pivots), order_(std::move(order)) {
+    check_keep("dart", keep);
+    if (k < 0) fail(Kind::request, "dart: k is ", k, "; give the layer after which tokens leave, or 0 for before layer 1");
+    if (pivots < 1 || text_pivots < 0)
+      fail(Kind::request, "dart: pivots is ", pivots, " and text_pivots ", text_pivots, "; give at least 1 and 0");
+    if (order_ == "code" && k == 0)
+      fail(Kind::request, "dart: order=code is that of the form after a layer; with k=0 leave it out");
+  }
+  std::string name() const override { return "dart"; }
+  std::string spec() const override {
+    return cat("dart:keep=", spec_number(keep_), ",k=", k_, ",pivots=", pivots_, ",text_pivots=", text_pivots_, ",order=",
+               order_);
+  }
+  std::string key() const override { return spec(); }
+  Needs needs() const override {
+    Needs needs;
+    if (k_ > 0) needs.cuts = {k_ + 1};
+    needs.final_norm = k_ > 0;
+    return needs;
+  }
+  std::shared_ptr<const Entry> entry() const override { return k_ > 0 ? nullptr : shared_from_this(); }
+  bool uses_question() const override { return text_pivots_ > 0; }
+  bool keeps_positions() const override { return true; }
+
+  std::optional<Mask> keep_mask(const Boundary& boundary) const override {
+    int64_t count = boundary.count(), all = pivots_ + text_pivots_, each = number_to_keep(keep_, count) / all;
+    if (count <= pivots_ + each * all) return std::nullopt;
+    auto [image_keys, text_keys] = boundary.keys();
+    Rows hidden = weighted(boundary.image_hidden(), *boundary.final_norm);
+    Rows text = weighted(boundary.question_hidden, *boundary.final_norm);
+    Ids image_pivots = largest(sizes_of(image_keys), pivots_), words = largest(sizes_of(text_keys), text_pivots_);
+    Mask kept(static_cast<size_t>(count), 0);
+    for (int64_t pivot : image_pivots) kept[static_cast<size_t>(pivot)] = 1;
+    Rows pivots = joined(take(hidden, image_pivots), take(text, words));
+    for (int64_t pivot : turns(boundary, image_pivots, words))
+      keep_lowest(hidden, pivots.row(static_cast<size_t>(pivot)), each, kept);
+    return kept;
+  }
+
+  std::optional<Ids> select(const ImageTokens& image, const PromptText* question) const override {
+    const Rows& rows = image.rows;
+    int64_t count = number_to_keep(keep_, static_cast<int64_t>(rows.count()));
+    if (rows.count() < kFewest || count >= static_cast<int64_t>(rows.count())) return std::nullopt;
+    Ids image_pivots = largest(sizes_of(rows), std::min(pivots_, count));
+    Rows pivots = take(rows, image_pivots);
+    if (text_pivots_ > 0) pivots = joined(pivots, take(question->hidden, largest(sizes_of(question->hidden), text_pivots_)));
+    Mask kept(rows.count(), 0);
+    for (int64_t pivot : image_pivots) kept[static_cast<size_t>(pivot)] = 1;
+    auto total = static_cast<int64_t>(pivots.count());
+    for (int64_t number = 0; number < total; ++number) {
+      int64_t missing = count - count_of(kept), left = total - number;
+      keep_lowest(rows, pivots.row(static_cast<size_t>(number)), (missing + left - 1) / left, kept);
+    }
+    return indices_of(kept);
+  }
+
+ private:
+  // In which order the pivots, those of the image counted first, take their tokens.
+  Ids turns(const Boundary& boundary, const Ids& image_pivots, const Ids& words) const {
+    Ids in_order = count_up(0, image_pivots.size() + words.size());
+    if (order_ == "size") return in_order;
+    auto [image, text] = boundary.positions();
+    Ids positions = take(image, image_pivots), behind = take(text, words), out;
+    positions.insert(positions.end(), behind.begin(), behind.end());
+    for (int64_t position : python_set_order(positions))
+      out.push_back(std::find(positions.begin(), positions.end(), position) - positions.begin());
+    return out;
+  }
+
+  double keep_;
+  int64_t k_, pivots_, text_pivots_;
+  std::string order_;
+};
+
+}  // namespace
+
+MethodPtr make_dart(SpecOptions& options) {
+  double keep = options.number("keep", 0.25);
+  int64_t k = options.whole("k", 2), pivots = options.whole("pivots", 4), text_pivots = options.whole("text_pivots", 4);
+  return std::make_shared<Dart>(keep, k, pivots, text_pivots, options.one_of("order", {"size", "code"}));
+}
+
+}  // namespace vtxcore

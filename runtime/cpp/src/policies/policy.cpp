@@ -1,0 +1,75 @@
+#include "policies/policy.hpp"
+
+#include <algorithm>
+
+#include "bundle/sha256.hpp"
+
+namespace vtxcore {
+
+std::string PromptText::key() const {
+  Sha256 hash;
+  hash.update(ids.data(), ids.size() * sizeof(int64_t));
+  hash.update(after.data(), after.size());
+  return hash.hex();
+}
+
+Needs Policy::needs() const {
+  Needs all;
+  for (const MethodPtr& part : parts) {
+    Needs one = part->needs();
+    all.cuts.insert(one.cuts.begin(), one.cuts.end());
+    all.queries.insert(one.queries.begin(), one.queries.end());
+    if (one.shrinks) all.shrinks = all.shrinks ? std::min(*all.shrinks, *one.shrinks) : *one.shrinks;
+    all.merging |= one.merging, all.attention |= one.attention;
+    all.last_attention |= one.last_attention, all.final_norm |= one.final_norm;
+    all.text_tower |= one.text_tower;
+  }
+  return all;
+}
+
+std::vector<MethodPtr> Policy::reductions() const {
+  std::vector<MethodPtr> out;
+  for (const MethodPtr& part : parts)
+    if (!part->whole()) out.push_back(part);
+  return out;
+}
+
+std::set<int64_t> Policy::row_cuts() const {
+  std::set<int64_t> out;
+  for (const MethodPtr& part : reductions()) out.merge(part->needs().cuts);
+  return out;
+}
+
+bool Policy::renumbers() const {
+  return std::any_of(parts.begin(), parts.end(), [](const MethodPtr& part) { return part->renumbers(); });
+}
+
+std::vector<std::shared_ptr<const Entry>> Policy::entries() const {
+  std::vector<std::shared_ptr<const Entry>> out;
+  for (const MethodPtr& part : parts)
+    if (auto entry = part->entry()) out.push_back(entry);
+  return out;
+}
+
+std::optional<Removal> Policy::ask(const Boundary& boundary) const {
+  Mask kept(static_cast<size_t>(boundary.count()), 1);
+  Removal removal{{}, {}, false, false};
+  bool all_whole = true;
+  for (const MethodPtr& part : parts) {
+    bool due = count_of(kept) > 0 && part->needs().cuts.count(boundary.layer) > 0;
+    std::optional<Mask> mask = due ? part->keep_mask(boundary) : std::nullopt;
+    if (!mask || count_of(*mask) == static_cast<int64_t>(mask->size())) continue;
+    for (size_t i = 0; i < kept.size(); ++i) kept[i] &= (*mask)[i];
+    removal.by.push_back(part->name());
+    removal.renumbers |= part->renumbers();
+    all_whole = all_whole && part->whole();
+  }
+  if (removal.by.empty()) return std::nullopt;
+  removal.kept = std::move(kept);
+  removal.shrinks = needs().shrinks.has_value() && !all_whole;
+  return removal;
+}
+
+std::string Policy::key() const { return to_spec(parts); }
+
+}  // namespace vtxcore

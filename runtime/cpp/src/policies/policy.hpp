@@ -1,0 +1,121 @@
+// Policies: which image tokens go on, decided between two stages. One file a method, in `methods/`.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "backends/backend.hpp"
+#include "base/tensors.hpp"
+#include "bundle/manifest.hpp"
+#include "vision/tokens.hpp"
+
+namespace vtxcore {
+
+// What a method asks of a bundle; policies/base.py says what each means.
+struct Needs {
+  std::set<int64_t> cuts, queries;
+  std::optional<int64_t> shrinks;
+  bool merging = false, attention = false, last_attention = false, final_norm = false, text_tower = false;
+};
+
+// The text of a prompt, as known before its images enter the decoder: ids, input embeddings, and which of them stand
+// after the last image.
+struct PromptText {
+  Ids ids;
+  Rows hidden;
+  Mask after;
+  std::string key() const;  // equal for equal texts
+};
+
+using Images = std::vector<std::shared_ptr<const ImageTokens>>;
+
+// What is known between two stages, for one question.
+struct Boundary {
+  int64_t layer;                // the first layer to come
+  const Rows& question_hidden;  // of the text after the last image
+  const Images& images;         // that entered the decoder
+  Mask present;                 // which of all their tokens are still there
+  std::function<Scores(bool)> scores;           // of those still there; true: the last question token's only
+  std::function<Rows()> image_hidden;           // of those still there
+  std::function<std::pair<Rows, Rows>()> keys;  // of the layer just run: those still there, and the question's
+  std::function<std::pair<Ids, Ids>()> positions;
+  const Floats* final_norm;
+
+  int64_t count() const { return count_of(present); }
+};
+
+// The part of a method that works on an image before it enters the decoder.
+class Entry {
+ public:
+  virtual ~Entry() = default;
+  virtual std::string key() const = 0;  // equal for equal options
+  virtual Extras vision_inputs() const { return {}; }
+  virtual bool uses_question() const { return false; }
+  virtual bool keeps_positions() const { return false; }
+  // Indices of the image tokens that enter, in their order there; none: all as they are.
+  virtual std::optional<Ids> select(const ImageTokens& image, const PromptText* question) const = 0;
+};
+
+// A method that leaves out image tokens. At its cuts a `whole` one removes all or none.
+class Method {
+ public:
+  virtual ~Method() = default;
+  virtual std::string name() const = 0;
+  virtual std::string spec() const = 0;  // canonical, every option spelled out
+  virtual bool whole() const { return false; }
+  virtual bool renumbers() const { return false; }
+  virtual Needs needs() const { return {}; }
+  virtual std::shared_ptr<const Entry> entry() const { return nullptr; }
+  // Which tokens of the images it never drops; none: there are no such tokens.
+  virtual std::optional<Mask> marks(const Images&) const { return std::nullopt; }
+  // Which of the image tokens still there go on, [boundary.count()]; none: all. Asked at its cuts only.
+  virtual std::optional<Mask> keep_mask(const Boundary&) const { return std::nullopt; }
+};
+
+using MethodPtr = std::shared_ptr<const Method>;
+
+// Image tokens leave at a boundary: `kept` of those that were there go on.
+struct Removal {
+  Mask kept;
+  std::vector<std::string> by;
+  bool renumbers, shrinks;
+};
+
+// What one gate said: the probability that the image may leave before layer `k`, and its cost.
+struct Decision {
+  int64_t k;
+  double probability, ms;
+};
+
+// What one question is asked with: methods in the order in which they are asked, first the one that removes images.
+struct Policy {
+  std::vector<MethodPtr> parts;
+  Floats final_norm;                                 // where a method needs it
+  std::shared_ptr<std::vector<Decision>> decisions;  // of gates; null where there are none
+
+  Needs needs() const;
+  std::vector<MethodPtr> reductions() const;
+  std::set<int64_t> row_cuts() const;
+  bool renumbers() const;
+  std::vector<std::shared_ptr<const Entry>> entries() const;
+  std::optional<Removal> ask(const Boundary& boundary) const;
+  std::string key() const;  // equal for equal policies
+};
+
+using Odds = std::function<Floats(int64_t, const Rows&)>;
+
+// The policy that `k` ("none", "auto" or a number) and `reduce` (a spec) mean, checked against the bundle.
+// Throws Error(request).
+Policy make_policy(const std::string& k, const std::string& reduce, const Manifest& m, const std::string& dialect,
+                   const Odds& odds, double threshold, const std::function<Floats()>& final_norm);
+
+// The methods that a spec names, in the order in which they work; "none" names none. Throws Error(request).
+std::vector<MethodPtr> parse_spec(const std::string& text);
+std::string to_spec(const std::vector<MethodPtr>& parts);
+
+}  // namespace vtxcore

@@ -1,0 +1,68 @@
+// The steps of a tokenizer.json around its model: normalizer, pre-tokenizer, and decoder.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/json.hpp"
+#include "base/utf8.hpp"
+
+namespace vtxcore {
+
+// One step of a normalizer.
+struct Normalize {
+  enum Type { form, lower, replace, runs, prepend, strip } type;
+  bool compatible = false, composed = false;  // of `form`
+  bool left = false, right = false;           // of `strip`
+  Codes from, to;                             // of `replace`; of `runs`, from[0] repeated; `prepend` has `to`
+  size_t least = 1;                           // of `runs`
+};
+
+class Normalizer {
+ public:
+  explicit Normalizer(const Json* spec);
+  Codes operator()(Codes text) const;
+  bool empty() const { return steps_.empty(); }
+
+ private:
+  void add(const Json& spec);
+  std::vector<Normalize> steps_;
+};
+
+// Which regular expression cuts text into words.
+enum class Words { none, gpt2, qwen2, llama3 };
+
+class PreTokenizer {
+ public:
+  explicit PreTokenizer(const Json* spec);
+  // The words of a normalised text; `start`: it stands at the prompt's start.
+  std::vector<std::string> operator()(const Codes& text, bool start) const;
+
+ private:
+  void add(const Json& spec);
+  Words words_ = Words::none;
+  bool byte_level_ = false, space_before_ = false;
+  bool metaspace_ = false, metaspace_split_ = false;
+  char32_t replacement_ = 0x2581;
+  enum { always, first, never } scheme_ = always;
+};
+
+class Decoder {
+ public:
+  explicit Decoder(const Json* spec);
+  std::string operator()(std::vector<std::string> tokens) const;
+
+ private:
+  struct Step {
+    enum Type { byte_level, replace, byte_fallback, fuse, strip, metaspace } type;
+    std::string from, to;
+    size_t left = 0, right = 0;
+    bool keeps_first = false;
+  };
+  void add(const Json& spec);
+  static std::vector<std::string> apply(const Step& step, std::vector<std::string> tokens);
+  std::vector<Step> steps_;
+  bool none_ = false;
+};
+
+}  // namespace vtxcore

@@ -1,0 +1,129 @@
+#include "prompt/text.hpp"
+
+#include <algorithm>
+
+#include "prompt/masking.hpp"
+
+namespace vtxcore {
+
+Text::Text(const Bundle& bundle)
+    : m_(bundle.manifest()), tokenizer_(bundle.read(m_.tokenizer, names::kMaxTokenizer)) {
+  const TextSettings& settings = m_.text;
+  if (tokenizer_.added(settings.image_token_id) != settings.image_token)
+    fail(Kind::bundle, "token ", settings.image_token_id, " of the tokenizer is not the added token '", settings.image_token,
+         "'; export the bundle again");
+  for (const auto& [token, id] : settings.control_tokens) {
+    if (tokenizer_.added(id) != token)
+      fail(Kind::bundle, "the control token '", token.substr(0, 40), "' is not an added token of the tokenizer, which libvtx ",
+           "needs: give token ids instead");
+    control_.insert(id);
+  }
+}
+
+std::string Text::render(const std::vector<Message>& messages) const {
+  std::optional<std::string> text;
+  if (m_.text.forms) text = render_forms(*m_.text.forms, messages, true);
+  if (!text)
+    fail(Kind::templates, "this conversation needs the chat template itself, and libvtx renders prompt forms only (",
+         m_.text.forms ? "it has a turn that they do not cover" : m_.text.no_forms,
+         "); ask in another shape, or give token ids");
+  return *text;
+}
+
+Ids Text::prompt(const std::vector<Message>& messages, const Ids& image_tokens) const {
+  size_t images = check_messages(messages);
+  check_length(messages);
+  Marks marks;
+  std::vector<Message> masked = m_.text.forms ? mask(messages, tokenizer_, m_.text, marks) : messages;
+  std::string rendered = render(masked);
+  Ids ids;
+  if (marks.empty())
+    for (const TokenAt& token : tokenizer_.encode(rendered)) ids.push_back(token.id);
+  else
+    ids = encode_masked(rendered, marks, tokenizer_, control_, m_.text);
+  const std::optional<std::string>& bos = m_.text.bos_token;
+  if (m_.text.add_special_tokens && !(bos && !bos->empty() && rendered.compare(0, bos->size(), *bos) == 0)) {
+    ids.insert(ids.begin(), m_.text.ids_before.begin(), m_.text.ids_before.end());
+    ids.insert(ids.end(), m_.text.ids_after.begin(), m_.text.ids_after.end());
+  }
+  Ids out;
+  size_t image = 0;
+  for (int64_t id : ids) {
+    if (id >= m_.model.vocab)
+      fail(Kind::bundle, "the tokenizer gives token ", id, ", the model has ", grouped(m_.model.vocab),
+           " tokens, numbered from 0; export again with the tokenizer that belongs to the model");
+    bool is_image = id == m_.text.image_token_id;
+    size_t count = !is_image ? 1 : static_cast<size_t>(image < image_tokens.size() ? image_tokens[image] : 1);
+    out.insert(out.end(), count, id);
+    image += is_image;
+  }
+  if (image != images)
+    fail(Kind::templates, "the prompt forms print ", m_.text.image_token, " ", image, " times for ", images, " images");
+  return out;
+}
+
+void Text::check_length(const std::vector<Message>& messages) const {
+  if (m_.text.characters_per_token == 0) return;
+  int64_t limit = m_.text.characters_per_token * (m_.max_context - 1);
+  size_t total = 0;
+  for (const Message& message : messages) total += length_utf8(message.text());
+  if (static_cast<int64_t>(total) <= limit) return;
+  std::string text = render(messages);
+  if (m_.text.bound_normalized) text = tokenizer_.normalized(text);
+  auto length = static_cast<int64_t>(length_utf8(text));
+  if (length > limit)
+    fail(Kind::context, "the prompt has ", grouped(length), " characters, and at most ", grouped(limit),
+         " can fit into this bundle's context of ", grouped(m_.max_context),
+         " tokens; shorten it, or export with a larger --max-context");
+}
+
+std::string Detokenizer::push(int64_t id) {
+  const Tokenizer& tokenizer = text_.tokenizer();
+  if (text_.hidden(id) || !tokenizer.known(id)) return "";
+  window_.push_back(id);
+  // Byte tokens in a row are decoded together: one wrong byte changes the characters before it.
+  if (tokenizer.is_byte(id)) return "";
+  std::string text = text_.decode(window_);
+  std::string piece = text.size() > shown_.size() ? text.substr(shown_.size()) : "";
+  bool incomplete = text.size() >= 3 && text.compare(text.size() - 3, 3, "\xEF\xBF\xBD") == 0;
+  if (piece.empty() || incomplete) return "";
+  window_.erase(window_.begin(), window_.begin() + static_cast<std::ptrdiff_t>(context_));
+  context_ = window_.size();
+  shown_ = text_.decode(window_);
+  return piece;
+}
+
+std::string Detokenizer::finish() {
+  std::string text = text_.decode(window_);
+  std::string piece = text.size() > shown_.size() ? text.substr(shown_.size()) : "";
+  window_.clear();
+  context_ = 0;
+  shown_.clear();
+  return piece;
+}
+
+std::string TextOutput::show(const std::string& next, bool last) {
+  std::string piece = begun_ ? next : std::string(strip(next, true, false));
+  begun_ |= !piece.empty();
+  std::string text = waiting_ + piece;
+  size_t best = std::string::npos, cut = std::string::npos;  // the stop string that is complete first
+  for (const std::string& stop : stops_) {
+    size_t at = text.find(stop);
+    if (at == std::string::npos) continue;
+    if (at + stop.size() < best || (at + stop.size() == best && at < cut)) best = at + stop.size(), cut = at;
+  }
+  stopped_ = stopped_ || cut != std::string::npos;
+  if (cut == std::string::npos) {
+    cut = text.size();
+    size_t held = 0;  // bytes at the end with which some stop string begins
+    for (const std::string& stop : stops_)
+      for (size_t count = std::min(stop.size() - 1, text.size()); !last && count > held; --count)
+        if (text.compare(text.size() - count, count, stop, 0, count) == 0) held = count;
+    cut -= held;
+  }
+  waiting_ = stopped_ ? "" : text.substr(cut);
+  shown_ += text.substr(0, cut);
+  return text.substr(0, cut);
+}
+
+}  // namespace vtxcore

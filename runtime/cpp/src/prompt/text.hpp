@@ -1,0 +1,68 @@
+// From a conversation to token ids as the model's own processor makes them, and from ids back to text.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bundle/bundle.hpp"
+#include "prompt/forms.hpp"
+#include "prompt/tokenizer.hpp"
+
+namespace vtxcore {
+
+// Safe for many threads. Throws Error(bundle) where tokenizer and settings do not fit together.
+class Text {
+ public:
+  explicit Text(const Bundle& bundle);
+
+  // Token ids of the conversation, each image standing as its number of image tokens. Special tokens that stand in the
+  // messages are text. Throws Error(request), Error(context), Error(templates), Error(bundle).
+  Ids prompt(const std::vector<Message>& messages, const Ids& image_tokens) const;
+  std::string decode(const Ids& ids) const { return tokenizer_.decode(ids); }
+  const Tokenizer& tokenizer() const { return tokenizer_; }
+  // Whether an id is a special token, which has no text.
+  bool hidden(int64_t id) const { return tokenizer_.special(id); }
+
+ private:
+  std::string render(const std::vector<Message>& messages) const;
+  void check_length(const std::vector<Message>& messages) const;
+
+  const Manifest& m_;
+  Tokenizer tokenizer_;
+  std::set<int64_t> control_;
+};
+
+// Text of one answer, token by token: never half a character, and together what `Text::decode` gives.
+class Detokenizer {
+ public:
+  explicit Detokenizer(const Text& text) : text_(text) {}
+  std::string push(int64_t id);  // the text that is certain with one more token, maybe none
+  std::string finish();          // the rest, with U+FFFD where a character stayed incomplete
+
+ private:
+  const Text& text_;
+  Ids window_;          // ids since the last but one piece: the older ones give the decoder its context
+  size_t context_ = 0;
+  std::string shown_;   // the text of the context
+};
+
+// The text of an answer as it is shown: no leading space, nothing of a stop string. A piece that may begin a stop string
+// waits until that is settled.
+class TextOutput {
+ public:
+  TextOutput(const Text& text, std::vector<std::string> stops) : detokenizer_(text), stops_(std::move(stops)) {}
+  std::string push(int64_t id) { return show(detokenizer_.push(id), false); }
+  std::string finish() { return show(detokenizer_.finish(), true); }
+  const std::string& text() const { return shown_; }
+  bool stopped() const { return stopped_; }
+
+ private:
+  std::string show(const std::string& piece, bool last);
+  Detokenizer detokenizer_;
+  std::vector<std::string> stops_;
+  std::string waiting_, shown_;
+  bool begun_ = false, stopped_ = false;
+};
+
+}  // namespace vtxcore

@@ -1,0 +1,94 @@
+// The prefix of a prompt, system text and images, on its way through the decoder: whole, and once tokens have left.
+//
+// Hidden states are shared and never written to, so that a step that fails leaves what was there before.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/tensors.hpp"
+#include "policies/policy.hpp"
+
+namespace vtxcore {
+
+using SharedRows = std::shared_ptr<const Rows>;
+using ImagePtr = std::shared_ptr<const ImageTokens>;
+
+// Equal keys mean equal image tokens; `encode` gives them and is called only where they are not cached.
+struct Encoder {
+  std::string key;
+  std::function<ImagePtr()> encode;
+};
+
+// Token ids; those in `is_vision` stand for the image tokens of `encoders`, in order. `skipped`: positions between image
+// tokens, and after them, that have no token.
+struct Prompt {
+  Ids ids;
+  Mask is_vision;
+  std::vector<Encoder> encoders;
+  int64_t skipped = 0;
+
+  size_t prefix_length() const;  // up to and including the last image token; 0 without an image
+  std::string prefix_key() const;
+};
+
+// K/V of the `dropped` slots of a full stage, after its cache has shrunk to `survivors`.
+struct SavedKV {
+  size_t stage;
+  Ids survivors, dropped;
+  std::string kv;
+};
+
+// The prefix with all its image tokens, and how deep into the decoder it has come. `boundaries` hold its hidden states
+// after 0, 1, 2, ... stages: the first and the last whole, those between likewise where tokens may leave there, else
+// the text's only.
+struct Prefix {
+  std::string key;
+  Mask is_vision;
+  Images images;
+  Ids positions;
+  int64_t next_position = 0;
+  std::vector<SharedRows> boundaries;
+  std::vector<SavedKV> saved_kv;
+
+  size_t depth() const { return boundaries.size() - 1; }
+  size_t size() const { return is_vision.size(); }
+  size_t text_size() const { return size() - static_cast<size_t>(count_of(is_vision)); }
+  // With its hidden states after one more stage; `hold` the image tokens' of the boundary before.
+  void deepen(SharedRows hidden, bool hold);
+  // Whether the image tokens' hidden states at a boundary are there, or can still come.
+  bool held(size_t boundary) const;
+  // Back to the last boundary up to this one where all hidden states are there.
+  void rewind(size_t boundary);
+};
+
+// Positions of a prefix's tokens, and the next one: an image's tokens keep the gaps between them.
+std::pair<Ids, int64_t> place(const Mask& is_vision, const Images& images);
+
+// The prefix after some image tokens have left. `removals` says at which boundary which tokens stayed; `present` of the
+// prefix's tokens are still there; `hidden` stands at the boundary after `depth` stages, the text's only where no more
+// was held.
+struct PrunedPrefix {
+  std::string removals;
+  Mask present;
+  Ids positions;
+  int64_t next_position = 0;
+  SharedRows hidden;
+  size_t depth = 0;
+
+  static PrunedPrefix whole(const Prefix& prefix, size_t boundary);
+  int64_t size() const { return count_of(present); }
+  PrunedPrefix without(const Removal& removal, const Mask& is_vision) const;
+};
+
+// What a stage's cache holds of the prefix for one question: `present` of its tokens ran there, `slots` are left. The
+// suffix's first token stands in the slot after these, at `position`.
+struct PrefixSlots {
+  Mask present;
+  int64_t slots, position;
+};
+
+}  // namespace vtxcore

@@ -1,0 +1,364 @@
+#include "session/session.hpp"
+
+#include <cmath>
+#include <tuple>
+
+namespace vtxcore {
+namespace {
+
+// How many leading ids agree, less one where all do: at least one token must run for its logits.
+size_t common_prefix(const Ids& cached, const Ids& wanted) {
+  size_t agreed = 0;
+  while (agreed < cached.size() && agreed + 1 < wanted.size() && cached[agreed] == wanted[agreed]) ++agreed;
+  return agreed;
+}
+
+}  // namespace
+
+Session::Session(Backend& backend, const Manifest& manifest)
+    : backend_(backend), m_(manifest), stages_(manifest.stages), first_pruned_(manifest.stages.size()) {
+  prefix_ = empty_prefix();
+}
+
+PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const Selection* after, const Check& check) {
+  check_room(static_cast<int64_t>(prompt.ids.size()) + prompt.skipped, count_of(prompt.is_vision));
+  if (prompt.prefix_length() == prompt.ids.size())
+    fail(Kind::request, "the prompt ends with an image and leaves no token to answer from; export with a --chat-template ",
+         "that prints the question, or ASSISTANT:, after the images");
+  check_ = check;
+  bool known = prompt.prefix_key() == prefix_.key;
+  bool reused = known && prompt.prefix_length() > 0 && prefix_.depth() > 0;
+  if (!known) replace_prefix(prompt);
+  Rows hidden = run_suffix(prompt, policy, after);
+  Rows last = take(hidden, {static_cast<int64_t>(hidden.count()) - 1});
+  return result(std::move(backend_.head(last).data), reused);
+}
+
+Floats Session::decode(int64_t token) {
+  check_room(length(), 0);
+  Rows hidden = backend_.embed({token});
+  for (size_t number = 0; number < stages_.size(); ++number)
+    hidden = cache(number).append(hidden, {layouts_[number].position + static_cast<int64_t>(suffix_.size())}, false);
+  suffix_.push_back(token);
+  return std::move(backend_.head(hidden).data);
+}
+
+void Session::check_room(int64_t tokens, int64_t vision) const {
+  if (tokens + 1 <= capacity()) return;
+  std::string images = vision ? cat(" (", vision, " of them for images)") : "";
+  fail(Kind::context, "the prompt takes ", tokens, " tokens", images, ", and ", capacity() - 1,
+       " fit into this bundle beside the answer; shorten it by ", tokens + 1 - capacity(),
+       " tokens, or export with a larger --max-context");
+}
+
+// ---- the suffix
+
+// Runs what the caches lack of the prompt's suffix; its hidden states after the last stage.
+Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after) {
+  Ids suffix(prompt.ids.begin() + static_cast<std::ptrdiff_t>(prompt.prefix_length()), prompt.ids.end());
+  Selection asked{prompt.prefix_key(), policy.key(), suffix};
+  bool continues = after && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
+  if (!continues) return select(asked, policy);
+  Selection before = *after;  // `after` may be what this session holds
+  if (!selection_ || !(before == *selection_))
+    select(before, policy);
+  else
+    reused_stages_ = stages_.size();
+  size_t agreed = common_prefix(suffix_, suffix);
+  suffix_.resize(agreed);
+  Rows hidden = append(Ids(suffix.begin() + static_cast<std::ptrdiff_t>(agreed), suffix.end()));
+  suffix_ = suffix;
+  return hidden;
+}
+
+// Runs a question through all stages, asking its policy at each boundary which image tokens continue.
+Rows Session::select(const Selection& selection, const Policy& policy) {
+  selection_.reset();
+  suffix_.clear();
+  Needs needs = policy.needs();
+  prepare(policy);
+  first_pruned_ = stages_.size();
+  cuts_.clear();
+  layouts_.clear();
+  size_t depth = prefix_.depth();
+  std::optional<Mask> survivors;
+  Rows hidden = backend_.embed(selection.ids);
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    if (number > 0 && sees_image(number - 1)) {
+      if (std::optional<Removal> removal = policy.ask(boundary(number, hidden, policy))) {
+        const PrunedPrefix& pruned = remove(number, *removal);
+        if (removal->shrinks) survivors = pruned.present;
+      }
+    }
+    layouts_.push_back(run_prefix(number));
+    const StageSpec& stage = stages_[number];
+    hidden = run_stage(number, hidden, stage.query && needs.queries.count(stage.last) > 0 && sees_image(number));
+  }
+  if (survivors && needs.shrinks) shrink(*needs.shrinks, *survivors, selection.ids.size());
+  if (policy.renumbers())  // as the released code decodes: each layer at its own cache's length
+    for (PrefixSlots& layout : layouts_) layout.position = layout.slots;
+  selection_ = selection;
+  suffix_ = selection.ids;
+  reused_stages_ = std::min(depth, first_pruned_);
+  return hidden;
+}
+
+// Runs more tokens of the suffix in the caches as they stand.
+Rows Session::append(const Ids& ids) {
+  Rows hidden = backend_.embed(ids);
+  for (size_t number = 0; number < stages_.size(); ++number) hidden = run_stage(number, hidden, false);
+  return hidden;
+}
+
+Rows Session::run_stage(size_t number, const Rows& hidden, bool query) {
+  check_();
+  const PrefixSlots& layout = layouts_[number];
+  auto done = static_cast<int64_t>(suffix_.size());
+  StageCache& here = cache(number);
+  here.keep(layout.slots + done);
+  return here.append(hidden, count_up(layout.position + done, hidden.count()), query);
+}
+
+// Whether the suffix sees an image token in stage `number`.
+bool Session::sees_image(size_t number) const {
+  const Mask& present = layouts_[number].present;
+  for (size_t i = 0; i < present.size(); ++i)
+    if (present[i] && prefix_.is_vision[i]) return true;
+  return false;
+}
+
+// What a policy may know before stage `number`.
+Boundary Session::boundary(size_t number, const Rows& hidden, const Policy& policy) {
+  const Mask& before = layouts_[number - 1].present;
+  Ids slots, image_slots;
+  Mask present;
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (prefix_.is_vision[i]) present.push_back(before[i]);
+    if (!before[i]) continue;
+    if (prefix_.is_vision[i]) image_slots.push_back(static_cast<int64_t>(slots.size()));
+    slots.push_back(static_cast<int64_t>(i));
+  }
+  int64_t layer = stages_[number - 1].last, first = layouts_[number - 1].position;
+  bool pruned = first_pruned_ < stages_.size();
+  auto here = [this, number, pruned] { return pruned ? *pruned_prefix_ : PrunedPrefix::whole(prefix_, number); };
+  auto of_image = [this](const PrunedPrefix& at) {
+    Ids which;
+    int64_t token = 0;
+    for (size_t i = 0; i < at.present.size(); ++i)
+      if (at.present[i]) {
+        if (prefix_.is_vision[i]) which.push_back(token);
+        ++token;
+      }
+    return which;
+  };
+  auto scores = [this, number, image_slots, layer](bool last_only) {
+    auto [total, most] = cache(number - 1).attention(last_only);
+    for (const Floats* values : {&total, &most})
+      for (float value : *values)
+        if (!std::isfinite(value))
+          fail(Kind::bundle, "the attention of layer ", layer, " is not a number; use --reduce none, or export at fp32");
+    return Scores(take(total, image_slots), take(most, image_slots));
+  };
+  auto image_hidden = [here, of_image] {
+    PrunedPrefix at = here();
+    return take(*at.hidden, of_image(at));
+  };
+  auto keys = [this, number, image_slots, &hidden] {
+    Rows all = cache(number - 1).keys();
+    return std::pair(take(all, image_slots),
+                     take(all, count_up(static_cast<int64_t>(all.count() - hidden.count()), hidden.count())));
+  };
+  auto positions = [here, of_image, first, &hidden] {
+    PrunedPrefix at = here();
+    return std::pair(take(at.positions, of_image(at)), count_up(first, hidden.count()));
+  };
+  return {layer + 1, hidden, prefix_.images, present, scores, image_hidden, keys, positions, &policy.final_norm};
+}
+
+// ---- the prefix
+
+// Takes another prefix; it enters the decoder when a question needs it.
+void Session::replace_prefix(const Prompt& prompt) {
+  Prefix prefix = empty_prefix();
+  size_t length = prompt.prefix_length();
+  if (length > 0) {
+    auto end = static_cast<std::ptrdiff_t>(length);
+    auto hidden = std::make_shared<Rows>(backend_.embed(Ids(prompt.ids.begin(), prompt.ids.begin() + end)));
+    prefix.is_vision = Mask(prompt.is_vision.begin(), prompt.is_vision.begin() + end);
+    for (const Encoder& encoder : prompt.encoders) {
+      check_();
+      prefix.images.push_back(encoder.encode());
+    }
+    size_t token = 0;
+    for (const ImagePtr& image : prefix.images)
+      for (size_t i = 0; i < image->rows.count(); ++i) {
+        while (token < length && !prefix.is_vision[token]) ++token;
+        if (token == length) fail(Kind::request, "the prompt has fewer image tokens than its images give");
+        std::copy(image->rows.row(i), image->rows.row(i) + image->rows.width, hidden->row(token++));
+      }
+    if (token != length) fail(Kind::request, "the prompt has more image tokens than its images give");
+    std::tie(prefix.positions, prefix.next_position) = place(prefix.is_vision, prefix.images);
+    prefix.boundaries = {hidden};
+  }
+  suffix_.clear();
+  selection_.reset();
+  pruned_prefix_.reset();
+  prefix.key = prompt.prefix_key();
+  prefix_ = std::move(prefix);
+}
+
+Prefix Session::empty_prefix() const {
+  Prefix prefix;
+  prefix.boundaries = {std::make_shared<Rows>(0, static_cast<size_t>(m_.model.hidden))};
+  return prefix;
+}
+
+// Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens.
+void Session::prepare(const Policy& policy) {
+  restore();
+  std::set<int64_t> cuts = policy.row_cuts();
+  holding_.clear();
+  size_t lacking = stages_.size();
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    if (cuts.count(stages_[number].first) == 0) continue;
+    holding_.insert(number);
+    if (!prefix_.held(number)) lacking = std::min(lacking, number);
+  }
+  if (lacking < stages_.size()) prefix_.rewind(lacking);
+}
+
+// Ensures that what continues of the prefix has run through stage `number`.
+PrefixSlots Session::run_prefix(size_t number) {
+  if (number < first_pruned_) {
+    run_whole_prefix(number);
+    return {Mask(prefix_.size(), 1), static_cast<int64_t>(prefix_.size()), prefix_.next_position};
+  }
+  if (pruned_prefix_->depth <= number) {
+    check_();
+    StageCache& here = pruned_cache(number);
+    here.keep(0);
+    if (pruned_prefix_->size() > 0)
+      pruned_prefix_->hidden =
+          std::make_shared<Rows>(here.append(*pruned_prefix_->hidden, pruned_prefix_->positions, false));
+    ++pruned_prefix_->depth;
+  }
+  return {pruned_prefix_->present, pruned_prefix_->size(), pruned_prefix_->next_position};
+}
+
+// Ensures that the prefix has run through stage `number`, with all image tokens.
+void Session::run_whole_prefix(size_t number) {
+  if (full_.count(number) == 0) full_[number] = backend_.stage(number, capacity());
+  if (prefix_.depth() > number) return;
+  check_();
+  StageCache& here = *full_[number];
+  here.keep(0);
+  SharedRows last = prefix_.boundaries.back();
+  if (prefix_.size() > 0) last = std::make_shared<Rows>(here.append(*last, prefix_.positions, false));
+  prefix_.deepen(last, holding_.count(number) > 0);
+}
+
+// Some image tokens leave before stage `number`. What is left runs anew, unless they left before as well.
+const PrunedPrefix& Session::remove(size_t number, const Removal& removal) {
+  bool first = first_pruned_ == stages_.size();
+  PrunedPrefix here = first || !pruned_prefix_ ? PrunedPrefix::whole(prefix_, number) : *pruned_prefix_;
+  PrunedPrefix pruned = here.without(removal, prefix_.is_vision);
+  bool again = first && pruned_prefix_ && pruned_prefix_->removals == pruned.removals && count_of(removal.kept) == 0;
+  Mask kept;
+  for (size_t i = 0; i < pruned.present.size(); ++i)
+    if (prefix_.is_vision[i]) kept.push_back(pruned.present[i]);
+  cuts_.push_back({stages_[number].first, removal.by, kept});
+  if (!again) pruned_prefix_ = std::move(pruned);
+  if (first) first_pruned_ = number;
+  return *pruned_prefix_;
+}
+
+// The cache of a stage after tokens have left: no slot for those that never enter it.
+StageCache& Session::pruned_cache(size_t number) {
+  int64_t wanted = capacity() - (static_cast<int64_t>(prefix_.size()) - pruned_prefix_->size());
+  bool withdrawn = pruned_prefix_->size() == static_cast<int64_t>(prefix_.text_size());
+  auto found = pruned_.find(number);
+  if (found == pruned_.end() || found->second->capacity < wanted || (withdrawn && found->second->capacity > wanted)) {
+    pruned_.erase(number);  // freed before the next one is made
+    found = pruned_.emplace(number, backend_.stage(number, wanted)).first;
+  }
+  return *found->second;
+}
+
+// ---- caches that shrink after the prompt
+
+// Leaves in the caches from layer `from` on only the survivors of the prefix, and the suffix (MustDrop section 3.5).
+// What a full stage loses is saved for the next question. Until all is done the session knows no prefix, so that an
+// exception costs a computation and leaves the session correct.
+void Session::shrink(int64_t from, const Mask& survivors, size_t suffix) {
+  Prefix prefix = std::move(prefix_);
+  prefix_ = empty_prefix();
+  pruned_prefix_.reset();
+  std::vector<PrefixSlots> layouts = layouts_;
+  prefix.saved_kv.clear();
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    if (stages_[number].first < from) continue;
+    PrefixSlots& layout = layouts[number];
+    Ids kept, dropped;
+    int64_t slot = 0;
+    for (size_t i = 0; i < layout.present.size(); ++i)
+      if (layout.present[i]) (survivors[i] ? kept : dropped).push_back(slot++);
+    if (dropped.empty()) continue;
+    StageCache& here = cache(number);
+    if (number < first_pruned_) prefix.saved_kv.push_back({number, kept, dropped, here.read(dropped)});
+    Ids moved = kept, behind = count_up(layout.slots, suffix);
+    moved.insert(moved.end(), behind.begin(), behind.end());
+    here.write(count_up(0, moved.size()), here.read(moved), static_cast<int64_t>(moved.size()));
+    layout.slots = static_cast<int64_t>(kept.size());
+  }
+  layouts_ = std::move(layouts);
+  prefix_ = std::move(prefix);
+}
+
+// Puts back what full stages have lost.
+void Session::restore() {
+  if (prefix_.saved_kv.empty()) return;
+  Prefix prefix = std::move(prefix_);
+  prefix_ = empty_prefix();
+  auto size = static_cast<int64_t>(prefix.size());
+  for (const SavedKV& saved : prefix.saved_kv) {
+    StageCache& here = *full_.at(saved.stage);
+    here.write(saved.survivors, here.read(count_up(0, saved.survivors.size())), size);
+    here.write(saved.dropped, saved.kv, size);
+  }
+  prefix.saved_kv.clear();
+  prefix_ = std::move(prefix);
+}
+
+// ---- the result
+
+PrefillResult Session::result(Floats logits, bool reused) {
+  PrefillResult out;
+  out.logits = std::move(logits);
+  out.reused_image = reused;
+  out.vision_tokens = count_of(prefix_.is_vision);
+  Ids kept, slots;
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    int64_t count = 0;
+    const Mask& present = layouts_[number].present;
+    for (size_t i = 0; i < present.size(); ++i) count += present[i] && prefix_.is_vision[i];
+    kept.push_back(count);
+    slots.push_back(cache(number).length);
+    if (count == 0 && out.vision_tokens > 0 && out.k == 0) out.k = stages_[number].first;
+  }
+  if (reused && reused_stages_ > 0) out.reused_layers = stages_[reused_stages_ - 1].last;
+  out.slots = per_layer(slots);
+  out.vision_kept = per_layer(kept);
+  out.images = prefix_.images;
+  out.cuts = cuts_;
+  if (selection_) out.selection = *selection_;
+  return out;
+}
+
+// One value a stage, repeated for each of its layers.
+Ids Session::per_layer(const Ids& values) const {
+  Ids out;
+  for (size_t i = 0; i < values.size(); ++i) out.insert(out.end(), static_cast<size_t>(stages_[i].layers()), values[i]);
+  return out;
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,107 @@
+// Caches and hidden states of one conversation: prefill in two chunks, tokens leaving between stages, decode.
+//
+// A prompt is cut after its last image token. The *prefix* before the cut does not depend on the question: its hidden
+// states and KV slots are computed once and stay. The *suffix* after it is the question, and later the answer. Every
+// stage may be needed with all image tokens (`full_`) and after some or all have left (`pruned_`), with different
+// caches. Slots are not positions: a token keeps its position when tokens before it leave.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "backends/backend.hpp"
+#include "session/prefix.hpp"
+
+namespace vtxcore {
+
+// A question that selected which image tokens stay: the prefix it followed, its policy, its ids.
+struct Selection {
+  std::string key, policy;
+  Ids ids;
+  bool operator==(const Selection& o) const { return key == o.key && policy == o.policy && ids == o.ids; }
+};
+
+// Image tokens left before `layer`; `kept` of those that entered continued, `by` names what left out the others.
+struct Cut {
+  int64_t layer;
+  std::vector<std::string> by;
+  Mask kept;
+};
+
+// What a prefill did. Per-layer vectors start with layer 1; `k` is the first layer without image tokens, 0 where some
+// stayed; `reused_layers`: in layers 1 to this one no image token was run.
+struct PrefillResult {
+  Floats logits;
+  int64_t k = 0;
+  bool reused_image = false;
+  int64_t reused_layers = 0, vision_tokens = 0;
+  Ids slots, vision_kept;
+  Images images;
+  std::vector<Cut> cuts;
+  Selection selection;
+};
+
+using Check = std::function<void()>;  // called before every image and stage; may throw, to stop there
+
+// One conversation over a shared backend. Not safe for two threads at once; its owner locks it. An exception at any
+// point costs a computation and leaves the session correct.
+class Session {
+ public:
+  Session(Backend& backend, const Manifest& manifest);
+
+  // Runs a prompt, and gives the logits [vocab] at its last token. The policy is asked anew, unless the prompt continues
+  // `after` a question: then the image tokens that stay are those of that question. Throws Error(context) where prompt
+  // and one new token do not fit, Error(request) where no text stands after the last image.
+  PrefillResult prefill(const Prompt& prompt, const Policy& policy, const Selection* after, const Check& check);
+  // Runs one more token; the logits [vocab] after it.
+  Floats decode(int64_t token);
+
+  int64_t capacity() const { return m_.max_context; }
+  // The position of the next token.
+  int64_t length() const { return prefix_.next_position + static_cast<int64_t>(suffix_.size()); }
+  // The cache that stage `number` runs in for this question; for whoever records positions.
+  StageCache& cache(size_t number) { return *(number < first_pruned_ ? full_ : pruned_).at(number); }
+
+ private:
+  void check_room(int64_t tokens, int64_t vision) const;
+  Rows run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after);
+  Rows select(const Selection& selection, const Policy& policy);
+  Rows append(const Ids& ids);
+  Rows run_stage(size_t number, const Rows& hidden, bool query);
+  bool sees_image(size_t number) const;
+  Boundary boundary(size_t number, const Rows& hidden, const Policy& policy);
+  void replace_prefix(const Prompt& prompt);
+  Prefix empty_prefix() const;
+  void prepare(const Policy& policy);
+  PrefixSlots run_prefix(size_t number);
+  void run_whole_prefix(size_t number);
+  const PrunedPrefix& remove(size_t number, const Removal& removal);
+  StageCache& pruned_cache(size_t number);
+  void shrink(int64_t from, const Mask& survivors, size_t suffix);
+  void restore();
+  PrefillResult result(Floats logits, bool reused);
+  Ids per_layer(const Ids& values) const;
+
+  using Caches = std::map<size_t, std::unique_ptr<StageCache>>;
+
+  Backend& backend_;
+  const Manifest& m_;
+  const std::vector<StageSpec>& stages_;
+  Caches full_, pruned_;
+  Prefix prefix_;
+  std::optional<PrunedPrefix> pruned_prefix_;  // what `pruned_` holds of the prefix
+  Ids suffix_;                                 // ids after the prefix that the caches hold
+  std::optional<Selection> selection_;         // the question that selected the cached image tokens
+  size_t first_pruned_;                        // the stage from which on the suffix runs in `pruned_`
+  std::set<size_t> holding_;                   // boundaries at which hidden states of all image tokens are kept
+  size_t reused_stages_ = 0;                   // from the first on, in which the last prefill ran no image token
+  std::vector<PrefixSlots> layouts_;
+  std::vector<Cut> cuts_;
+  Check check_;
+};
+
+}  // namespace vtxcore

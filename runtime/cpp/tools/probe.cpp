@@ -1,0 +1,144 @@
+// vtx-cpp-probe: parts of libvtx by themselves, for the tests.
+//
+//   tokenize FILE             texts on stdin, a JSON string a line; ids, their text, and the pieces of streaming it
+//   resize W H W2 H2 FILTER   RGB on stdin, resized RGB on stdout
+//   picture FILE              an image file's RGB on stdout, its width and height on stderr
+//   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
+//   specs                     specs on stdin, one a line; the canonical one, or the error
+//   parse KIND FILE           reads a manifest, safetensors, tokenizer or image file; prints ok or the error
+//   fuzz KIND COUNT SEED FILE...  the same for COUNT altered copies of the files
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <random>
+
+#include "base/json.hpp"
+#include "bundle/manifest.hpp"
+#include "bundle/safetensors.hpp"
+#include "policies/policy.hpp"
+#include "prompt/tokenizer.hpp"
+#include "session/random.hpp"
+#include "vision/picture.hpp"
+
+namespace {
+
+using namespace vtxcore;
+
+std::string read(std::istream& stream) { return std::string(std::istreambuf_iterator<char>(stream), {}); }
+
+std::string read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error("cannot read " + path);
+  return read(file);
+}
+
+void tokenize(const std::string& path) {
+  Tokenizer tokenizer(read(path));
+  for (std::string line; std::getline(std::cin, line);) {
+    Json text = parse_json(line, "stdin", Kind::request);
+    Json::Array ids;
+    Ids plain;
+    for (const TokenAt& token : tokenizer.encode(*text.string())) {
+      ids.push_back(token.id);
+      plain.push_back(token.id);
+    }
+    std::cout << Json(Json::Object{{"ids", ids}, {"text", tokenizer.decode(plain)}}).dump() << "\n";
+  }
+}
+
+void resize(char** values) {
+  Picture in(std::stoi(values[0]), std::stoi(values[1]));
+  std::cin.read(reinterpret_cast<char*>(in.data.data()), static_cast<std::streamsize>(in.data.size()));
+  Picture out = resized(in, std::stoi(values[2]), std::stoi(values[3]), values[4]);
+  std::cout.write(reinterpret_cast<const char*>(out.data.data()), static_cast<std::streamsize>(out.data.size()));
+}
+
+void picture(const std::string& path) {
+  Picture out = read_picture(path);
+  std::cerr << out.width << " " << out.height << "\n";
+  std::cout.write(reinterpret_cast<const char*>(out.data.data()), static_cast<std::streamsize>(out.data.size()));
+}
+
+void specs() {
+  for (std::string line; std::getline(std::cin, line);) {
+    try {
+      std::cout << to_spec(parse_spec(line)) << "\n";
+    } catch (const Error& error) {
+      std::cout << "error: " << error.what() << "\n";
+    }
+  }
+}
+
+void parse(const std::string& kind, const std::string& content) {
+  if (kind == "manifest") {
+    parse_manifest(content);
+  } else if (kind == "safetensors") {
+    unpack(content, "the file");
+  } else if (kind == "tokenizer") {
+    Tokenizer tokenizer(content);
+    Ids ids;
+    for (const TokenAt& token : tokenizer.encode("A caf\xC3\xA9, <s> 12\n\xF0\x9F\x98\x80  it's")) ids.push_back(token.id);
+    tokenizer.decode(ids);
+  } else if (kind == "image") {
+    decode_picture(content, "the image");
+  } else {
+    throw std::runtime_error("there is no kind " + kind);
+  }
+}
+
+// One to eight bytes changed, taken out, doubled, or replaced by what such files have.
+std::string altered(std::string content, std::mt19937& random) {
+  static const std::string kWords[] = {"null", "-1", "1e999", "\"\"", "[]", "{}", "99999999999999999999", "\\ud800", "\xFF"};
+  for (size_t i = 0, count = 1 + random() % 8; i < count && !content.empty(); ++i) {
+    size_t at = random() % content.size(), length = std::min<size_t>(1 + random() % 16, content.size() - at);
+    switch (random() % 5) {
+      case 0: content[at] = static_cast<char>(random()); break;
+      case 1: content.erase(at, length); break;
+      case 2: content.insert(at, content.substr(random() % content.size(), length)); break;
+      case 3: content.replace(at, length, kWords[random() % std::size(kWords)]); break;
+      default: content.resize(random() % 16 == 0 ? at : content.size()); break;
+    }
+  }
+  return content;
+}
+
+void fuzz(const std::string& kind, size_t count, unsigned seed, const std::vector<std::string>& files) {
+  std::mt19937 random(seed);
+  std::vector<std::string> contents;
+  for (const std::string& file : files) contents.push_back(read(file));
+  size_t refused = 0;
+  for (size_t i = 0; i < count; ++i) {
+    try {
+      parse(kind, altered(contents[i % contents.size()], random));
+    } catch (const Error&) {
+      ++refused;
+    }
+  }
+  std::cout << count << " tried, " << refused << " refused\n";
+}
+
+}  // namespace
+
+int main(int count, char** values) {
+  std::string mode = count > 1 ? values[1] : "";
+  try {
+    if (mode == "tokenize" && count == 3) tokenize(values[2]);
+    else if (mode == "resize" && count == 7) resize(values + 2);
+    else if (mode == "picture" && count == 3) picture(values[2]);
+    else if (mode == "specs") specs();
+    else if (mode == "parse" && count == 4) parse(values[2], read(values[3])), std::cout << "ok\n";
+    else if (mode == "fuzz" && count > 5)
+      fuzz(values[2], std::stoul(values[3]), static_cast<unsigned>(std::stoul(values[4])), {values + 5, values + count});
+    else if (mode == "uniforms" && count == 4) {
+      Random random(std::stoull(values[2]));
+      for (int i = 0; i < std::stoi(values[3]); ++i) std::cout << python_repr(random.uniform()) << "\n";
+    } else {
+      std::cerr << "vtx-cpp-probe: tools/probe.cpp says what it does\n";
+      return 2;
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << "Error: " << error.what() << "\n";
+    return 1;
+  }
+}

@@ -1,0 +1,166 @@
+// vtx-cpp-run: answers questions about an image, with the options and the JSON of vtx-run.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <iterator>
+
+#include "vtx/vtx.hpp"
+
+namespace {
+
+constexpr char kHelp[] =
+    "Usage: vtx-cpp-run [OPTIONS] --bundle DIR IMAGE QUESTION [QUESTION ...]\n\n"
+    "  Answer questions about an image. Several questions reuse the image.\n\n"
+    "Options:\n"
+    "  --bundle DIR            The bundle; or set VTX_BUNDLE.\n"
+    "  --k N|auto|none         A prebuilt K [default: the bundle's].\n"
+    "  --reduce SPEC|none      Leave out vision tokens, as fastv or mustdrop:192 [default: the bundle's first].\n"
+    "  --gate-threshold P      With --k auto: exit above this [default: 0.5].\n"
+    "  --image FILE            One more image in the same prompt.\n"
+    "  --fit crop|pad|squash   Pictures of another shape [default: what the model was trained with].\n"
+    "  --text-only             There is no IMAGE; all arguments are questions.\n"
+    "  --chat                  The questions are turns of one conversation, not independent.\n"
+    "  --json                  One JSON object per question on stdout, and nothing else.\n"
+    "  --max-new-tokens N      [default: 256]\n"
+    "  --ignore-eos            Go on past end tokens, to --max-new-tokens.\n"
+    "  --temperature T         0: always the most likely token [default: 0].\n"
+    "  --top-p P --top-k N --seed N\n"
+    "  --device auto|cpu|openvino\n"
+    "  --library PATH          The engine's library: a file or a directory.\n"
+    "  --threads N             [default: all cores]\n"
+    "  --repeat N              Ask everything N times; for measurements.\n";
+
+struct Arguments {
+  std::vector<std::string> words, images;
+  std::string bundle;
+  vtx::LoadOptions load;
+  vtx::AskOptions ask;
+  bool text_only = false, chat = false, json = false;
+  long repeat = 1;
+};
+
+[[noreturn]] void usage(const std::string& problem) {
+  std::cerr << "Error: " << problem << "; vtx-cpp-run --help shows the options\n";
+  std::exit(2);
+}
+
+double number(const std::string& option, const char* text) {
+  char* end = nullptr;
+  double value = std::strtod(text, &end);
+  if (end == text || *end) usage(option + " takes a number, not '" + text + "'");
+  return value;
+}
+
+Arguments parse(int count, char** values) {
+  Arguments out;
+  if (const char* bundle = std::getenv("VTX_BUNDLE")) out.bundle = bundle;
+  for (int i = 1; i < count; ++i) {
+    std::string word = values[i];
+    auto next = [&] {
+      if (++i >= count) usage(word + " needs a value");
+      return values[i];
+    };
+    auto whole = [&] { return static_cast<int64_t>(number(word, next())); };
+    if (word == "--help" || word == "-h") {
+      std::cout << kHelp;
+      std::exit(0);
+    } else if (word == "--version") {
+      std::cout << "vtx-cpp-run " << vtx_version() << "\n";
+      std::exit(0);
+    } else if (word == "--bundle") out.bundle = next();
+    else if (word == "--k") out.ask.k = next();
+    else if (word == "--reduce") out.ask.reduce = next();
+    else if (word == "--gate-threshold") out.ask.gate_threshold = number(word, next());
+    else if (word == "--image") out.images.emplace_back(next());
+    else if (word == "--fit") out.load.fit = next();
+    else if (word == "--text-only") out.text_only = true;
+    else if (word == "--chat") out.chat = true;
+    else if (word == "--json") out.json = true;
+    else if (word == "--max-new-tokens") out.ask.max_new_tokens = whole();
+    else if (word == "--ignore-eos") out.ask.ignore_eos = true;
+    else if (word == "--temperature") out.ask.temperature = number(word, next());
+    else if (word == "--top-p") out.ask.top_p = number(word, next());
+    else if (word == "--top-k") out.ask.top_k = whole();
+    else if (word == "--seed") out.ask.seed = static_cast<uint64_t>(whole());
+    else if (word == "--device") out.load.device = next();
+    else if (word == "--library") out.load.library = next();
+    else if (word == "--threads") out.load.threads = static_cast<int>(whole());
+    else if (word == "--repeat") out.repeat = static_cast<long>(whole());
+    else if (word.size() > 2 && word.compare(0, 2, "--") == 0) usage("there is no option " + word);
+    else out.words.push_back(word);
+  }
+  if (out.bundle.empty()) usage("no bundle given: --bundle DIR, or set VTX_BUNDLE");
+  if (!out.text_only && !out.words.empty()) {
+    out.images.insert(out.images.begin(), out.words.front());
+    out.words.erase(out.words.begin());
+  }
+  if (out.words.empty()) usage("no question given: vtx-cpp-run --bundle DIR image.jpg \"question\"");
+  return out;
+}
+
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (char c : text) {
+    if (c == '"' || c == '\\') {
+      (out += '\\') += c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      char escape[8];
+      std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned>(c));
+      out += escape;
+    } else {
+      out += c;
+    }
+  }
+  return out + '"';
+}
+
+// The answer's object with the question before it and why it ended behind it, as vtx-run prints it.
+void print_json(const Arguments& arguments, const std::string& question, const vtx::Answer& answer) {
+  std::string images;
+  for (const std::string& image : arguments.images) images += (images.empty() ? "" : ", ") + quoted(image);
+  std::string facts = answer.json();
+  facts.pop_back();
+  std::cout << "{\"question\": " << quoted(question) << ", \"image\": [" << images << "], \"bundle\": "
+            << quoted(arguments.bundle) << ", " << facts.substr(1) << ", \"stopped\": " << quoted(answer.stopped()) << "}\n"
+            << std::flush;
+}
+
+void run(const Arguments& arguments) {
+  std::string input;  // of an image that is read from stdin
+  std::vector<vtx::Image> images;
+  for (const std::string& name : arguments.images) {
+    if (name == "-") input.assign(std::istreambuf_iterator<char>(std::cin), {});
+    images.push_back(name == "-" ? vtx::Image::bytes(input.data(), input.size()) : vtx::Image::file(name));
+  }
+  vtx::Model model(arguments.bundle, arguments.load);
+  vtx::Conversation conversation = model.open(images);
+  vtx::OnText show = [](std::string_view text) {
+    std::cout << text << std::flush;
+    return static_cast<bool>(std::cout);
+  };
+  if (arguments.json) show = nullptr;
+  for (long round = 0; round < arguments.repeat; ++round) {
+    for (const std::string& question : arguments.words) {
+      vtx::Answer answer = arguments.chat ? conversation.chat(question, arguments.ask, show)
+                                          : conversation.ask(question, arguments.ask, show);
+      if (arguments.json)
+        print_json(arguments, question, answer);
+      else
+        std::cout << "\n";
+    }
+    if (arguments.chat) conversation.restart_chat();
+  }
+}
+
+}  // namespace
+
+int main(int count, char** values) {
+  try {
+    run(parse(count, values));
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << "Error: " << error.what() << "\n";
+    return 1;
+  }
+}

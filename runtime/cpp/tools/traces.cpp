@@ -1,0 +1,239 @@
+// vtx-cpp-traces BUNDLE TRACES OUT: asks what the conformance traces in TRACES ask, in the same order, and writes what
+// this runtime does into OUT in the same form, for vtx-doctor --check-traces to judge.
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <fstream>
+#include <iostream>
+
+#include "api/model.hpp"
+#include "bundle/files.hpp"
+#include "session/assemble.hpp"
+#include "session/session.hpp"
+
+namespace {
+
+using namespace vtxcore;
+
+constexpr int64_t kMaxBytes = 16 << 20;
+
+// A stage's cache that knows the position of the token in each slot.
+class PositionedCache : public StageCache {
+ public:
+  PositionedCache(std::unique_ptr<StageCache> inner, PositionedCache** used)
+      : StageCache(inner->capacity), inner_(std::move(inner)), used_(used), positions_(static_cast<size_t>(capacity)) {}
+
+  Scores attention(bool last_only) override { return inner_->attention(last_only); }
+  Rows keys() override { return inner_->keys(); }
+  std::string read(const Ids& slots) override {
+    Ids positions = take(positions_, slots);
+    return std::string(reinterpret_cast<const char*>(positions.data()), positions.size() * sizeof(int64_t)) +
+           inner_->read(slots);
+  }
+  void write(const Ids& slots, const std::string& kv, int64_t filled) override {
+    const auto* positions = reinterpret_cast<const int64_t*>(kv.data());
+    for (size_t i = 0; i < slots.size(); ++i) positions_[static_cast<size_t>(slots[i])] = positions[i];
+    inner_->write(slots, kv.substr(slots.size() * sizeof(int64_t)), filled);
+    length = filled;
+  }
+  Ids positions() const { return Ids(positions_.begin(), positions_.begin() + static_cast<std::ptrdiff_t>(length)); }
+
+ protected:
+  Rows run(const Rows& rows, const Ids& positions, bool query) override {
+    *used_ = this;
+    std::copy(positions.begin(), positions.end(), positions_.begin() + static_cast<std::ptrdiff_t>(length));
+    inner_->keep(length);
+    return inner_->append(rows, positions, query);
+  }
+
+ private:
+  std::unique_ptr<StageCache> inner_;
+  PositionedCache** used_;
+  Ids positions_;
+};
+
+class PositionedBackend : public Backend {
+ public:
+  PositionedBackend(Backend& inner, size_t stages) : inner_(inner), used(stages) {
+    device = inner.device, dialect = inner.dialect, compute = inner.compute, kv_slot_bytes = inner.kv_slot_bytes;
+  }
+  Rows embed(const Ids& ids) override { return inner_.embed(ids); }
+  ImagePtr vision(const Floats& pixels, const Extras& extras) override { return inner_.vision(pixels, extras); }
+  Rows head(const Rows& rows) override { return inner_.head(rows); }
+  Floats gate(int64_t k, const Rows& rows) override { return inner_.gate(k, rows); }
+  std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
+    return std::make_unique<PositionedCache>(inner_.stage(index, capacity), &used[index]);
+  }
+
+ private:
+  Backend& inner_;
+
+ public:
+  std::vector<PositionedCache*> used;  // the cache that each stage ran in last
+};
+
+const Json& need(const Json& value, const char* key) {
+  const Json* found = value.find(key);
+  if (!found) fail(Kind::request, "traces.json has no ", key, "; write the traces again");
+  return *found;
+}
+
+std::vector<Message> messages_of(const Json& value) {
+  std::vector<Message> out;
+  for (const Json& item : *value.array()) {
+    Message message{*need(item, "role").string(), {}};
+    const Json& content = need(item, "content");
+    if (content.string()) message.parts.push_back({false, *content.string()});
+    for (const Json& part : content.array() ? *content.array() : Json::Array()) {
+      bool image = *need(part, "type").string() == "image";
+      message.parts.push_back({image, image ? "" : *need(part, "text").string()});
+    }
+    out.push_back(std::move(message));
+  }
+  return out;
+}
+
+Tensor bits(const Mask& mask) { return tensor_of("U8", {static_cast<int64_t>(mask.size())}, mask); }
+Tensor whole(const Ids& ids) { return tensor_of("I64", {static_cast<int64_t>(ids.size())}, ids); }
+
+class Recorder {
+ public:
+  Recorder(const Model& model, std::vector<PreparedImage> images, const std::string& k, const std::string& reduce, int64_t steps)
+      : model_(model), images_(std::move(images)), backend_(model.backend(), model.manifest().stages.size()),
+        session_(backend_, model.manifest()), steps_(steps) {
+    options_.k = k, options_.reduce = reduce;
+  }
+
+  // Asks a question; adds its tensors, and gives its entry of the index.
+  Json ask(const Json& question, const std::string& start, Tensors& out) {
+    Policy policy = model_.policy(options_);
+    std::vector<PreparedImage> shown;
+    for (const Json& number : *need(question, "images").array()) shown.push_back(images_.at(static_cast<size_t>(*number.integer())));
+    bool continues = *need(question, "continues").boolean();
+    const Selection* after = continues && selection_ ? &*selection_ : nullptr;
+    EncodedImages encoded(model_.backend(), shown);
+    Prompt prompt = prompt_of(messages_of(need(question, "messages")), shown, policy, encoded, after);
+    PrefillResult result = session_.prefill(prompt, policy, after, [] {});
+    selection_ = result.selection;
+    record(prompt, result, start, out);
+    Json::Array cuts;
+    for (const Cut& cut : result.cuts)
+      cuts.push_back(Json::Object{{"layer", cut.layer}, {"by", Json::Array(cut.by.begin(), cut.by.end())}});
+    Json::Object entry;
+    for (const char* key : {"name", "messages", "images", "continues"}) entry.emplace_back(key, need(question, key));
+    entry.emplace_back("k", result.k ? Json(result.k) : Json());
+    entry.emplace_back("cuts", cuts);
+    return entry;
+  }
+
+ private:
+  Prompt prompt_of(const std::vector<Message>& messages, const std::vector<PreparedImage>& shown, const Policy& policy,
+                   EncodedImages& encoded, const Selection* after) {
+    int64_t image_id = model_.manifest().text.image_token_id;
+    auto expand = [&](const Ids& counts) { return model_.text().prompt(messages, counts); };
+    Ids counts;
+    for (const PreparedImage& image : shown) counts.push_back(image.tokens);
+    Ids ids = expand(counts);
+    auto text = selecting_text(model_.backend(), ids, image_id, policy, after);
+    return make_prompt(ids, image_id, encoded.encoders(policy, text, nullptr), policy, expand, [] {});
+  }
+
+  void record(const Prompt& prompt, const PrefillResult& result, const std::string& start, Tensors& out) {
+    out[start + "ids"] = whole(prompt.ids);
+    out[start + "is_vision"] = bits(prompt.is_vision);
+    for (size_t i = 0; i < result.cuts.size(); ++i) out[start + "kept." + std::to_string(i)] = bits(result.cuts[i].kept);
+    by_layer([&](const std::string& layer, const Ids& positions) { out[start + "positions." + layer] = whole(positions); });
+    Floats logits = result.logits, all = logits;
+    Ids tokens;
+    for (int64_t step = 0; step <= steps_; ++step) {
+      tokens.push_back(std::max_element(logits.begin(), logits.end()) - logits.begin());
+      if (step == steps_) break;
+      logits = session_.decode(tokens.back());
+      all.insert(all.end(), logits.begin(), logits.end());
+    }
+    by_layer([&](const std::string& layer, const Ids& positions) {
+      out[start + "decoded." + layer] = whole(Ids(positions.end() - static_cast<std::ptrdiff_t>(steps_), positions.end()));
+    });
+    out[start + "tokens"] = whole(tokens);
+    out[start + "logits"] = tensor_of("F32", {steps_ + 1, model_.manifest().model.vocab}, all);
+  }
+
+  template <typename Work>
+  void by_layer(Work work) const {
+    const std::vector<StageSpec>& stages = model_.manifest().stages;
+    for (size_t number = 0; number < stages.size(); ++number)
+      for (int64_t layer = stages[number].first; layer <= stages[number].last; ++layer)
+        work(std::to_string(layer), backend_.used[number]->positions());
+  }
+
+  const Model& model_;
+  std::vector<PreparedImage> images_;
+  PositionedBackend backend_;
+  Session session_;
+  int64_t steps_;
+  Options options_;
+  std::optional<Selection> selection_;
+};
+
+void write(const std::string& path, const std::string& content) {
+  std::ofstream file(path, std::ios::binary);
+  file << content;
+  if (!file.flush()) fail(Kind::request, "cannot write ", path);
+}
+
+void run(const std::string& bundle, const std::string& from, const std::string& to, const std::string& device) {
+  Json index = parse_json(read_named(from + "/traces.json", kMaxBytes, Kind::request), "traces.json", Kind::request);
+  LoadOptions options;
+  options.device = device;
+  options.threads = 1;
+  Model model(bundle, options);
+  std::vector<PreparedImage> images;
+  Tensors pixels;
+  for (const Json& item : *need(index, "images").array()) {
+    images.push_back(model.prepare(read_picture(from + "/" + *need(item, "file").string()), ""));
+    auto [height, width] = model.manifest().image.output();
+    pixels["pixels." + std::to_string(pixels.size())] = tensor_of("F32", {3, height, width}, images.back().pixels);
+  }
+  ::mkdir(to.c_str(), 0777);
+  write(to + "/images.safetensors", pack(pixels));
+  Json::Array cases, pictures;
+  for (const Json& item : *need(index, "cases").array()) {
+    const std::string &k = *need(item, "k").string(), &reduce = *need(item, "reduce").string();
+    Recorder recorder(model, images, k, reduce, *need(index, "steps").integer());
+    Tensors tensors;
+    Json::Array questions;
+    for (const Json& question : *need(item, "questions").array())
+      questions.push_back(recorder.ask(question, std::to_string(questions.size()) + ".", tensors));
+    const std::string& file = *need(item, "file").string();
+    write(to + "/" + file, pack(tensors));
+    cases.push_back(Json::Object{{"k", k}, {"reduce", reduce}, {"file", file}, {"questions", questions}});
+  }
+  for (size_t i = 0; i < images.size(); ++i)
+    pictures.push_back(Json::Object{{"file", need((*need(index, "images").array())[i], "file")}, {"sha256", images[i].key}});
+  write(to + "/traces.json", Json(Json::Object{{"format", 1},
+                                               {"runtime", "libvtx"},
+                                               {"manifest", model.bundle().digest()},
+                                               {"device", model.backend().device},
+                                               {"compute", model.backend().compute},
+                                               {"steps", need(index, "steps")},
+                                               {"layers", model.manifest().model.layers},
+                                               {"images", pictures},
+                                               {"cases", cases}})
+                                 .dump());
+}
+
+}  // namespace
+
+int main(int count, char** values) {
+  if (count != 4 && count != 5) {
+    std::cerr << "Usage: vtx-cpp-traces BUNDLE TRACES OUT [DEVICE]\n";
+    return 2;
+  }
+  try {
+    run(values[1], values[2], values[3], count == 5 ? values[4] : "cpu");
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << "Error: " << error.what() << "\n";
+    return 1;
+  }
+}

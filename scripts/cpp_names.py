@@ -1,0 +1,76 @@
+"""Write runtime/cpp/src/bundle/names.hpp: what the Python runtime declares and the C++ runtime must not type again.
+
+`tests/runtime/cpp/test_names.py` fails where the file differs from what this makes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vtx.runtime.bundle.bundle import QUICK_BYTES
+from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings
+from vtx.runtime.bundle.tensors import final_norm
+from vtx.runtime.prompt import messages, text
+from vtx.runtime.session import sampling
+from vtx.runtime.vision import limits
+
+FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
+HEAD = """\
+// Names, limits and constants that the Python runtime declares. Written by scripts/cpp_names.py; do not edit.
+#pragma once
+
+#include <cstdint>
+
+namespace vtxcore::names {
+
+"""
+TENSORS = (
+    "IDS", "HIDDEN", "HIDDEN_OUT", "PIXELS", "FEATURES", "POSITIONS", "COS", "SIN", "LAST_SLOT", "TOTAL_SLOTS",
+    "LOGITS", "ODDS", "QUERY", "KEY", "KEY_SCALE", "ATTENTION_SUM", "ATTENTION_MAX", "TAU", "PATCH_INDEX", "MERGED",
+    "SIMILARITY", "CLS_ATTENTION", "CLS_ATTENTION_LAST",
+)  # fmt: skip
+FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "KV_SCALES")
+LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
+          "MAX_SCANS", "MAX_SCAN_BLOCKS")  # fmt: skip
+
+
+def header() -> str:
+    """The text of names.hpp."""
+    words = {name: getattr(names, name) for name in TENSORS}
+    words |= {f"FILE_{name}": getattr(manifest, name) for name in FILES} | {"WEIGHT": final_norm.WEIGHT}
+    words |= {f"FORM_{name}": getattr(text_settings, name) for name in ("START", "REPLY", "END")}
+    prefixes = {
+        "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
+        "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),
+        "VALUE_SCALE_OF": names.value_scale(""),
+    }  # fmt: skip
+    numbers = {name: getattr(limits, name) for name in LIMITS}
+    numbers |= {
+        "FORMAT": manifest.FORMAT,
+        "MAX_MANIFEST": manifest.MAX_BYTES,
+        "MAX_TOKENIZER": text.MAX_TOKENIZER_BYTES,
+        "MAX_TEXT": messages.MAX_TEXT,
+        "MAX_LAYERS": model_spec.MAX_LAYERS,
+        "MAX_SIZE": model_spec.MAX_SIZE,
+        "MAX_ID": text_settings.MAX_ID,
+        "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE,
+        "QUICK_BYTES": QUICK_BYTES,
+        "CLASS_TOKEN": names.CLASS_TOKEN,
+        "GONE": names.GONE,
+        "PATCH": names.PATCH,
+        "WINDOW": names.WINDOW,
+        "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"),
+    }
+    lines = [f'inline constexpr char {_camel(name)}[] = "{word}";' for name, word in (words | prefixes).items()]
+    lines += [f"inline constexpr int64_t {_camel(name)} = {number};" for name, number in numbers.items()]
+    lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
+    lines.append(f"inline constexpr double kLeastPenalty = {sampling.LEAST_PENALTY};")
+    return HEAD + "\n".join(lines) + "\n\n}  // namespace vtxcore::names\n"
+
+
+def _camel(name: str) -> str:
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
+
+
+if __name__ == "__main__":
+    FILE.write_text(header(), encoding="utf-8")

@@ -1,0 +1,231 @@
+"""The C ABI from another language, by ctypes: structs, statuses, callbacks, buffers, and calls that make no sense."""
+
+from __future__ import annotations
+
+import ctypes as c
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.cpp import BUILD, needs_cpp, onnxruntime
+from tests.support.tiny import random_image
+from vtx.runtime.api.model import Model
+
+pytestmark = [
+    needs_cpp,
+    pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first"),
+]
+
+OK, REQUEST, CONTEXT, BUSY, IMAGE, BUNDLE = 0, 1, 2, 3, 5, 6
+RGB8, BGR8, FILE = 0, 1, 6
+ON_TOKEN = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_int64, c.c_char_p, c.c_size_t)
+
+
+class LoadOptions(c.Structure):
+    _fields_ = (
+        ("size", c.c_size_t),
+        ("device", c.c_char_p),
+        ("library", c.c_char_p),
+        ("threads", c.c_int32),
+        ("fit", c.c_char_p),
+    )
+
+
+class VtxImage(c.Structure):
+    _fields_ = (
+        ("size", c.c_size_t),
+        ("path", c.c_char_p),
+        ("data", c.c_void_p),
+        ("data2", c.c_void_p),
+        ("bytes", c.c_size_t),
+        ("width", c.c_int32),
+        ("height", c.c_int32),
+        ("stride", c.c_size_t),
+        ("format", c.c_int),
+    )
+
+
+class AskOptions(c.Structure):
+    _fields_ = (
+        ("size", c.c_size_t),
+        ("k", c.c_char_p),
+        ("reduce", c.c_char_p),
+        ("max_new_tokens", c.c_int64),
+        ("temperature", c.c_double),
+        ("top_p", c.c_double),
+        ("top_k", c.c_int64),
+        ("has_seed", c.c_int32),
+        ("seed", c.c_uint64),
+        ("repetition_penalty", c.c_double),
+        ("gate_threshold", c.c_double),
+        ("stop", c.POINTER(c.c_char_p)),
+        ("stop_count", c.c_size_t),
+        ("timeout", c.c_double),
+        ("ignore_eos", c.c_int32),
+        ("logprobs", c.c_int32),
+        ("on_token", ON_TOKEN),
+        ("user", c.c_void_p),
+    )
+
+
+@pytest.fixture(scope="module")
+def library() -> c.CDLL:
+    loaded = c.CDLL(str(BUILD / "libvtx.so"))
+    for name in ("version", "last_error", "model_json", "answer_text", "answer_stopped", "answer_json"):
+        getattr(loaded, f"vtx_{name}").restype = c.c_char_p
+    loaded.vtx_answer_ids.restype = c.POINTER(c.c_int64)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def python(models: Callable[..., Model]) -> Model:
+    return models()
+
+
+@pytest.fixture(scope="module")
+def model(library: c.CDLL, python: Model) -> Iterator[c.c_void_p]:
+    handle, options = c.c_void_p(), LoadOptions()
+    library.vtx_load_options_init(c.byref(options))
+    options.library, options.threads = onnxruntime().encode(), 1
+    status = library.vtx_load(os.fsencode(python.bundle.folder), c.byref(options), c.byref(handle))
+    assert status == OK, library.vtx_last_error()
+    yield handle
+    library.vtx_model_free(handle)
+
+
+def opened(library: c.CDLL, model: c.c_void_p, array: np.ndarray[Any, Any], format: int = RGB8) -> c.c_void_p:
+    image, handle = VtxImage(), c.c_void_p()
+    library.vtx_image_init(c.byref(image))
+    image.data, image.height, image.width = array.ctypes.data, array.shape[0], array.shape[1]
+    image.stride, image.format = array.strides[0], format
+    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == OK, library.vtx_last_error()
+    return handle
+
+
+def options_of(library: c.CDLL, **fields: Any) -> AskOptions:
+    options = AskOptions()
+    library.vtx_ask_options_init(c.byref(options))
+    options.max_new_tokens = 8
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
+
+
+def asked(library: c.CDLL, conversation: c.c_void_p, question: str, **fields: Any) -> dict[str, Any]:
+    answer = c.c_void_p()
+    options = options_of(library, **fields)
+    status = library.vtx_ask(conversation, question.encode(), c.byref(options), c.byref(answer))
+    assert status == OK, library.vtx_last_error()
+    facts = json.loads(library.vtx_answer_json(answer))
+    count = c.c_size_t()
+    ids = library.vtx_answer_ids(answer, c.byref(count))
+    assert ids[: count.value] == facts["token_ids"]
+    facts["stopped"] = library.vtx_answer_stopped(answer).decode()
+    library.vtx_answer_free(answer)
+    return facts
+
+
+def test_frames_with_a_stride_are_asked_about_as_in_python(library: c.CDLL, model: c.c_void_p, python: Model) -> None:
+    wide = np.asarray(random_image(4, (90, 70)))
+    frame = wide[5:65, 7:77]  # rows with a gap between them
+    want = python.open(np.ascontiguousarray(frame)).ask("red?", max_new_tokens=8)
+    swapped = np.ascontiguousarray(wide[..., ::-1])[5:65, 7:77]
+    for array, format in ((frame, RGB8), (swapped, BGR8)):
+        conversation = opened(library, model, array, format)
+        found = asked(library, conversation, "red?")
+        assert (found["token_ids"], found["text"]) == (list(want.token_ids), want.text)
+        assert not found["reused_image"]
+        assert asked(library, conversation, "blue?")["reused_image"]
+        library.vtx_conversation_free(conversation)
+
+
+def test_pieces_of_text_are_the_answer_and_a_callback_ends_it(library: c.CDLL, model: c.c_void_p) -> None:
+    conversation = opened(library, model, np.asarray(random_image(1)))
+    pieces = list[bytes]()
+    take = ON_TOKEN(lambda user, token, text, length: pieces.append(text[:length]) or 0)
+    found = asked(library, conversation, "red?", on_token=take)
+    assert b"".join(pieces).decode() == found["text"]
+    assert len(pieces) == len(found["token_ids"])
+    stop = ON_TOKEN(lambda *_: 1)
+    found = asked(library, conversation, "red?", on_token=stop, ignore_eos=1)
+    assert (found["stopped"], len(found["token_ids"])) == ("cancelled", 1)
+    library.vtx_conversation_free(conversation)
+
+
+def test_another_thread_is_told_that_it_is_busy_and_can_cancel(library: c.CDLL, model: c.c_void_p) -> None:
+    conversation = opened(library, model, np.asarray(random_image(1)))
+    statuses = list[int]()
+
+    def interfere() -> None:
+        answer = c.c_void_p()
+        statuses.append(library.vtx_ask(conversation, b"blue?", None, c.byref(answer)))
+        library.vtx_cancel(conversation)
+
+    def on_token(*_: object) -> int:
+        if not statuses:
+            thread = threading.Thread(target=interfere)
+            thread.start()
+            thread.join()
+        return 0
+
+    found = asked(library, conversation, "red?", on_token=ON_TOKEN(on_token), ignore_eos=1, max_new_tokens=100)
+    assert statuses == [BUSY]
+    assert (found["stopped"], len(found["token_ids"])) == ("cancelled", 1)
+    assert asked(library, conversation, "red?", ignore_eos=1)["stopped"] == "length"  # and can be used on
+    library.vtx_conversation_free(conversation)
+
+
+def test_token_ids_are_asked_about_without_a_tokenizer(library: c.CDLL, model: c.c_void_p, python: Model) -> None:
+    image = random_image(6)
+    conversation = opened(library, model, np.asarray(image))
+    with python.open(image) as other:
+        want = other.ask("red?", max_new_tokens=8)
+        ids = python.prompt_ids(other.opening("red?")).tolist()
+    answer, options = c.c_void_p(), options_of(library)
+    array = (c.c_int64 * len(ids))(*ids)
+    assert library.vtx_ask_ids(conversation, array, len(ids), c.byref(options), c.byref(answer)) == OK
+    assert json.loads(library.vtx_answer_json(answer))["token_ids"] == list(want.token_ids)
+    library.vtx_answer_free(answer)
+    array[0] = 10**9
+    assert library.vtx_ask_ids(conversation, array, len(ids), None, c.byref(answer)) == REQUEST
+    assert b"is outside the model's" in library.vtx_last_error()
+    library.vtx_conversation_free(conversation)
+
+
+def test_calls_that_make_no_sense_have_a_status(library: c.CDLL, model: c.c_void_p, tmp_path: Path) -> None:
+    handle, answer, image = c.c_void_p(), c.c_void_p(), VtxImage()
+    assert library.vtx_load(None, None, c.byref(handle)) == REQUEST
+    assert library.vtx_load(os.fsencode(tmp_path), None, c.byref(handle)) == BUNDLE
+    assert not handle
+    assert b"holds no vtx.json" in library.vtx_last_error()
+    assert library.vtx_open(None, None, 0, None, c.byref(handle)) == REQUEST
+    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == REQUEST  # no _init
+    library.vtx_image_init(c.byref(image))
+    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == IMAGE
+    (tmp_path / "a.png").write_bytes(b"not a picture")
+    image.path = os.fsencode(tmp_path / "a.png")
+    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == IMAGE
+    assert library.vtx_ask(None, b"red?", None, c.byref(answer)) == REQUEST
+    conversation = opened(library, model, np.asarray(Image.new("RGB", (60, 60))))
+    assert library.vtx_ask(conversation, None, None, c.byref(answer)) == REQUEST
+    assert library.vtx_ask(conversation, b"", None, c.byref(answer)) == REQUEST
+    assert library.vtx_ask(conversation, b"\xff\xfe", None, c.byref(answer)) == REQUEST
+    assert library.vtx_ask(conversation, b"red? " * 2000, None, c.byref(answer)) == CONTEXT
+    assert not answer
+    for free in (library.vtx_conversation_free, library.vtx_model_free, library.vtx_answer_free, library.vtx_cancel):
+        free(None)
+    library.vtx_conversation_free(conversation)
+
+
+def test_only_the_abi_is_visible(library: c.CDLL) -> None:
+    assert library.vtx_api_version() == 1
+    assert not hasattr(library, "_ZN7vtxcore5ModelC1Ev")
+    content = (BUILD / "libvtx.so").read_bytes()
+    assert b"vtx_ask_ids" in content

@@ -1,0 +1,146 @@
+"""Parts of libvtx by themselves: resampling, image files, random numbers, specs, and files that nobody vouches for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.cpp import needs_cpp, output, run
+from tests.support.tiny import random_image
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.spec import parse, to_spec
+from vtx.runtime.vision.image import load_image
+
+pytestmark = needs_cpp
+
+ROOT = Path(__file__).parents[3]
+FILTERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
+SIZES = ((80, 60, 33, 47), (33, 47, 80, 60), (200, 3, 10, 10), (1, 1, 5, 7), (64, 64, 64, 20), (64, 64, 20, 64))
+SPECS = (
+    "none",
+    "fastv",
+    "fastv:k=3,ratio=0.3",
+    "mustdrop:192",
+    "mustdrop:64,tau=off",
+    "mustdrop:layers=2/4/6,keys=last-block",
+    "lsm+fastv:ratio=1e-05",
+    "dart:128+mustdrop:tau=off",
+    "cdpruner:keep=0.1,text=none",
+    "cls",
+    "dart:k=0,keep=64",
+    "fastv:k=2,k=3",
+    "fastv:ratio=2",
+    "fastv:k=0",
+    "mustdrop:tau=3",
+    "lsm:tau=0.5+mustdrop",
+    "fastv+lsm",
+    "fastv+fastv",
+    "dart:order=x",
+    "cdpruner:text=clip",
+    "cdpruner:text=tower",
+    "cls:keep=0",
+    "dart:keep=1.5",
+    "nothing",
+    "fastv:",
+    "fastv:half",
+    "fastv:ratio=nan",
+    "mustdrop:layers=4/2",
+    "mustdrop:gamma=-1",
+    "fastv:k=99999999999",
+    "",
+    "dart:k=0,order=code",
+)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_resized_pictures_are_pillow_s(name: str, sizes: tuple[int, int, int, int]) -> None:
+    width, height, new_width, new_height = sizes
+    image = random_image(5, (width, height))
+    want = np.asarray(image.resize((new_width, new_height), Image.Resampling[name.upper()]))
+    found = output("probe", "resize", *map(str, sizes), name, stdin=np.asarray(image).tobytes())
+    assert np.frombuffer(found, np.uint8).tolist() == want.ravel().tolist()
+
+
+def saved(folder: Path) -> dict[str, Path]:
+    """Pictures in every form that libvtx reads."""
+    image, alpha = random_image(2, (61, 43)), random_image(3, (61, 43)).convert("L")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    faded = image.copy()
+    faded.putalpha(alpha)
+    forms = {
+        "rgb.png": (image, {}),
+        "rgba.png": (faded, {}),
+        "grey.png": (image.convert("L"), {}),
+        "palette.png": (image.quantize(17), {}),
+        "bits.png": (image.convert("1"), {}),
+        "turned.png": (image, {"exif": exif}),
+        "la.png": (faded.convert("LA"), {}),
+        "plain.jpg": (image, {"quality": 90}),
+        "grey.jpg": (image.convert("L"), {}),
+        "turned.jpg": (image, {"exif": exif}),
+        "progressive.jpg": (image, {"progressive": True, "subsampling": 0}),
+    }
+    for name, (picture, options) in forms.items():
+        picture.save(folder / name, **options)
+    for turn in range(2, 9):
+        exif[0x0112] = turn
+        image.save(folder / f"turn-{turn}.jpg", exif=exif)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_image_files_are_the_pixels_that_python_sees(tmp_path: Path) -> None:
+    for name, path in saved(tmp_path).items():
+        want = np.asarray(load_image(path)).astype(int)
+        found = run("probe", "picture", path)
+        assert found.stderr.decode().split() == [str(want.shape[1]), str(want.shape[0])], name
+        difference = np.abs(np.frombuffer(found.stdout, np.uint8).reshape(want.shape).astype(int) - want)
+        assert difference.max() <= 1, name
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**32 - 1, 2**32, 2**63 + 5])
+def test_random_numbers_are_numpy_s(seed: int) -> None:
+    found = [float(line) for line in output("probe", "uniforms", str(seed), "50").split()]
+    assert found == np.random.default_rng(seed).random(50).tolist()
+
+
+def test_specs_are_read_as_in_python() -> None:
+    found = output("probe", "specs", stdin="".join(f"{spec}\n" for spec in SPECS).encode()).decode().splitlines()
+    assert len(found) == len(SPECS)
+    for spec, got in zip(SPECS, found, strict=True):
+        try:
+            want = to_spec(parse(spec))
+        except RequestError:
+            assert got.startswith("error: "), spec
+        else:
+            assert got == want, spec
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_altered_files_are_refused_and_nothing_worse(seed: int, tmp_path: Path) -> None:
+    """Under `make cpp-sanitize` a read beyond the end, or an overflow, ends the process."""
+    pictures = saved(tmp_path)
+    (tmp_path / "made.safetensors").write_bytes(safetensors())
+    corpora = {
+        "tokenizer": [ROOT / "exporter/demo_model/tokenizer.json"],
+        "safetensors": [tmp_path / "made.safetensors"],
+        "image": [pictures["rgba.png"], pictures["palette.png"], pictures["plain.jpg"], pictures["progressive.jpg"]],
+    }
+    for kind, files in corpora.items():
+        done = run("probe", "fuzz", kind, "400", str(seed), *files)
+        assert done.returncode == 0, (kind, done.stderr[-2000:])
+
+
+def safetensors() -> bytes:
+    header = json.dumps(
+        {
+            "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+            "b": {"dtype": "U8", "shape": [4], "data_offsets": [24, 28]},
+        }
+    ).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(28)

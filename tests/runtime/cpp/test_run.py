@@ -1,0 +1,164 @@
+"""vtx-cpp-run answers as the Python runtime does: ids, text, slots, kept tokens and their report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.bundles import IGNORE, copy
+from tests.support.cpp import ask, needs_cpp, run
+from tests.support.exported import THREADS
+from tests.support.tiny import random_image
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+
+pytestmark = needs_cpp
+
+QUESTIONS = (
+    "red?",
+    "How many circle shapes are there?",
+    "What is it </s> <image> really, in the picture?",
+    "Größe? 大きい🙂",
+)
+REDUCTIONS = (
+    "cdpruner:keep=0.5",
+    "cls:keep=0.5+dart:keep=0.5,k=3,pivots=2,text_pivots=1",
+    "dart:keep=12,k=0",
+    "fastv:k=4",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+    options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort",), reductions=REDUCTIONS)
+    out = tmp_path_factory.mktemp("cpp") / "bundle"
+    return load(run_export(plan_export(options), out, force=False, report=IGNORE).folder, device="cpu", threads=THREADS)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(3)
+    sizes = ((60, 60), (97, 61), (40, 120))
+    images = [Image.fromarray(random.integers(0, 256, (h, w, 3), np.uint8)) for w, h in sizes]
+    paths = [folder / f"{number}.png" for number in range(len(images))]
+    for image, path in zip(images, paths, strict=True):
+        image.save(path)
+    images[1].save(folder / "1.jpg", quality=88)
+    return [*paths, folder / "1.jpg"]
+
+
+def expected(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what differs between two runs."""
+    facts: dict[str, Any] = json.loads(json.dumps(answer))
+    for key in ("timings_ms", "question", "image", "bundle", "stopped"):
+        facts.pop(key, None)
+    for decision in facts.get("gate", []):
+        decision.pop("ms")
+    return facts
+
+
+@pytest.mark.parametrize("k", ["none", "3", "5"])
+@pytest.mark.parametrize("reduce", ["none", *REDUCTIONS])
+def test_answers_are_those_of_python(model: Model, pictures: list[Path], k: str, reduce: str) -> None:
+    depth: int | str = int(k) if k.isdigit() else k
+    for picture in pictures:
+        found = ask(model.bundle.folder, picture, *QUESTIONS, "--k", k, "--reduce", reduce, "--max-new-tokens", "6")
+        with model.open(picture) as conversation:
+            for question, answer in zip(QUESTIONS, found, strict=True):
+                want = conversation.ask(question, depth, reduce=reduce, max_new_tokens=6)
+                assert expected(answer) == expected(want.to_dict()), (picture.name, question)
+                assert answer["stopped"] == want.stopped
+
+
+def test_a_chat_goes_on_as_in_python(model: Model, pictures: list[Path]) -> None:
+    options = ("--chat", "--reduce", "fastv:k=4", "--max-new-tokens", "5")
+    found = ask(model.bundle.folder, pictures[0], *QUESTIONS, *options)
+    with model.open(pictures[0]) as conversation:
+        chat = conversation.chat(reduce="fastv:k=4")
+        for question, answer in zip(QUESTIONS, found, strict=True):
+            assert expected(answer) == expected(chat.ask(question, max_new_tokens=5).to_dict())
+
+
+def test_several_images_and_none_are_asked_about_as_in_python(model: Model, pictures: list[Path]) -> None:
+    two = ask(model.bundle.folder, pictures[0], "--image", pictures[1], "Alike?", "--max-new-tokens", "6")
+    with model.open(pictures[:2]) as conversation:
+        assert expected(two[0]) == expected(conversation.ask("Alike?", max_new_tokens=6).to_dict())
+    [none] = ask(model.bundle.folder, "--text-only", "Who are you?", "--max-new-tokens", "6")
+    assert expected(none) == expected(model.ask("Who are you?", max_new_tokens=6).to_dict())
+
+
+@pytest.mark.parametrize("seed", [0, 7, 123456789012345])
+@pytest.mark.parametrize("drawn", [{}, {"top_k": 9}, {"top_p": 0.6}, {"top_k": 50, "top_p": 0.9}])
+def test_a_seed_draws_the_tokens_that_it_draws_in_python(
+    model: Model, pictures: list[Path], seed: int, drawn: dict[str, Any]
+) -> None:
+    flags = [f for key, value in drawn.items() for f in (f"--{key.replace('_', '-')}", str(value))]
+    more = ["--temperature", "0.9", "--seed", str(seed), "--ignore-eos", "--max-new-tokens", "24"]
+    found = ask(model.bundle.folder, pictures[0], QUESTIONS[0], QUESTIONS[1], *flags, *more)
+    with model.open(pictures[0]) as conversation:
+        for question, answer in zip(QUESTIONS, found, strict=False):
+            want = conversation.ask(question, temperature=0.9, seed=seed, ignore_eos=True, max_new_tokens=24, **drawn)
+            assert answer["token_ids"] == list(want.token_ids)
+            assert answer["text"] == want.text
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+def test_pictures_of_another_shape_fit_as_in_python(model: Model, pictures: list[Path], fit: str) -> None:
+    [found] = ask(model.bundle.folder, pictures[2], "red?", "--fit", fit, "--max-new-tokens", "6")
+    with model.open(pictures[2], fit=fit) as conversation:
+        assert expected(found) == expected(conversation.ask("red?", max_new_tokens=6).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--k", "4"], "K = 4 was not prebuilt, this bundle has 3, 5"),
+        (["--k", "auto"], "needs gates"),
+        (["--reduce", "nothing"], "no reduction is called 'nothing'"),
+        (["--reduce", "fastv:k=2"], "not exported for fastv"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--fit", "wide"], "fit is 'wide'"),
+        (["--device", "toaster"], "device 'toaster'"),
+        (["--library", "/nowhere/libonnxruntime.so"], "onnxruntime was not found (/nowhere"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_exit_code_1(
+    model: Model, pictures: list[Path], arguments: list[str], message: str
+) -> None:
+    done = run("run", "--bundle", model.bundle.folder, pictures[0], "red?", *arguments)
+    assert done.returncode == 1
+    assert done.stdout == b""
+    [line] = done.stderr.decode().splitlines()
+    assert line.startswith("Error: ")
+    assert message in line
+
+
+def test_an_altered_bundle_is_refused(model: Model, pictures: list[Path], tmp_path: Path) -> None:
+    bundle = copy(model.bundle.folder, tmp_path / "bundle")
+    graph = bundle / "head.ort.onnx"
+    graph.write_bytes(graph.read_bytes()[:-1] + b"x")
+    done = run("run", "--bundle", bundle, pictures[0], "red?")
+    assert b"head.ort.onnx was altered after the export" in done.stderr
+    (bundle / "vtx.json").write_text("{}")
+    assert b"vtx.json was altered" in run("run", "--bundle", bundle, pictures[0], "red?").stderr
+
+
+def test_a_picture_that_is_damaged_is_refused(model: Model, pictures: list[Path], tmp_path: Path) -> None:
+    for source in (pictures[0], pictures[3]):
+        cut = tmp_path / source.name
+        cut.write_bytes(source.read_bytes()[:400])
+        done = run("run", "--bundle", model.bundle.folder, cut, "red?")
+        assert done.returncode == 1
+        assert b"is damaged and cannot be decoded" in done.stderr
+    random_image(1).save(tmp_path / "a.bmp")
+    assert b"it reads JPEG and PNG" in run("run", "--bundle", model.bundle.folder, tmp_path / "a.bmp", "red?").stderr

@@ -1,0 +1,59 @@
+"""libvtx meets the conformance traces of the Python runtime: ids, kept tokens, slots, positions and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.bundles import IGNORE
+from tests.support.cpp import needs_cpp, output
+from tests.support.exported import THREADS
+from tests.support.tiny import Tiny
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.load import load
+from vtx.runtime.report.golden import logits_limit
+from vtx.runtime.report.traces.compare import compare_traces
+from vtx.runtime.report.traces.record import write_traces
+
+pytestmark = needs_cpp
+
+REDUCTIONS = (
+    "lsm+fastv:k=2,ratio=0.5",
+    "mustdrop:gamma=0.05,alpha=1,tau=off,key=0.1,layers=2/4/6",
+    "mustdrop:gamma=0.05,alpha=1,tau=0.5,key=0.1,layers=2/4/6,positions=renumber,order=merged-first,keys=last-block",
+    "cls:keep=0.5+dart:keep=0.5,k=3,pivots=2,text_pivots=1",
+    "dart:keep=0.6,k=4,pivots=2,text_pivots=2,order=code",
+    "cdpruner:keep=0.4,text=none+fastv:k=4,ratio=0.3",
+    "cdpruner:keep=9",
+    "dart:keep=10,k=0,pivots=3,text_pivots=2",
+)
+
+
+def meets(checkpoint: Path, folder: Path, precision: str, kv: str | None = None, ks: tuple[int, ...] = (3, 5)) -> int:
+    """The number of questions compared; fails with what differs."""
+    options = ExportOptions(str(checkpoint), ks, precision, dialects=("ort",), reductions=REDUCTIONS, kv_precision=kv)
+    bundle = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
+    model = load(bundle.folder, device="cpu", threads=THREADS)
+    write_traces(model, folder / "python")
+    output("traces", bundle.folder, folder / "python", folder / "cpp")
+    checks = list(compare_traces(folder / "python", folder / "cpp", logits_limit(model.manifest, "f32")))
+    assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
+    return len(checks) - 1
+
+
+def test_every_policy_meets_its_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    assert meets(tiny_checkpoint(), tmp_path, "fp32", ks=(3,)) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
+def test_every_precision_meets_its_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str) -> None:
+    assert meets(tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes")), tmp_path, precision) > 100
+
+
+@pytest.mark.slow
+def test_int8_caches_meet_their_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    assert meets(tiny_checkpoint(), tmp_path, "fp16", "int8") > 100
