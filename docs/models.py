@@ -20,13 +20,18 @@ What vtx exports, family by family. A family is what a checkpoint's `architectur
 file in `exporter/checkpoint/families/`. This page is made from the code by `python docs/models.py`; a test compares
 them.
 
-Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}. Precisions, K, gates,
-calibration, streaming export and all engines work alike for every family: they see the tower's passes, and tokens.
+Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, and InternVL's own.
+Precisions, K, gates, calibration, streaming export and engines work alike for every family: they see passes of the
+tower, and tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
+for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*.
 """
-# The shapes of published checkpoints, with a CLIP tower: what a cell asks is asked about these.
+# The shapes of published checkpoints, most with a CLIP tower: what a cell asks is asked about these.
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
           "num_attention_heads": 16, "image_size": 336, "patch_size": 14}  # fmt: skip
 _TEXT = {"model_type": "llama", "vocab_size": 32064}
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "internvl": {"image_token_id": 32000, "vision_config": {"model_type": "internvl_vision"}},
+}
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
 Cell = Callable[[Family, ModelConfig], str]
 
@@ -34,7 +39,7 @@ Cell = Callable[[Family, ModelConfig], str]
 def _config(family: Family) -> ModelConfig:
     settings: Mapping[str, Any] = {
         "model_type": family.model_type, "architectures": [family.architecture], "image_token_index": 32000,
-        "text_config": _TEXT, "vision_config": _TOWER,
+        "text_config": _TEXT, "vision_config": _TOWER, **_OWN.get(family.model_type, {}),
     }  # fmt: skip
     return family.read(settings)
 
@@ -61,7 +66,7 @@ ROWS: Mapping[str, Cell] = {
     "architecture": lambda family, _: f"`{family.architecture}`",
     "image processors": lambda family, _: ", ".join(f"`{name}`" for name in family.processors),
     "layout": lambda _, config: f"`{spec_of(config.layout).name}`",
-    "tokens of an image at 336 pixels a side": _tokens,
+    "tokens of an image": _tokens,
     **{f"`--reduce {spec}`": _reduction(spec) for spec in _SPECS},
     "`--fit`": lambda _, c: "yes" if c.layout.max_views == 1 else "no: tiles show all of any shape",
     "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
@@ -86,24 +91,34 @@ Video files are not read.
 
 ## Images in tiles
 
-LLaVA-NeXT sees an image twice: squeezed into one tile, and at its own aspect ratio in up to four more. Which tiles
-an image gets, how many tokens stay after what stands for padding is cut off, and where newlines stand, follows
-transformers exactly *(run: `tests/runtime/vision/layouts/test_anyres.py`, twelve shapes, pixels bit for bit)*;
-token ids and logits equal transformers' for one image and two, and the plain statement of VTW at two K *(run:
-`tests/runtime/session/test_tiles.py`)*.
+**LLaVA-NeXT** sees an image twice: squeezed into one tile, and at its own aspect ratio in up to four more. What stands
+for padding is cut off the tiles' tokens, and a learned newline ends each row of them. **InternVL** stretches an image
+to the grid of up to 12 tiles nearest to its shape, and sees the whole of it once more, in a last tile. Pixels, token
+counts and the order of tokens follow transformers exactly *(run: `tests/runtime/vision/layouts/`, twelve shapes each,
+pixels bit for bit)*; token ids and logits equal transformers' for one image and two, and the plain statement of VTW at
+two K *(run, random models of eight layers: `tests/runtime/session/test_tiles.py`)*.
 
 - The tower takes one tile at a time in every engine, so graphs and engines need no shapes of their own. The runtime
   puts the tokens together.
-- At K everything of an image leaves: its tiles, the squeezed image and the newlines.
+- At K everything of an image leaves: its tiles, the squeezed image and the newlines. InternVL's tokens around an image,
+  `<img>` and `</img>`, are text and stay.
 - **Reductions** see one image of many tokens. `fastv`, `cdpruner` and `dart` rank all of them, newlines too. The
   class token looks at its own tile only, so `cls` keeps its share, and `mustdrop` its key tokens, of each tile;
   `cls` drops the newlines, `mustdrop` never counts one as key. Merging windows is refused: the tokens of tiles form
-  one grid, which has no gaps.
-- A patch index counts on from tile to tile, the squeezed image first; a newline has -2. `--show-tokens` draws the
-  squeezed image.
+  one grid, which has no gaps. InternVL's tokens are of four patches each: what looks at single patches is refused.
+  `cdpruner:text=tower` is refused for both: CLIP's text tower goes with images in one piece.
+- A patch index counts on from tile to tile, in their order; a newline has -2. `--show-tokens` draws the first tile,
+  which for LLaVA-NeXT is the squeezed image.
 - `--max-tiles N` (`max_tiles`) allows at most N tiles, the squeezed image counted: 1 is that image alone. Where a
   prompt does not fit, the error names the N that does.
-- `--fit` is refused: nothing is cut off or stretched but the squeezed image, as in training.
+- `--fit` is refused: tiles show all of any shape, as in training.
+
+## What each family does not have
+
+- InternVL: towers with norms on q and k or RMS norms (InternViT-6B), other ratios than 0.5, and qwen3 text models are
+  refused by name, and so are video placeholders. The chat template must print `<IMG_CONTEXT>` for an image, as newer
+  files do.
+- ViP-LLaVA has no option of its own: the regions of its prompts are drawn into the picture.
 """
 
 

@@ -13,10 +13,11 @@ from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import Prediction, predict, small_files
 from vtx.exporter.bundling.reductions import Reductions, plan_reductions
 from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.family import Family
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import Checkpoint, open_checkpoint
-from vtx.exporter.checkpoint.processor import read_image_settings
-from vtx.exporter.checkpoint.text import read_text
+from vtx.exporter.checkpoint.processor import read_image_processor, read_image_settings
+from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.exporter.checkpoint.text_tower import TextTower, open_text_tower
 from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.activations import check_activation
@@ -125,7 +126,10 @@ def plan_export(options: ExportOptions) -> Plan:
     """
     _check_libraries()
     checkpoint = open_checkpoint(str(demo_checkpoint()) if options.model == DEMO else options.model)
+    family = find_family(checkpoint.config)
     config = read_config(checkpoint.config)
+    if family.adjust is not None:
+        config = family.adjust(config, read_image_processor(checkpoint.folder))
     for activation in (config.text.activation, config.vision.activation, config.projector_activation):
         check_activation(activation)
     gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
@@ -136,12 +140,17 @@ def plan_export(options: ExportOptions) -> Plan:
             f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"
         )
     reductions = plan_reductions(options.reductions, config)
+    if options.text_tower and config.layout.max_views > 1:
+        raise UnsupportedModelError(
+            "--text-tower goes with images in one piece, and this model's come in tiles; leave it out, and use "
+            "cdpruner:text=embedding"
+        )
     text_tower = open_text_tower(options.text_tower, checkpoint, config) if options.text_tower else None
     _check_text_tower(text_tower, reductions)
     if options.retain is not None:
         options.retain.check(options.reductions)
     context = _context(options.max_context, config)
-    image = read_image_settings(checkpoint.folder, find_family(checkpoint.config).processors)
+    image = read_image_settings(checkpoint.folder, family.processors)
     if (image.height, image.width) != (config.vision.image, config.vision.image):
         raise UnsupportedModelError(
             f"the image processor gives {image.height} x {image.width} pixels, the tower takes "
@@ -149,8 +158,9 @@ def plan_export(options: ExportOptions) -> Plan:
         )
     text_config = checkpoint.config.get("text_config") or {}
     tokenizer, template, text = read_text(
-        checkpoint.folder, config.image_token_id, text_config, checkpoint.config, options.template
-    )
+        checkpoint.folder, config.image_token_id, text_config, checkpoint.config,
+        _template(checkpoint, options, family),
+    )  # fmt: skip
     precisions = options.precisions()
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *decoder_tensors(config.text)]
     sources = checkpoint
@@ -178,6 +188,13 @@ def _check_text_tower(tower: TextTower | None, reductions: Reductions) -> None:
         check_activation(tower.spec.activation)
     elif reductions.needs.text_tower:
         raise RequestError(f"cdpruner:text=tower needs CLIP's text tower, which no LLaVA holds; add {TEXT_TOWER_FIX}")
+
+
+def _template(checkpoint: Checkpoint, options: ExportOptions, family: Family) -> str | None:
+    """The chat template, with what the family's processor in transformers adds to a prompt; None: as it is found."""
+    if family.template is None:
+        return options.template
+    return family.template(options.template if options.template is not None else read_template(checkpoint.folder))
 
 
 def _check_libraries() -> None:

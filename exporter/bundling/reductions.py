@@ -51,6 +51,11 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
     vision = config.vision
     for part in parts:
         needs = part.needs()
+        if (needs.attention or needs.last_attention or needs.merging) and vision.shuffle > 1:
+            raise UnsupportedModelError(
+                f"{part.name} looks at patches one by one, and this model's tokens are of {vision.shuffle} x "
+                f"{vision.shuffle} patches each; use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0"
+            )
         if (needs.attention or needs.last_attention) and vision.family != "clip":
             raise UnsupportedModelError(
                 f"{part.name} ranks patches by the class token's attention, and a {vision.family} tower has no class "

@@ -60,7 +60,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """A CLIP or SigLIP tower."""
+    """A CLIP, SigLIP or InternViT tower. `shuffle`: patches a side of a square whose states become one token."""
 
     family: str
     layers: int
@@ -71,6 +71,9 @@ class VisionConfig:
     patch: int
     eps: float
     activation: str
+    qkv_bias: bool = True
+    layer_scale: bool = False
+    shuffle: int = 1
 
     @property
     def grid(self) -> int:
@@ -84,7 +87,7 @@ class VisionConfig:
     @property
     def class_token(self) -> bool:
         """Whether a class token stands before the patches."""
-        return self.family == "clip"
+        return self.family in ("clip", "internvit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class ModelConfig:
     @property
     def view_tokens(self) -> int:
         """Tokens of one pass of the tower: its rows, less the first where the strategy is `default`."""
-        return self.vision.rows - (self.select == "default")
+        return (self.vision.rows - (self.select == "default")) // self.vision.shuffle**2
 
 
 def model_type(part: Any, default: str) -> str:
@@ -154,7 +157,7 @@ def parse(kind: str, config: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"config.json is not a {kind} ({reason}); download it again") from e
 
 
-def _size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
+def size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
         raise CheckpointError(
@@ -163,27 +166,38 @@ def _size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
     return value
 
 
+def image_token_of(parsed: Any, text: TextConfig) -> int:
+    """The id of the image token, which the decoder's vocabulary must have."""
+    token = parsed.image_token_id
+    if not isinstance(token, int) or not 0 <= token < text.vocab:
+        raise CheckpointError(
+            f"image_token_index {token!r:.60} is not a token id below the vocabulary's {text.vocab}; "
+            "correct config.json"
+        )
+    return token
+
+
 def text_config_of(parsed: Any) -> TextConfig:
     config = parsed.text_config
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     head_dim = getattr(config, "head_dim", None) or hidden // heads
-    kv_heads = _size(config, "num_key_value_heads")
+    kv_heads = size(config, "num_key_value_heads")
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
     if isinstance(head_dim, bool) or not isinstance(head_dim, int) or not 8 <= head_dim <= MAX_WIDTH or head_dim % 8:
         raise UnsupportedModelError(
             f"head_dim {head_dim!r:.60} is not supported: onnxruntime's GroupQueryAttention wants a multiple of 8"
         )
-    family, positions = config.model_type, _size(config, "max_position_embeddings", MAX_POSITIONS)
+    family, positions = config.model_type, size(config, "max_position_embeddings", MAX_POSITIONS)
     return TextConfig(
         family=family,
-        layers=_size(config, "num_hidden_layers", MAX_LAYERS),
+        layers=size(config, "num_hidden_layers", MAX_LAYERS),
         hidden=hidden,
-        ffn=_size(config, "intermediate_size"),
+        ffn=size(config, "intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=_size(config, "vocab_size", 1 << 22),
+        vocab=size(config, "vocab_size", 1 << 22),
         eps=number(vars(config), "rms_norm_eps"),
         activation=str(config.hidden_act),
         qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
@@ -245,19 +259,19 @@ def _llama3(rates: NDArray[np.floating[Any]], parameters: Mapping[str, Any]) -> 
 
 
 def vision_config_of(config: Any) -> VisionConfig:
-    image, patch = _size(config, "image_size", 1 << 14), _size(config, "patch_size", 1 << 10)
+    image, patch = size(config, "image_size", 1 << 14), size(config, "patch_size", 1 << 10)
     if image < patch:
         raise CheckpointError(f"config.json: image_size {image} is smaller than patch_size {patch}")
     if getattr(config, "num_channels", 3) != 3:
         raise UnsupportedModelError(f"a tower of {config.num_channels} channels is not supported; vtx feeds RGB")
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     if hidden % heads:
         raise CheckpointError(f"config.json: the tower's hidden_size {hidden} is not a multiple of its {heads} heads")
     return VisionConfig(
         family=VISION_FAMILIES[config.model_type],
-        layers=_size(config, "num_hidden_layers", MAX_LAYERS),
+        layers=size(config, "num_hidden_layers", MAX_LAYERS),
         hidden=hidden,
-        ffn=_size(config, "intermediate_size"),
+        ffn=size(config, "intermediate_size"),
         heads=heads,
         image=image,
         patch=patch,

@@ -36,8 +36,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "SiglipImageProcessor": _SIGLIP,
     "LlavaImageProcessor": _CLIP,
     "LlavaNextImageProcessor": {**_CLIP, "do_pad": True},
+    "GotOcr2ImageProcessor": {
+        **_CLIP,
+        "size": {"height": 384, "width": 384},
+        "do_center_crop": False,
+    },
 }
-_TILED = ("LlavaNextImageProcessor",)
+_TILED = ("LlavaNextImageProcessor", "GotOcr2ImageProcessor")
 _ONE_PIECE = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
 _FILTERS = dict(enumerate(RESAMPLING))
 
@@ -48,12 +53,19 @@ def read_image_settings(folder: Path, known: Collection[str] = _ONE_PIECE) -> Im
     `known` are the image processors that the model's family may have. Raises UnsupportedModelError for another one, or
     an option of it that vtx does not have, and CheckpointError where neither file holds one, or it is damaged.
     """
-    config = read_settings(folder, "processor_config.json").get("image_processor")
+    return image_settings(read_image_processor(folder), known)
+
+
+def read_image_processor(folder: Path) -> Mapping[str, Any]:
+    """The image processor's configuration as its file has it. Raises CheckpointError."""
+    config: Any = read_settings(folder, "processor_config.json").get("image_processor")
     if config is None:
         config = read_settings(folder, ALONE)
         if not config and not checkpoint_files(folder).exists(ALONE):
             raise CheckpointError(f"{folder} has no {ALONE} that says how images are prepared; download it too")
-    return image_settings(config, known)
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
+    return config
 
 
 def image_settings(config: Mapping[str, Any], known: Collection[str] = _ONE_PIECE) -> ImageSettings:

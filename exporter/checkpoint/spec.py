@@ -15,6 +15,7 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
         family=vision.family, layers=vision.layers, hidden=vision.hidden, intermediate=vision.ffn, heads=vision.heads,
         image=vision.image, patch=vision.patch, class_token=vision.class_token, feature_layers=config.feature_layers,
         select=config.select, activation=vision.activation, eps=vision.eps,
+        qkv_bias=vision.qkv_bias, layer_scale=vision.layer_scale, shuffle=vision.shuffle,
     )  # fmt: skip
     return ModelSpec(
         name=name, family=text.family, layers=text.layers, hidden=text.hidden, intermediate=text.ffn, heads=text.heads,
@@ -39,6 +40,7 @@ def config_of(manifest: Manifest) -> ModelConfig:
     vision = VisionConfig(
         family=tower.family, layers=tower.layers, hidden=tower.hidden, ffn=tower.intermediate, heads=tower.heads,
         image=tower.image, patch=tower.patch, eps=tower.eps, activation=tower.activation,
+        qkv_bias=tower.qkv_bias, layer_scale=tower.layer_scale, shuffle=tower.shuffle,
     )  # fmt: skip
     return ModelConfig(
         text=text, vision=vision, feature_layers=tower.feature_layers, select=tower.select,

@@ -123,8 +123,8 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
     tower = m.tower
     vision = VisionSize(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
-        patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token, features=len(tower.feature_layers),
-        view_tokens=tower.tokens, image_tokens=layout.max_tokens, out=m.hidden, views=layout.max_views,
-        projector_bias=m.projector.bias,
+        patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,
+        features=len(tower.feature_layers) * tower.shuffle**2, view_tokens=tower.tokens,
+        image_tokens=layout.max_tokens, out=m.hidden, views=layout.max_views, projector_bias=m.projector.bias,
     )  # fmt: skip
     return ModelSize(m.name, source, decoder, vision)

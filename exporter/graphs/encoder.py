@@ -1,4 +1,4 @@
-"""A block of a CLIP or SigLIP encoder, of patches or of text: attention and two matrices, each behind a layer norm."""
+"""A block of a tower, of patches or of text: attention and an MLP, each behind a layer norm."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import onnx_ir as ir
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import Builder
 
+LAYER_SCALES = ("lambda_1", "lambda_2")  # of attention and of the two matrices
+
 
 class Encoder(Protocol):
-    """The sizes of an encoder's blocks."""
+    """The sizes of an encoder's blocks; `layer_scale`: what a half of a block adds is multiplied by a learned scale."""
 
     @property
     def hidden(self) -> int: ...
@@ -29,6 +31,12 @@ class Encoder(Protocol):
     @property
     def activation(self) -> str: ...
 
+    @property
+    def qkv_bias(self) -> bool: ...
+
+    @property
+    def layer_scale(self) -> bool: ...
+
 
 def block_tensors(e: Encoder, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the weights of the block whose names begin with `p`."""
@@ -44,7 +52,10 @@ def block_tensors(e: Encoder, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         ("mlp.fc2", e.hidden, e.ffn),
     ):
         yield f"{p}.{name}.weight", (out, into)
-        yield f"{p}.{name}.bias", (out,)
+        if e.qkv_bias or not name.endswith(("q_proj", "k_proj", "v_proj")):
+            yield f"{p}.{name}.bias", (out,)
+    for half in LAYER_SCALES if e.layer_scale else ():
+        yield f"{p}.{half}", (e.hidden,)
 
 
 def build_block(
@@ -65,11 +76,16 @@ def build_block(
     q, k, w = projected(b, e, x, name, shape, "qkv")
     y = b.dialect.tower_attention(b, q, k, w, e.heads, e.hidden // e.heads, seen, causal=causal)
     y = b.linear(b.reshape(y, -1, e.hidden), f"{name}.self_attn.out_proj", bias=True)
-    x = b.op("Add", x, b.reshape(y, *shape))
+    x = b.op("Add", x, b.reshape(_scaled(b, e, y, name, 0), *shape))
     hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", e.eps), -1, e.hidden)
     hidden = activate(b, b.linear(hidden, f"{name}.mlp.fc1", bias=True), e.activation)
     y = b.linear(hidden, f"{name}.mlp.fc2", bias=True)
-    return b.op("Add", x, b.reshape(y, *shape)), q, k
+    return b.op("Add", x, b.reshape(_scaled(b, e, y, name, 1), *shape)), q, k
+
+
+def _scaled(b: Builder, e: Encoder, y: ir.Value, name: str, half: int) -> ir.Value:
+    """What a half of a block adds, times its scale where there is one."""
+    return b.op("Mul", y, b.weight(f"{name}.{LAYER_SCALES[half]}")) if e.layer_scale else y
 
 
 def projected(
@@ -77,4 +93,4 @@ def projected(
 ) -> list[ir.Value]:
     """The named ones of a block's q, k and v."""
     hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", e.eps), -1, e.hidden)
-    return [b.reshape(b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=True), *shape) for part in parts]
+    return [b.reshape(b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=e.qkv_bias), *shape) for part in parts]

@@ -26,6 +26,8 @@ class _TextEncoder:
     heads: int
     eps: float
     activation: str
+    qkv_bias: bool = True
+    layer_scale: bool = False
 
     @classmethod
     def of(cls, spec: TextTowerSpec) -> _TextEncoder:

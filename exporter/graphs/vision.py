@@ -24,9 +24,11 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
     """Canonical names and shapes of the weights behind an image's tokens; `last_attention` as in `build_vision`."""
     v = c.vision
     yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
-    yield "vision.embeddings.position_embedding.weight", (v.rows, v.hidden)
+    batch = (1,) if v.family == "internvit" else ()  # its tables have an axis for it
+    yield "vision.embeddings.position_embedding.weight", (*batch, v.rows, v.hidden)
+    if v.class_token:
+        yield "vision.embeddings.class_embedding", (*batch, *batch, v.hidden)
     if v.family == "clip":
-        yield "vision.embeddings.class_embedding", (v.hidden,)
         yield "vision.pre_layrnorm.weight", (v.hidden,)
         yield "vision.pre_layrnorm.bias", (v.hidden,)
     else:
@@ -37,7 +39,7 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
     if last_attention and used < v.layers:
         last = f"vision.encoder.layers.{v.layers - 1}"
         yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(_read_for_attention(last)))
-    width = v.hidden * len(c.feature_layers)
+    width = feature_width(c)
     if c.projector_norm_eps is not None:
         yield "projector.norm.weight", (width,)
         yield "projector.norm.bias", (width,)
@@ -47,6 +49,11 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
             yield f"projector.{name}.bias", (c.text.hidden,)
     if c.layout.newline:
         yield NEWLINE, (c.text.hidden,)
+
+
+def feature_width(c: ModelConfig) -> int:
+    """How many numbers of the tower's hidden states one token is projected from."""
+    return c.vision.hidden * len(c.feature_layers) * c.vision.shuffle**2
 
 
 def _read_for_attention(layer: str) -> tuple[str, ...]:
@@ -89,7 +96,7 @@ def build_vision(
     tower = _tower(b, c, _embeddings(b, v, pixels), tau)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
-    hidden = b.reshape(features, -1, v.hidden * len(chosen))
+    hidden = b.reshape(_shuffled(b, c, features), -1, feature_width(c))
     if c.projector_norm_eps is not None:
         hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
     hidden = activate(b, b.linear(hidden, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
@@ -113,6 +120,16 @@ def build_vision(
         b.output(b.reshape(given, -1), names.CLS_ATTENTION_LAST, FLOAT, each)
     if text_tower is not None:
         project_patches(b, text_tower, chosen[0], v.hidden, *each)
+
+
+def _shuffled(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
+    """Features [images, patches, width] with those of each square of patches side by side, row by row."""
+    side = c.vision.shuffle
+    if side == 1:
+        return features
+    along, width = c.vision.grid // side, c.vision.hidden * len(c.feature_layers)
+    squares = b.reshape(features, -1, along, side, along, side, width)
+    return b.op("Transpose", squares, perm=[0, 1, 3, 2, 4, 5])
 
 
 def _tower(b: Builder, c: ModelConfig, x: ir.Value, tau: ir.Value | None) -> _Tower:
@@ -154,18 +171,18 @@ def _seen(tower: _Tower) -> ir.Value | None:
 
 def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
     inputs = [pixels, b.weight("vision.embeddings.patch_embedding.weight")]
-    if v.family == "siglip":
+    if v.family != "clip":
         inputs.append(b.weight("vision.embeddings.patch_embedding.bias"))
     patches = b.op("Conv", *inputs, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
     x = b.op("Transpose", b.reshape(patches, 0, v.hidden, -1), perm=[0, 2, 1])
     positions = b.weight("vision.embeddings.position_embedding.weight")
-    if v.family == "siglip":
+    if not v.class_token:
         return b.op("Add", x, positions)
     images = b.op("Shape", pixels, start=0, end=1)
     shape = b.op("Concat", images, b.constant([1, v.hidden]), axis=0)
     cls = b.op("Expand", b.weight("vision.embeddings.class_embedding"), shape)
     x = b.op("Add", b.op("Concat", cls, x, axis=1), positions)
-    return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps)
+    return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps) if v.family == "clip" else x
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:

@@ -20,6 +20,7 @@ from torch import Tensor
 from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
+from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import NEWLINE, vision_tensors
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
@@ -84,10 +85,10 @@ class Reference:
         """Views [views, 3, side, side] to their tokens [views * view_tokens, hidden]."""
         c, v = self.config, self.config.vision
         w, name = self._tensor, "vision.embeddings"
-        bias = w(f"{name}.patch_embedding.bias") if v.family == "siglip" else None
+        bias = w(f"{name}.patch_embedding.bias") if v.family != "clip" else None
         x = F.conv2d(torch.from_numpy(pixels), w(f"{name}.patch_embedding.weight"), bias, stride=v.patch)
         x = x.flatten(2).transpose(1, 2)
-        if v.family == "clip":
+        if v.class_token:
             x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
         x = x + w(f"{name}.position_embedding.weight")
         if v.family == "clip":
@@ -97,6 +98,10 @@ class Reference:
             states.append(self._vision_layer(states[-1], f"vision.encoder.layers.{layer}"))
         first = int(c.select == "default")
         chosen = torch.cat([states[number][:, first:] for number in c.feature_layers], -1)
+        if v.shuffle > 1:
+            side = v.grid // v.shuffle
+            blocks = chosen.reshape(len(x), side, v.shuffle, side, v.shuffle, -1)
+            chosen = blocks.transpose(2, 3).reshape(len(x), side**2, -1)
         if c.projector_norm_eps is not None:
             chosen = self._layer_norm(chosen, "projector.norm", c.projector_norm_eps)
         hidden = _activate(self._linear(chosen, "projector.linear_1"), c.projector_activation)
@@ -227,10 +232,11 @@ class Reference:
             self._linear(y, f"{name}.self_attn.{part}_proj").reshape(*y.shape[:2], v.heads, -1).transpose(1, 2)
             for part in "qkv"
         )
+        scales = [self._tensor(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
         y = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
-        x = x + self._linear(y, f"{name}.self_attn.out_proj")
+        x = x + scales[0] * self._linear(y, f"{name}.self_attn.out_proj")
         y = self._linear(self._layer_norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")
-        return x + self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
+        return x + scales[1] * self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
 
     def _layer_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")

@@ -21,6 +21,7 @@ from vtx.runtime.strict import Strict, plain
 from vtx.runtime.vision.fit import fitted
 from vtx.runtime.vision.layouts.anyres import Anyres
 from vtx.runtime.vision.layouts.single import Single
+from vtx.runtime.vision.layouts.tiles import Tiles
 from vtx.runtime.vision.tokens import ImageTokens, Rows
 
 
@@ -68,7 +69,7 @@ class Layout(Protocol):
         ...
 
 
-LAYOUTS: Mapping[str, type[Layout]] = {"single": Single, "anyres": Anyres}
+LAYOUTS: Mapping[str, type[Layout]] = {"single": Single, "anyres": Anyres, "tiles": Tiles}
 
 
 def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:

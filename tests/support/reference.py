@@ -34,14 +34,14 @@ class Reference:
     """A checkpoint loaded by transformers; K is 1-based, the first layer without vision rows, or None."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> None:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoModelForImageTextToText
 
         torch.set_num_threads(1)
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
         self.model.train(False)
-        self.processor: Any = AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
+        self.processor: Any = self._processor(folder)
         self.tokenizer = self.processor.tokenizer
         # Transformers' processor looks for a template everywhere but in tokenizer_config.json.
         self.template = self.processor.chat_template or self.tokenizer.chat_template
@@ -49,6 +49,23 @@ class Reference:
         self.image_token = self.model.config.image_token_id
         self.eos = self.model.generation_config.eos_token_id
         self.model.generation_config.eos_token_id = None  # the reference answers to full length
+
+    def _processor(self, folder: Path) -> Any:
+        """Transformers' own; InternVL's without its part for videos, which needs torchvision."""
+        from transformers import AutoProcessor, AutoTokenizer, GotOcr2ImageProcessorPil, InternVLProcessor
+
+        if self.model.config.model_type != "internvl":
+            return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        images = GotOcr2ImageProcessorPil.from_pretrained(folder, local_files_only=True)
+        size = self.model.config.image_seq_length
+
+        class WithoutVideos(InternVLProcessor):  # type: ignore[no-untyped-call,misc]
+            def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
+                return None if value is None else super().check_argument_for_proper_class(name, value)
+
+        return WithoutVideos(images, tokenizer, None, image_seq_length=size, chat_template=template)
 
     def inputs(self, messages: list[Message], images: list[Image.Image]) -> Inputs:
         """`input_ids` and `attention_mask` [1, S+V+T], `pixel_values` [images, 3, H, W] where there are images.

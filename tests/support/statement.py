@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -135,13 +136,8 @@ class Statement:
     def answer(self, inputs: Inputs, method: Method, n: int, asked: str = "") -> Outcome:
         """The greedy answer of `n` ids under `method`; `asked` is the question as a text tower is given it."""
         out = Outcome()
-        pixels = inputs.get("pixel_values")
         ids = inputs["input_ids"][0].tolist()
-        sizes = inputs.get("image_sizes")
-        images = [
-            self.image(image, method) if sizes is None else self._tiled(image, sizes[number], method)
-            for number, image in enumerate(pixels if pixels is not None else [])
-        ]
+        images = self._images(inputs, method)
         out.images = [self._selected(image, ids, method, asked) for image in images]
         caches, hidden = self.prompt(ids, out, method)
         out.slots = [len(cache.rows) for cache in caches]
@@ -158,6 +154,29 @@ class Statement:
         return out
 
     # ---- the tower ---------------------------------------------------------------------------------------------------
+
+    def _images(self, inputs: Inputs, method: Method) -> list[Image]:
+        """The images of a prompt before anything of the question is known."""
+        pixels, sizes = inputs.get("pixel_values"), inputs.get("image_sizes")
+        if pixels is None:
+            return []
+        if self._config.model_type == "internvl":
+            return self._given(inputs)
+        if sizes is None:
+            return [self.image(image, method) for image in pixels]
+        return [self._tiled(image, size, method) for image, size in zip(pixels, sizes, strict=True)]
+
+    def _given(self, inputs: Inputs) -> list[Image]:
+        """Images whose tokens are no patches, as transformers makes them; each is one run of placeholders."""
+        features = self._reference.model.model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
+        is_image = inputs["input_ids"][0] == self._reference.image_token
+        runs = [len(list(run)) for there, run in groupby(is_image.tolist()) if there]
+        return [self._whole(rows) for rows in features.flatten(0, 1).split(runs)]
+
+    @staticmethod
+    def _whole(rows: Tensor) -> Image:
+        count = len(rows)
+        return Image(rows, [*range(count)], [False] * count, None, [None] * count, rows, placeholders=count)
 
     def image(self, pixels: Tensor, method: Method) -> Image:
         """One image [3, side, side] to its rows, merged and pruned before the decoder."""

@@ -49,8 +49,15 @@ ARCHITECTURES = {
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
     "vipllava": "VipLlavaForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
 }
-PROCESSORS = {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor", "vipllava": "LlavaProcessor"}
+PROCESSORS = {
+    "llava": "LlavaProcessor",
+    "llava_next": "LlavaNextProcessor",
+    "vipllava": "LlavaProcessor",
+    "internvl": "InternVLProcessor",
+}
+AROUND = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}  # internvl's
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Tiny:
     writes them, "new" as 5's state_dict has them. `layers`, `head_dim` and the like speak of the text model.
     """
 
-    family: Literal["llava", "llava_next", "vipllava"] = "llava"
+    family: Literal["llava", "llava_next", "vipllava", "internvl"] = "llava"
     text: Literal["llama", "mistral", "qwen2"] = "llama"
     layers: int = 8
     hidden: int = 64
@@ -77,7 +84,7 @@ class Tiny:
     rope: Literal["default", "linear", "llama3", "yarn"] = "default"
     theta: float = 10_000.0
     context: int = 256
-    vision: Literal["clip", "siglip"] = "clip"
+    vision: Literal["clip", "siglip", "internvl"] = "clip"
     vision_layers: int = 4
     vision_hidden: int = 32
     vision_heads: int = 2
@@ -98,6 +105,20 @@ class Tiny:
     eos: int | tuple[int, ...] = 2
 
     @property
+    def image_token(self) -> str:
+        """What stands for an image in a prompt."""
+        return "<IMG_CONTEXT>" if self.family == "internvl" else IMAGE_TOKEN
+
+    @property
+    def tower(self) -> str:
+        """The tower's model_type."""
+        return "internvl_vision" if self.vision == "internvl" else f"{self.vision}_vision_model"
+
+    @property
+    def template(self) -> str:
+        return TEMPLATE.replace(IMAGE_TOKEN, self.image_token)
+
+    @property
     def pinpoints(self) -> list[list[int]]:
         """The (height, width) that tiles may cover in llava_next."""
         return [[self.image * a, self.image * b] for a, b in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
@@ -105,6 +126,8 @@ class Tiny:
     @property
     def vision_tokens(self) -> int:
         """Rows of one pass of the tower; of llava an image takes as many in the prompt."""
+        if self.family == "internvl":
+            return (self.image // self.patch // 2) ** 2
         extra = (self.vision == "clip") - (self.select == "default")
         return (self.image // self.patch) ** 2 + extra
 
@@ -193,6 +216,8 @@ def _vision_fields(tiny: Tiny) -> dict[str, Any]:
     }
     if tiny.vision == "siglip":
         fields["vision_use_head"] = tiny.vision_head
+    if tiny.vision == "internvl":
+        fields["attention_bias"] = tiny.attention_bias
     return fields | ({} if tiny.vision_act is None else {"hidden_act": tiny.vision_act})
 
 
@@ -203,6 +228,8 @@ def _llava_fields(tiny: Tiny) -> dict[str, Any]:
         "projector_hidden_act": tiny.projector_act,
         "vision_feature_layer": layer if isinstance(layer, int) else list(layer),
     }
+    if tiny.family == "internvl":
+        return fields | {"downsample_ratio": 0.5}
     if tiny.family == "vipllava":
         return fields | {"projector_layernorm_eps": 1e-5}
     fields |= {"multimodal_projector_bias": tiny.projector_bias, "vision_feature_select_strategy": tiny.select}
@@ -216,8 +243,8 @@ def _config(tiny: Tiny, image_token: int) -> Any:
     return AutoConfig.for_model(
         tiny.family,
         text_config=AutoConfig.for_model(tiny.text, **_text_fields(tiny), rope_parameters=rope),
-        vision_config=AutoConfig.for_model(f"{tiny.vision}_vision_model", **_vision_fields(tiny)),
-        image_token_index=image_token,
+        vision_config=AutoConfig.for_model(tiny.tower, **_vision_fields(tiny)),
+        **{"image_token_id" if tiny.family == "internvl" else "image_token_index": image_token},
         tie_word_embeddings=tiny.tied,
         **_llava_fields(tiny),
     )
@@ -225,7 +252,8 @@ def _config(tiny: Tiny, image_token: int) -> Any:
 
 def _new_config(config: Any, tiny: Tiny) -> dict[str, Any]:
     written: dict[str, Any] = config.to_dict()
-    written["image_token_id"] = written.pop("image_token_index")
+    if "image_token_index" in written:
+        written["image_token_id"] = written.pop("image_token_index")
     return written | {"architectures": [ARCHITECTURES[tiny.family]], "dtype": tiny.dtype}
 
 
@@ -248,7 +276,7 @@ def _hub_config(tiny: Tiny, image_token: int) -> dict[str, Any]:
         "tie_word_embeddings": tiny.tied,
         "torch_dtype": tiny.dtype,
         "transformers_version": "4.37.2",
-        "vision_config": _vision_fields(tiny) | {"model_type": f"{tiny.vision}_vision_model"},
+        "vision_config": _vision_fields(tiny) | {"model_type": tiny.tower},
     }
 
 
@@ -276,7 +304,8 @@ def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
     else:
         base = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*SPECIALS.values(), *base]
-    merges = _merges(tiny.vocab - len(pieces) - 1, "▁" if metaspace else "Ġ")
+    around = list(AROUND.values()) if tiny.family == "internvl" else []
+    merges = _merges(tiny.vocab - len(pieces) - len(around) - 1, "▁" if metaspace else "Ġ")
     pieces += ["".join(pair) for pair in merges]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=metaspace))
@@ -289,19 +318,21 @@ def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-    specials = [*SPECIALS.values(), IMAGE_TOKEN]
+    specials = [*SPECIALS.values(), *around, tiny.image_token]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
         **SPECIALS,
-        "image_token": IMAGE_TOKEN,
+        "image_token": tiny.image_token,
         "tokenizer_class": "LlamaTokenizer" if metaspace else "PreTrainedTokenizerFast",
         "processor_class": PROCESSORS[tiny.family],
         "model_max_length": tiny.context,
         "clean_up_tokenization_spaces": False,
     }
+    if around:
+        settings["extra_special_tokens"] = AROUND | {"context_image_token": tiny.image_token}
     if tiny.template_place == "tokenizer_config":
-        settings["chat_template"] = TEMPLATE
+        settings["chat_template"] = tiny.template
     _write_json(folder / "tokenizer_config.json", settings)
     return tiny.vocab - 1
 
@@ -309,17 +340,17 @@ def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
 def _write_processor(folder: Path, tiny: Tiny) -> None:
     settings: dict[str, Any] = {
         "processor_class": PROCESSORS[tiny.family],
-        "image_token": IMAGE_TOKEN,
+        "image_token": tiny.image_token,
         "patch_size": tiny.patch,
         "num_additional_image_tokens": int(tiny.vision == "clip"),
         "vision_feature_select_strategy": tiny.select,
     }
     if tiny.template_place == "processor_config":
-        settings["chat_template"] = TEMPLATE
+        settings["chat_template"] = tiny.template
     elif tiny.template_place == "chat_template.json":
-        _write_json(folder / "chat_template.json", {"chat_template": TEMPLATE})
+        _write_json(folder / "chat_template.json", {"chat_template": tiny.template})
     elif tiny.template_place == "jinja":
-        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
     if tiny.names == "hub":
         _write_json(
             folder / "preprocessor_config.json", _image_settings(tiny) | {"processor_class": PROCESSORS[tiny.family]}
@@ -342,6 +373,10 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
     if tiny.vision == "siglip":
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         return settings | half | {"image_processor_type": "SiglipImageProcessor", "size": square}
+    if tiny.family == "internvl":
+        half = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+        tiles = {"crop_to_patches": False, "min_patches": 1, "max_patches": 6}
+        return settings | half | tiles | {"image_processor_type": "GotOcr2ImageProcessor", "size": square}
     if tiny.family == "llava_next":
         settings |= {"image_grid_pinpoints": tiny.pinpoints, "do_pad": True}
     return settings | {
@@ -386,7 +421,9 @@ def _random(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         noise *= 0.1
         noise[[0, 1, 3, -1]] *= 0.1  # <unk>, <s>, <pad> and <image> are never the answer
         return noise
-    if name.endswith(("position_embedding.weight", "class_embedding", "probe", "image_newline")):
+    if name.endswith(
+        ("position_embedding.weight", "class_embedding", "probe", "image_newline", "cls_token", "position_embeddings")
+    ):
         return noise * 0.5
     gain = 1.2 if "q_proj" in name or "k_proj" in name else 1.0
     return noise * np.float32(gain / np.prod(shape[1:]) ** 0.5)

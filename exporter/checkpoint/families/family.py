@@ -14,13 +14,14 @@ from vtx.exporter.checkpoint.config import (
     check_known,
     check_layers,
     feature_layers_of,
+    image_token_of,
     model_type,
     number,
     parse,
     text_config_of,
     vision_config_of,
 )
-from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 
 NORM = "projector_layernorm_eps"
@@ -33,6 +34,8 @@ class Family:
 
     `read` makes of `config.json` what the graphs need. `processors` are the image processors it may have, `tensors`
     pairs of a pattern and what it becomes in canonical names, for names that other families do not have.
+    `adjust` adds what the image processor's file says, `template` what transformers' processor does to a prompt beside
+    the chat template.
     """
 
     model_type: str
@@ -40,6 +43,8 @@ class Family:
     read: Callable[[Mapping[str, Any]], ModelConfig]
     processors: tuple[str, ...]
     tensors: tuple[tuple[str, str], ...] = ()
+    adjust: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig] | None = None
+    template: Callable[[str], str] | None = None
 
 
 def read_llava_like(config: Mapping[str, Any], kind: str, layout: MakeLayout) -> ModelConfig:
@@ -62,12 +67,6 @@ def read_llava_like(config: Mapping[str, Any], kind: str, layout: MakeLayout) ->
         raise UnsupportedModelError(
             f"vision_feature_select_strategy {select!r} is not supported; vtx knows 'default' and 'full'"
         )
-    token = parsed.image_token_id
-    if not isinstance(token, int) or not 0 <= token < text_config.vocab:
-        raise CheckpointError(
-            f"image_token_index {token!r:.60} is not a token id below the vocabulary's {text_config.vocab}; "
-            "correct config.json"
-        )
     return ModelConfig(
         text=text_config,
         vision=vision_config,
@@ -75,7 +74,7 @@ def read_llava_like(config: Mapping[str, Any], kind: str, layout: MakeLayout) ->
         select=select,
         projector_activation=parsed.projector_hidden_act,
         projector_bias=bool(getattr(parsed, "multimodal_projector_bias", True)),
-        image_token_id=token,
+        image_token_id=image_token_of(parsed, text_config),
         layout=layout(parsed, vision_config, select),
         projector_norm_eps=number(vars(parsed), NORM) if hasattr(parsed, NORM) else None,
     )

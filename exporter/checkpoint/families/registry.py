@@ -9,20 +9,20 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.family import Family
+from vtx.exporter.checkpoint.families.internvl import INTERNVL
 from vtx.exporter.checkpoint.families.llava import LLAVA
 from vtx.exporter.checkpoint.families.llava_next import LLAVA_NEXT
 from vtx.exporter.checkpoint.families.vipllava import VIPLLAVA
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import UnsupportedModelError
 
-FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, VIPLLAVA)
+FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, VIPLLAVA, INTERNVL)
 # Known, and not exported: what is missing, by model_type.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "llava_next_video": "videos and pooled frames are not built",
         "llava_onevision": "images in several sizes of grid are not built",
         "video_llava": "videos, and a second tower for them, are not built",
-        "internvl": "its tower and its shuffled patches are not built",
         "internvl_chat": "its code is part of the checkpoint and never run; its tower and decoders are not built",
         "eagle_llama": "its five towers are not built",
         "qwen2_vl": "images at their own resolution and three-part positions are not built",

@@ -33,7 +33,9 @@ class TowerSpec:
 
     `layers` are those of the checkpoint; the bundle holds them up to the deepest feature layer, or all
     where its vision graph gives the last one's attention. `select`: "default"
-    leaves out the first token, whatever it is, "full" keeps what the tower gives.
+    leaves out the first token, whatever it is, "full" keeps what the tower gives. `qkv_bias`: whether q, k and v have
+    biases, `layer_scale`: whether a learned scale stands behind each half of a layer. `shuffle`: patches a side of a
+    square whose states become one token.
     """
 
     family: str
@@ -48,6 +50,9 @@ class TowerSpec:
     select: str
     activation: str
     eps: float
+    qkv_bias: bool = later(True)
+    layer_scale: bool = later(False)
+    shuffle: int = later(1)
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
@@ -76,7 +81,7 @@ class TowerSpec:
     @property
     def tokens(self) -> int:
         """Tokens of one pass of the tower, as they leave it."""
-        return self.grid**2 + self.class_token - (self.select == "default")
+        return (self.grid**2 + self.class_token - (self.select == "default")) // self.shuffle**2
 
 
 @dataclass(frozen=True, slots=True)

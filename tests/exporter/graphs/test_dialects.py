@@ -42,6 +42,10 @@ VARIANTS = {
     "clip-mha": Tiny(kv_heads=4, projector_act="quick_gelu", feature_layer=(-2, -1)),
     "clip-one-kv-head-llama3": Tiny(kv_heads=1, head_dim=24, rope="llama3", tied=True),
     "siglip-biases": Tiny(vision="siglip", select="full", attention_bias=True, mlp_bias=True),
+    "vipllava": Tiny(family="vipllava", feature_layer=(-2, -1)),
+    "internvl": Tiny(
+        family="internvl", vision="internvl", text="qwen2", tokenizer="bytes", names="saved", feature_layer=-1
+    ),
     "qwen2-siglip-mha": Tiny(text="qwen2", vision="siglip", kv_heads=4, vision_act="gelu"),
 }
 WORDS = "What is the colour of the square in the picture?"

@@ -1,8 +1,9 @@
-"""Images in tiles: a bundle of a LLaVA-NeXT against transformers, and at K and under reductions the plain statement."""
+"""Images in tiles: LLaVA-NeXT and InternVL against transformers, and at K and under reductions the plain statement."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.bundling.export import ExportOptions, plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError, UnsupportedModelError
@@ -27,6 +29,14 @@ VARIANTS = {
     "grouped": TINY,
     "multi-head, names as saved": Tiny(family="llava_next", context=512, kv_heads=4, names="saved", text="mistral"),
     "state-dict names, sharded": Tiny(family="llava_next", context=512, names="new", shards=3),
+}
+INTERNVL = Tiny(
+    family="internvl", vision="internvl", text="qwen2", tokenizer="bytes", names="saved", feature_layer=-1, context=512,
+    image=112,
+)  # fmt: skip
+VARIANTS |= {
+    "internvl, grouped": INTERNVL,
+    "internvl, multi-head, biases": replace(INTERNVL, kv_heads=4, attention_bias=True, text="llama", shards=2),
 }
 QUESTION = "What is the colour of the square in the picture?"
 
@@ -53,9 +63,10 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
             np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("tiny", [TINY, INTERNVL], ids=["llava_next", "internvl"])
 @pytest.mark.parametrize("k", [None, 5])
-def test_later_questions_equal_fresh_runs(models: Models, k: int | None) -> None:
-    model, options = models(TINY, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
+def test_later_questions_equal_fresh_runs(models: Models, k: int | None, tiny: Tiny) -> None:
+    model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
     questions = ("red?", "How many circle shapes are there?", "red?")
     with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as conversation:
         later = [conversation.ask(question, k, options) for question in questions]
@@ -78,9 +89,16 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
-def test_reductions_equal_the_statement(models: Models, reference: Callable[..., Reference], method: Method) -> None:
-    model, judge = models(TINY, (), "fp32", (word(method),)), reference(TINY)
+CASES = [(TINY, name) for name in METHODS]
+CASES += [(INTERNVL, name) for name in ("fastv", "cdpruner", "dart", "dart before layer 1")]
+
+
+@pytest.mark.parametrize(("tiny", "name"), CASES, ids=[f"{tiny.family}, {name}" for tiny, name in CASES])
+def test_reductions_equal_the_statement(
+    models: Models, reference: Callable[..., Reference], tiny: Tiny, name: str
+) -> None:
+    method = METHODS[name]
+    model, judge = models(tiny, (), "fp32", (word(method),)), reference(tiny)
     images, messages = [random_image(0, HIGH), random_image(1, WIDE)], prompt_messages(QUESTION, 2)
     wanted = Statement(judge).answer(judge.inputs(messages, images), method, STEPS)
     found = Talk(model).ask(messages, images, method, STEPS)
@@ -89,6 +107,19 @@ def test_reductions_equal_the_statement(models: Models, reference: Callable[...,
     assert found.kept == wanted.kept
     assert list(found.done.slots) == wanted.slots
     assert min(wanted.vision) < sum(image.placeholders for image in wanted.images), "nothing left"
+
+
+@pytest.mark.parametrize("spec", ["cls", "mustdrop:tau=off,layers=2/4", "lsm"])
+def test_what_looks_at_single_patches_is_refused_where_a_token_has_four(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, spec: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="this model's tokens are of 2 x 2 patches each"):
+        export(tiny_checkpoint(INTERNVL), tmp_path / "bundle", reductions=(spec,))
+
+
+def test_a_text_tower_is_refused_for_tiles(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="--text-tower goes with images in one piece"):
+        plan_export(ExportOptions(str(tiny_checkpoint(TINY)), text_tower="clip"))
 
 
 def test_merging_is_refused_at_export(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -118,15 +149,17 @@ def test_a_fit_is_refused_where_images_come_in_tiles(models: Models) -> None:
         models(TINY, (3, 5)).open(random_image(0), fit="pad")
 
 
-def test_the_golden_vectors_hold(models: Models) -> None:
-    checks = list(check_golden(models(TINY, (3, 5))))
+@pytest.mark.parametrize("tiny", [TINY, INTERNVL], ids=["llava_next", "internvl"])
+def test_the_golden_vectors_hold(models: Models, tiny: Tiny) -> None:
+    checks = list(check_golden(models(tiny, (3, 5))))
     assert len(checks) == 6
     assert all(check.passed for check in checks), checks
 
 
-def test_openvino_gives_the_same_answers(models: Models) -> None:
+@pytest.mark.parametrize("tiny", [TINY, INTERNVL], ids=["llava_next", "internvl"])
+def test_openvino_gives_the_same_answers(models: Models, tiny: Tiny) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
-    model, options = models(TINY, (3, 5)), Options(STEPS, ignore_eos=True)
+    model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True)
     images = [random_image(0, HIGH), random_image(1, WIDE)]
     with load(model.bundle.folder, device="openvino", threads=1) as other:
         for k in (None, 5):
