@@ -47,7 +47,7 @@ def comparison_report() -> dict[str, Any]:
         for kind in ("withdrawal", "pruning", "both")
     ]
     data = {"items": 5, "source": "the drawn scenes"}
-    return {**bench_report(), "methods": methods, "score": "right", "data": data}
+    return {**bench_report(), "methods": methods, "families": {}, "score": "right", "data": data}
 
 
 def calibration_report() -> dict[str, Any]:
