@@ -12,7 +12,7 @@ READY := .venv/.ready
 DEMO := build/demo
 FUZZ ?= 20000
 
-.PHONY: help setup demo test cpp cpp-sanitize test-all test-gpu test-extras test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
+.PHONY: help setup demo test cpp cpp-sanitize test-all test-gpu test-extras test-browser test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -76,6 +76,10 @@ test-extras: $(READY) ## installs each extra as its page says, from a package in
 
 fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests' 100; new ones each time
 	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest tests/fuzz
+
+test-browser: $(READY) ## the page of vtx-serve in a real browser; needs Debian's chromium package or another Chromium
+	$(BIN)/python -m pip install playwright
+	VTX_REQUIRE_BROWSER=1 $(BIN)/pytest -rs tests/runtime/server/test_page.py
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from vtx.exporter.commands.batch import batch
 from vtx.exporter.commands.bench import bench
 from vtx.exporter.commands.build import build
 from vtx.exporter.commands.calibrate import calibrate, train_gate
@@ -251,10 +252,12 @@ main.add_command(build, "build")
 main.add_command(plan, "plan")
 main.add_command(serve, "serve")
 main.add_command(bench, "bench")
+main.add_command(batch, "batch")
 main.add_command(calibrate, "calibrate")
 main.add_command(train_gate, "train-gate")
 
 __all__ = [
+    "batch",
     "bench",
     "build",
     "calibrate",

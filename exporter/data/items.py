@@ -96,7 +96,7 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
     items, skipped = list[Item](), list[str]()
     for label, record in _drawn(_records(file), samples, seed):
         try:
-            items.append(_item(record if not isinstance(record, bytes) else _line(record), folder))
+            items.append(_item(record if not isinstance(record, bytes) else parse_line(record), folder))
         except (RequestError, ImageError) as e:
             skipped.append(f"{label}: {e}")
     return Data(file.name, tuple(items), tuple(skipped))
@@ -156,7 +156,8 @@ def _drawn(records: Sequence[tuple[str, Any]], samples: int, seed: int) -> Itera
     return [records[i] for i in sorted(random.Random(seed).sample(range(len(records)), samples))]
 
 
-def _line(raw: bytes) -> Any:
+def parse_line(raw: bytes) -> Any:
+    """The value of a line of a JSONL file. Raises RequestError."""
     if len(raw) > MAX_LINE:
         raise RequestError(f"the line has {len(raw):,} bytes, the limit is {MAX_LINE:,}")
     return parse_json(raw, "the line", error=RequestError)
@@ -176,7 +177,7 @@ def _item(record: Any, folder: Path) -> Item:
     if not isinstance(question, str) or not question.strip():
         raise RequestError("it has no question")
     answer = answer.strip() if isinstance(answer, str) else None
-    paths = [_inside(folder, name) for name in names]
+    paths = [inside(folder, name) for name in names]
     for path in paths:
         load_image(path)
     return Item(tuple(paths), question.strip(), answer or None)
@@ -195,7 +196,8 @@ def _turns(record: Mapping[str, Any]) -> tuple[Any, Any]:
     return by_role.get("human"), by_role.get("gpt")
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
+    """The path of `name`, which must lie inside of a resolved `folder`. Raises RequestError."""
     try:
         path = (folder / name).resolve()
         if path.is_relative_to(folder):
@@ -205,4 +207,4 @@ def _inside(folder: Path, name: str) -> Path:
     raise RequestError(f"image {shown(name)} lies outside {folder}")
 
 
-__all__ = ["SCENES", "Data", "Item", "image_tokens", "plain", "read_data", "scene_items"]
+__all__ = ["SCENES", "Data", "Item", "image_tokens", "inside", "parse_line", "plain", "read_data", "scene_items"]

@@ -1,4 +1,4 @@
-"""The application: its addresses, and who may ask."""
+"""The application: its addresses, who may ask, and the page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,7 +21,20 @@ from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
 from vtx.runtime.server.refusal import Refusal, refusal_of
 
-OPEN = {"/health"}  # without a key: it tells nothing of anybody
+PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+}
+SECURITY = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "media-src 'self' blob:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+OPEN = {"/health", *PAGE}  # without a key: they tell nothing of anybody
 
 
 def make_app(
@@ -56,13 +70,23 @@ def make_app(
         Route("/v1/models", endpoint=models),
         Route("/health", endpoint=health),
         Route("/metrics", endpoint=figures),
+        *(Route(path, endpoint=_page(*page)) for path, page in PAGE.items()),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _missing, 405: _missing, 500: _failed})
     return Guard(app, api_key, local_hosts=local_hosts)
 
 
+def _page(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    content = files("vtx.runtime.server").joinpath("page", name).read_bytes()
+
+    async def page(_: Request) -> Response:
+        return Response(content, headers={**SECURITY, "content-type": kind})
+
+    return page
+
+
 async def _missing(request: Request, error: Any) -> Response:
-    known = "POST /v1/chat/completions, GET /v1/models, /health and /metrics"
+    known = "POST /v1/chat/completions, GET /v1/models, /health, /metrics and /"
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
     return JSONResponse(refusal.body(), refusal.status, headers=getattr(error, "headers", None))
 

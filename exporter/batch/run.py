@@ -1,0 +1,139 @@
+"""A batch answered line by line, in order, on one machine; interrupted, it goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.batch.tasks import BadLine, Task, Tasks
+from vtx.exporter.common.files import replacing
+from vtx.exporter.data.journal import ResultJournal
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import K, Options
+from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
+from vtx.runtime.session.encoded_images import PreparedImage
+
+AHEAD = 2  # lines whose images are decoded while another is answered
+BAD = (ImageError, RequestError, TemplateError)  # a line's own fault; anything else ends the batch
+Result = dict[str, Any]
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How every line is asked. Beyond `most_bad` bad lines the batch ends."""
+
+    k: K
+    reduce: str | None
+    options: Options
+    most_bad: int
+
+
+def journal_of(out: Path) -> Path:
+    """Where the answers of an unfinished batch stand, beside its output."""
+    return out.with_name(f".{out.name}.journal")
+
+
+def run_batch(model: Model, tasks: Tasks, out: Path, how: How, *, report: Report, tell: Callable[[str], None]) -> int:
+    """Answer all lines and write `out`, whole or not at all; returns how many lines were bad.
+
+    Each answer is on disk once it is there. What an earlier run of the same lines, model and options has answered is
+    not asked again. `tell` gets a line for each bad one.
+
+    Raises:
+        RequestError: too many bad lines; a journal of another batch lies there.
+        ExportError: the output cannot be written.
+
+    """
+    model.policy(how.k, how.options, how.reduce)
+    identity = {
+        "model": str(model.bundle.folder.resolve()), "lines": tasks.digest, "k": how.k, "reduce": how.reduce,
+        "options": asdict(how.options),
+    }  # fmt: skip
+    with ResultJournal(journal_of(out), identity) as journal:
+        bad = sum("error" in result for result in journal.results.values())
+        left = [line for line in tasks.lines if str(line.number) not in journal.results]
+        done = len(tasks.lines) - len(left)
+        report("lines", done, len(tasks.lines))
+        for line, result in zip(left, _answers(model, left, how), strict=True):
+            journal.add({str(line.number): result})
+            if "error" in result:
+                bad += 1
+                tell(f"line {line.number}: {result['error']}")
+                _check_bad(bad, how.most_bad, result["error"])
+            done += 1
+            report("lines", done, len(tasks.lines))
+        _write(out, tasks, journal.results)
+    with suppress(OSError):
+        journal_of(out).unlink()
+    return bad
+
+
+def _check_bad(bad: int, most: int, reason: str) -> None:
+    if bad > most:
+        raise RequestError(
+            f"{bad} lines cannot be answered, the limit is {most}; fix them, or raise --max-bad. The last: {reason}"
+        )
+
+
+def _write(out: Path, tasks: Tasks, results: Mapping[str, Result]) -> None:
+    try:
+        with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
+            for line in tasks.lines:
+                file.write(json.dumps({"line": line.number, **results[str(line.number)]}, ensure_ascii=False) + "\n")
+    except OSError as e:
+        raise ExportError(f"cannot write {out} ({e.strerror}); free some space and run again") from e
+
+
+# --- answering ------------------------------------------------------------------------------------
+
+Images = tuple[PreparedImage, ...]
+
+
+def _answers(model: Model, lines: Sequence[Task | BadLine], how: How) -> Iterator[Result]:
+    """The result of each line, in order. Consecutive questions about the same images share their caches."""
+    conversation: Conversation | None = None
+    for line, images in _prepared(model, lines):
+        if isinstance(line, BadLine):
+            yield {"id": None, "error": line.reason}
+            continue
+        try:
+            held = images.result()
+            if conversation is None or [i.key for i in held] != [i.key for i in conversation.images]:
+                if conversation is not None:
+                    conversation.close()
+                conversation = Conversation(model, held)
+            answer = conversation.ask(line.question, how.k, how.options, reduce=how.reduce)
+        except ModelClosedError:
+            raise
+        except BAD as e:
+            yield {"id": line.id, "error": str(e)}
+        else:
+            yield {"id": line.id, "question": line.question, **json.loads(json.dumps(answer.to_dict()))}
+
+
+def _prepared(model: Model, lines: Sequence[Task | BadLine]) -> Iterator[tuple[Task | BadLine, Future[Images]]]:
+    """Each line with its images, which another thread decodes a few lines ahead."""
+    with ThreadPoolExecutor(1, "vtx-batch") as pool:
+        waiting = deque[tuple[Task | BadLine, Future[Images]]]()
+        try:
+            for line in lines:
+                paths = line.images if isinstance(line, Task) else ()
+                waiting.append((line, pool.submit(_read, model, paths)))
+                if len(waiting) > AHEAD:
+                    yield waiting.popleft()
+            while waiting:
+                yield waiting.popleft()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _read(model: Model, paths: Sequence[Path]) -> Images:
+    return tuple(model.prepare(path) for path in paths)

@@ -1,0 +1,50 @@
+"""vtx-batch: a file of questions to a file of answers. It parses, calls and prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vtx.exporter.commands.export import find_bundle
+from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+from vtx.runtime.terminal.depth import Depth, DepthType
+
+
+@command(
+    epilog="vtx-batch questions.jsonl answers.jsonl\nvtx-batch questions.jsonl answers.jsonl --images photos --k 16"
+)
+@click.argument("questions", type=click.Path(path_type=Path))
+@click.argument("answers", type=click.Path(path_type=Path))
+@bundle_option
+@click.option("--images", type=click.Path(path_type=Path), help="Where images lie [default: beside QUESTIONS].")
+@click.option(
+    "--k", type=DepthType(default=True), default="default", metavar="N|auto|none", help="[default: the bundle's]"
+)
+@click.option("--reduce", default="default", metavar="SPEC|none", help="[default: the bundle's first]")
+@click.option("--max-new-tokens", type=int, default=256, show_default=True)
+@click.option("--max-bad", type=click.IntRange(0), default=100, show_default=True, help="Lines that may be skipped.")
+@device_option
+@compute_option
+@threads_option
+def batch(
+    questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
+    max_new_tokens: int, max_bad: int, device: str, compute: str | None, threads: int | None,
+) -> None:  # fmt: skip
+    """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
+
+    Interrupted, the same command goes on where it was. Bad lines are reported and have an "error" in ANSWERS.
+    """
+    from vtx.exporter.batch.run import How, run_batch
+    from vtx.exporter.batch.tasks import read_tasks
+    from vtx.runtime.api.load import load
+    from vtx.runtime.api.options import Options
+
+    end_on_sigterm()
+    how = How(k, reduce, Options(max_new_tokens), max_bad)
+    tasks = read_tasks(questions, images)
+    with load(find_bundle(bundle), device=device, compute=compute, threads=threads) as model, bar() as report:
+        bad = run_batch(model, tasks, answers, how, report=report, tell=note)
+    skipped = f", {bad} bad line{'' if bad == 1 else 's'}" if bad else ""
+    note(f"{len(tasks.lines) - bad} answers in {answers}{skipped}")
