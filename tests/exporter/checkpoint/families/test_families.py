@@ -1,0 +1,93 @@
+"""Families declare what differs; what a checkpoint of theirs says wrongly is refused by name."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import ARCHITECTURES, Tiny, make
+from vtx.exporter.checkpoint import families
+from vtx.exporter.checkpoint.families.family import Family
+from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED, find_family, read_config
+from vtx.exporter.checkpoint.processor import read_image_settings
+from vtx.exporter.estimate.sizes import KNOWN, config_size
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+
+NEXT = Tiny(family="llava_next")
+TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+TOWER |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
+
+
+def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    return found
+
+
+def test_every_file_of_a_family_is_registered_and_has_a_tiny_checkpoint() -> None:
+    modules = [import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__)]
+    declared = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    assert (
+        {family.model_type for family in declared} == {family.model_type for family in FAMILIES} == set(ARCHITECTURES)
+    )
+    assert {family.model_type: family.architecture for family in FAMILIES} == ARCHITECTURES
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_family_that_is_not_exported_is_refused_with_the_reason(kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=REFUSED[kind]):
+        find_family({"model_type": kind})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.model_type))
+def test_a_checkpoint_that_mixes_families_is_refused(family: Family) -> None:
+    other = next(kind for kind in FAMILIES if kind is not family)
+    with pytest.raises(UnsupportedModelError, match="vtx exports"):
+        find_family({"model_type": family.model_type, "architectures": [other.architecture]})
+
+
+def test_an_image_processor_of_another_family_is_refused(tmp_path: Path) -> None:
+    single, tiled = make(tmp_path / "single", Tiny()), make(tmp_path / "tiled", NEXT)
+    for folder, of in ((single, tiled), (tiled, single)):
+        with pytest.raises(UnsupportedModelError, match=r"image processor .* is not supported"):
+            read_image_settings(folder, find_family(settings(of)).processors)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        [[56]],
+        [["56", 112]],
+        [[True, 56]],
+        [[57, 112]],
+        [[0, 56]],
+        [[56 * 65, 56]],
+        [[10**30, 56]],
+        [[56, 112]] * 129,
+        "[[56, 112]]",
+    ],
+    ids=lambda points: str(points)[:40],
+)
+def test_resolutions_that_are_none_are_refused(tmp_path: Path, points: Any) -> None:
+    config = settings(make(tmp_path / "checkpoint", NEXT)) | {"image_grid_pinpoints": points}
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(config)
+
+
+def test_tiles_without_a_token_a_patch_are_refused(tmp_path: Path) -> None:
+    config = settings(make(tmp_path / "checkpoint", NEXT)) | {"vision_feature_select_strategy": "full"}
+    with pytest.raises(UnsupportedModelError, match="does not give one token a patch"):
+        read_config(config)
+
+
+def test_the_published_sizes_of_llava_next_are_those_that_plans_know() -> None:
+    text = {"model_type": "llama", "vocab_size": 32064, "hidden_size": 4096, "num_hidden_layers": 32}
+    text |= {"intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
+    config = {"model_type": "llava_next", "text_config": text, "vision_config": TOWER, "image_token_index": 32000}
+    found, known = config_size(config, "llava-next-7b"), KNOWN["llava-next-7b"]
+    assert (found.decoder, found.vision) == (known.decoder, known.vision)
