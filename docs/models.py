@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from vtx.exporter.bundling.reductions import plan_reductions
 from vtx.exporter.checkpoint.config import TEXT_FAMILIES, VISION_FAMILIES, ModelConfig
 from vtx.exporter.checkpoint.families.family import Family
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
+from vtx.exporter.checkpoint.spec import model_spec
 from vtx.runtime.errors import VtxError
+from vtx.runtime.strict import plain
 from vtx.runtime.vision.layout import spec_of
 
 PAGE = Path(__file__).with_suffix(".md")
+CPP_MANIFEST = Path(__file__).parents[1] / "runtime/cpp/src/bundle/manifest.cpp"
 HEAD = f"""# Models
 
 What vtx exports, family by family. A family is what a checkpoint's `architectures` and `model_type` say; it has one
@@ -51,6 +55,16 @@ def _tokens(_: Family, config: ModelConfig) -> str:
     return f"up to {layout.max_tokens:,}, in up to {layout.max_views} passes of the tower"
 
 
+def _cpp(_: Family, config: ModelConfig) -> str:
+    """Whether libvtx reads the manifest: what it does not know it refuses by name."""
+    known, layout = CPP_MANIFEST.read_text(encoding="utf-8"), spec_of(config.layout).name
+    if f'name != "{layout}"' not in known:
+        return f"no: the layout `{layout}` is refused by name"
+    spec = model_spec(config, "")
+    later = sorted({*plain(spec.tower), *plain(spec.projector)} - {*re.findall(r'"(\w+)"', known)})
+    return f"no: `{'`, `'.join(later)}` of the manifest is refused by name" if later else "yes"
+
+
 def _reduction(spec: str) -> Cell:
     def cell(_: Family, config: ModelConfig) -> str:
         try:
@@ -68,6 +82,7 @@ ROWS: Mapping[str, Cell] = {
     "layout": lambda _, config: f"`{spec_of(config.layout).name}`",
     "tokens of an image": _tokens,
     **{f"`--reduce {spec}`": _reduction(spec) for spec in _SPECS},
+    "[libvtx](cpp.md), the C++ runtime": _cpp,
     "`--fit`": lambda _, c: "yes" if c.layout.max_views == 1 else "no: tiles show all of any shape",
     "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
 }
