@@ -76,9 +76,13 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
 
 
 def short(part: Reduction) -> str:
-    """A reduction's spec as tables show it: its preset where one applies, without values that are the default."""
+    """A reduction's spec as tables show it: its preset where one applies, without values that are the default.
+
+    Thresholds, shares and the layer `k` always stand there.
+    """
     values, defaults = _options(part), _options(type(part)())
-    keys = [key for key in values if values[key] != defaults[key] or isinstance(getattr(part, key), int | float)]
+    always = [key for key in values if key == "k" or isinstance(getattr(part, key), float)]
+    keys = [key for key in values if values[key] != defaults[key] or key in always]
     start = []
     for name, preset in part.presets.items():
         if all(getattr(part, key) == value for key, value in preset.items()):

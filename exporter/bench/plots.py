@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.bench.ladder import WITHDRAWAL
-from vtx.exporter.common.plots import COLORS, draw, headline
+from vtx.exporter.common.plots import COLORS, GREY, draw, headline
 
 LINES = {"first_token": "first token", "prefill": "prefill", "second_question": "second question"}
 
@@ -79,27 +79,21 @@ def _fill_comparison(figure: Any, report: Mapping[str, Any]) -> None:
 
 
 def _costs(axes: Any, report: Mapping[str, Any], cost: Callable[[Mapping[str, Any]], float]) -> None:
-    """One point a method, at its cost and its share of good answers; with families, a line each and the front."""
+    """One point a method, at its cost and its share of good answers, by name; many settings with the front instead."""
 
     def share(method: Mapping[str, Any]) -> float:
         return 100 * float(method[report["score"]]["share"])
 
-    groups = _families(report) or _kinds(report)
-    front = _front(report["methods"], cost, share)
-    for number, (label, style, group) in enumerate(groups):
-        methods = sorted(group, key=cost)
-        color = COLORS[number % len(COLORS)]
+    if report["families"]:
+        front = _front(report["methods"], cost, share)
+        axes.step(*zip(*front, strict=True), where="post", color=GREY, marker="", linewidth=1, label="Pareto front")
+    for number, (label, style, group) in enumerate(_families(report) or _kinds(report)):
+        methods, color = sorted(group, key=cost), COLORS[number % len(COLORS)]
         if methods:
-            axes.plot(
-                [cost(method) for method in methods],
-                [*map(share, methods)],
-                style,
-                color=color,
-                label=label,
-                markersize=4,
-            )
-        for method in methods:
-            if method["name"] in front if report["families"] else method["kind"] != "both":
+            costs, shares = [cost(method) for method in methods], [*map(share, methods)]
+            axes.plot(costs, shares, style, color=color, label=label)
+        for method in methods if not report["families"] else ():
+            if method["kind"] != "both":
                 point = cost(method), share(method)
                 axes.annotate(method["name"], point, (2, 4), textcoords="offset points", fontsize=7, rotation=45)
 
@@ -115,10 +109,10 @@ def _kinds(report: Mapping[str, Any]) -> list[Group]:
 
 
 def _families(report: Mapping[str, Any]) -> list[Group]:
-    """A marker and a line each: solid of withdrawal alone, dashed of prunes, dotted of prunes before a withdrawal."""
+    """A marker for the settings of each, and a line for those of withdrawal alone."""
     groups = list[Group]()
     for number, (family, names) in enumerate(report["families"].items()):
-        line = ":" if "+" in family else "-" if family == WITHDRAWAL else "--"
+        line = "-" if family == WITHDRAWAL else ""
         methods = [method for method in report["methods"] if method["name"] in names]
         groups.append((family, f"{MARKERS[number % len(MARKERS)]}{line}", methods))
     return groups
@@ -128,11 +122,10 @@ def _front(
     methods: Sequence[Mapping[str, Any]],
     cost: Callable[[Mapping[str, Any]], float],
     share: Callable[[Mapping[str, Any]], float],
-) -> set[str]:
-    """Names of the Pareto front: methods that answer more questions than every cheaper one."""
-    names, most = set[str](), -1.0
+) -> list[tuple[float, float]]:
+    """The Pareto front: cost and share of the methods that answer more questions than every cheaper one."""
+    front = list[tuple[float, float]]()
     for method in sorted(methods, key=lambda method: (cost(method), -share(method))):
-        if share(method) > most:
-            names.add(method["name"])
-            most = share(method)
-    return names
+        if not front or share(method) > front[-1][1]:
+            front.append((cost(method), share(method)))
+    return front
