@@ -129,6 +129,7 @@ void describe(Answer& answer, const Model& model, const Policy& policy, bool log
                    {"kv_bytes", slots * model.backend().kv_slot_bytes},
                    {"reused_image", done.reused_image},
                    {"reused_layers", done.reused_layers},
+                   {"reused_tokens", done.reused_tokens},
                    {"device", model.backend().device},
                    {"compute", model.backend().compute},
                    {"precision", m.precision},

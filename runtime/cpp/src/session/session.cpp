@@ -57,15 +57,18 @@ void Session::check_room(int64_t tokens, int64_t vision) const {
 Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after) {
   Ids suffix(prompt.ids.begin() + static_cast<std::ptrdiff_t>(prompt.prefix_length()), prompt.ids.end());
   Selection asked{prompt.prefix_key(), policy.key(), suffix};
+  reused_suffix_ = 0;
   bool continues = after && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
   if (!continues) return select(asked, policy);
   Selection before = *after;  // `after` may be what this session holds
-  if (!selection_ || !(before == *selection_))
-    select(before, policy);
-  else
+  bool cached = selection_ && before == *selection_;
+  if (cached)
     reused_stages_ = stages_.size();
+  else
+    select(before, policy);
   size_t agreed = common_prefix(suffix_, suffix);
   suffix_.resize(agreed);
+  reused_suffix_ = cached ? agreed : 0;
   Rows hidden = append(Ids(suffix.begin() + static_cast<std::ptrdiff_t>(agreed), suffix.end()));
   suffix_ = suffix;
   return hidden;
@@ -346,6 +349,9 @@ PrefillResult Session::result(Floats logits, bool reused) {
     if (count == 0 && out.vision_tokens > 0 && out.k == 0) out.k = stages_[number].first;
   }
   if (reused && reused_stages_ > 0) out.reused_layers = stages_[reused_stages_ - 1].last;
+  bool ran = false;
+  for (size_t number = reused_stages_; number < stages_.size(); ++number) ran |= sees_image(number);
+  out.reused_tokens = static_cast<int64_t>(reused_suffix_ + (reused && !ran ? prefix_.size() : 0));
   out.slots = per_layer(slots);
   out.vision_kept = per_layer(kept);
   out.images = prefix_.images;

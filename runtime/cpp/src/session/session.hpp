@@ -33,12 +33,13 @@ struct Cut {
 };
 
 // What a prefill did. Per-layer vectors start with layer 1; `k` is the first layer without image tokens, 0 where some
-// stayed; `reused_layers`: in layers 1 to this one no image token was run.
+// stayed; `reused_layers`: in layers 1 to this one no image token was run; `reused_tokens`: of the prompt that caches of an
+// earlier question served, the prefix where no image token was run.
 struct PrefillResult {
   Floats logits;
   int64_t k = 0;
   bool reused_image = false;
-  int64_t reused_layers = 0, vision_tokens = 0;
+  int64_t reused_layers = 0, reused_tokens = 0, vision_tokens = 0;
   Ids slots, vision_kept;
   Images images;
   std::vector<Cut> cuts;
@@ -98,6 +99,7 @@ class Session {
   std::optional<Selection> selection_;         // the question that selected the cached image tokens
   size_t first_pruned_;                        // the stage from which on the suffix runs in `pruned_`
   std::set<size_t> holding_;                   // boundaries at which hidden states of all image tokens are kept
+  size_t reused_suffix_ = 0;                   // tokens of the last prefill's suffix that were cached
   size_t reused_stages_ = 0;                   // from the first on, in which the last prefill ran no image token
   std::vector<PrefixSlots> layouts_;
   std::vector<Cut> cuts_;
