@@ -46,13 +46,16 @@ int64_t read_tower(const Json& value) {
   std::string select = fields.text("select");
   fields.text("activation");
   positive(fields, "eps");
+  for (const char* later : {"qkv_bias", "layer_scale"})
+    if (fields.has(later)) fields.flag(later);
+  int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;  // patches a side that become one token
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
-      image / patch > (1 << 15))
+      image / patch > (1 << 15) || shuffle > image / patch)
     fail(Kind::bundle, "vtx.json: a tower of ", image, " pixels in patches of ", patch, ", ", hidden, " wide with ",
          heads, " heads, is not a tower; export again");
   int64_t grid = image / patch;
-  return grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0);
+  return (grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0)) / (shuffle * shuffle);
 }
 
 ModelSpec read_model(const Json& value) {
