@@ -31,7 +31,7 @@ class OrtCacheContext:
     memory: str = "cpu"
 
     def value(self, array: NDArray[Any]) -> Any:
-        """An OrtValue over a host array's own memory."""
+        """An OrtValue over a host array's own memory, which the caller holds."""
         return self.ort.OrtValue.ortvalue_from_numpy(array)
 
 
@@ -79,8 +79,9 @@ class OrtStageCache(SlotCounter):
             self._row[:], self._row_position[:] = rows, positions
             self._stage.run_bound(self.row_binding)
             return self._row_out
-        out = np.empty_like(rows)
-        binding = self._bind(np.ascontiguousarray(rows), positions[None].copy(), out)
+        # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
+        rows, positions, out = np.ascontiguousarray(rows), positions[None].copy(), np.empty_like(rows)
+        binding = self._bind(rows, positions, out)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
             binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import vtx
 from tests.support.bundles import export
+from vtx.runtime.backends.ort.cache import OrtCacheContext
+from vtx.runtime.backends.ort.graph import OrtGraph
 
 USER = """
 import sys
@@ -78,3 +84,33 @@ def test_other_users_of_onnxruntime_find_it_as_it_was(tiny_checkpoint: Callable[
     assert done.stderr.count(WARNING) == 5, "the other user's warnings are still told"
     logged = [line for line in done.stderr.splitlines() if ":onnxruntime:" in line and "device_discovery" not in line]
     assert len(logged) == 5, "and ours are not"
+
+
+def test_what_a_run_reads_is_held_until_it_is_over(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older releases bind the memory of an array and do not keep the array."""
+    bound: list[weakref.ref[Any]] = []
+    bind, run = OrtCacheContext.value, OrtGraph.run_bound
+
+    def value(context: OrtCacheContext, array: Any) -> Any:
+        bound.append(weakref.ref(array))
+        return bind(context, array)
+
+    def run_bound(graph: OrtGraph, binding: Any) -> None:
+        assert bound
+        assert all(ref() is not None for ref in bound), "an array that this run reads is gone"
+        run(graph, binding)
+        bound.clear()
+
+    def as_before(binding: Any, name: str, value: Any) -> None:
+        binding._iobinding.bind_ortvalue_input(name, value._ortvalue)
+
+    with vtx.load(export(tiny_checkpoint(), tmp_path / "bundle", (3,)).folder, device="cpu", threads=1) as model:
+        cache = model.backend.stage(0, 64)
+        bound.clear()
+        monkeypatch.setattr("onnxruntime.IOBinding.bind_ortvalue_input", as_before)
+        monkeypatch.setattr(OrtCacheContext, "value", value)
+        monkeypatch.setattr(OrtGraph, "run_bound", run_bound)
+        rows = np.ones((5, model.manifest.model.hidden), np.float32)
+        cache.append(rows, np.arange(5))
