@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.session.test_reduce_parity import MODELS, QUESTIONS, STEPS, Case, ask, equal, inputs, some_merged
+from tests.runtime.session.test_reduce_parity import (
+    PARAMETERS,
+    QUESTIONS,
+    STEPS,
+    Case,
+    ask,
+    equal,
+    inputs,
+    some_merged,
+)
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS, Checkpoints
 from tests.support.reduced import Talk
@@ -40,13 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(MODELS["16-layers-gqa"], id="16-layers-gqa"),
-        pytest.param(MODELS["32-layers-mha"], id="32-layers-mha", marks=pytest.mark.slow),
-    ],
-)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def case(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
