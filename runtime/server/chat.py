@@ -103,6 +103,7 @@ class ChatCompletions:
         engine = await self._engine(chat.model)
         with self._engines.use(engine):
             prepared = await loop.run_in_executor(self._readers, prepare, engine, chat, self._limits)
+            chat = prepared.chat  # without the images' text, which may be large
             events = _events(engine, prepared, receive, deadline, self._limits.seconds)
             objects = Objects(chat.model, engine.model, chat.options.logprobs)
             async with aclosing(events):
@@ -143,7 +144,7 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits) -> Prepared:
     images = tuple(model.prepare(image) for image in chat.images)
     model.check_system(chat.messages)
     ids = model.prompt_ids(chat.messages, images)
-    return Prepared(chat, images, ids)
+    return Prepared(replace(chat, images=()), images, ids)
 
 
 async def _events(

@@ -70,6 +70,7 @@ def test_cpu_answers_and_certifies(install: Callable[[str], Command]) -> None:
     refusal = command("vtx-export", "--k", "16", code=1)
     assert refusal.startswith("vtx-export: ")
     assert 'pip install "vtx-edge[export]"' in refusal
+    assert 'pip install "vtx-edge[serve]"' in command("vtx-serve", "--bundle", "demo", code=1)
 
 
 def test_openvino_answers_and_certifies(install: Callable[[str], Command]) -> None:
