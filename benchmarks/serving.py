@@ -1,21 +1,17 @@
 """What conversations side by side cost: tokens per second of 1, 2, 4 and 8 clients of vtx-serve, and a short question
 beside a long answer. And what a batch would cost: a decode step of 1, 2, 4 and 8 rows, whose weights are read once.
 
-    python -m benchmarks.serving BUNDLE [--threads N] [--tokens 48] [--repeats 5]
+    python benchmarks/serving.py BUNDLE
 
-Client counts alternate within each repetition. The step of a batch is that of as many new rows of one conversation: the
+Client counts take turns within each round. The step of a batch is that of as many new rows of one conversation: the
 same matrix products as those of a batch, with attention over one cache instead of several.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
-import os
-import platform
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from common import parser, report
 
 import vtx
+from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.limits import Limits
 
@@ -118,29 +116,39 @@ def alternating(calls: dict[int, Callable[[], float]], repeats: int) -> dict[int
     return {name: [one[name] for one in rounds] for name in calls}
 
 
-def shown(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start; {options}")
-    with serving(options.bundle, options.threads) as (port, engines):
-        calls = {n: lambda n=n: side_by_side(port, n, options.tokens) for n in CLIENTS}
-        for clients, values in alternating(calls, options.repeats).items():
-            print(f"{clients} clients: {shown(values)} tokens/s in all")
-        alone = [ask(port, f"alone {n}", 4)[1] for n in range(options.repeats + 1)][1:]
-        beside = [beside_a_long_one(port, options.tokens) for _ in range(options.repeats)]
-        print(f"a short question: {shown([1000 * s for s in alone])} ms alone, "
-              f"{shown([1000 * s for s in beside])} ms beside a long answer")  # fmt: skip
-        steps = step_ms(engines.loaded[0].model, CLIENTS, 3 * options.repeats)
-        for rows, values in steps.items():
-            print(f"a step of {rows} rows: {shown(values)} ms, {statistics.median(values) / rows:.2f} ms a row")
+    args = parser(__doc__ or "")
+    args.add_argument("bundle", type=Path)
+    args.add_argument("--threads", type=int)
+    args.add_argument("--tokens", type=int, default=48)
+    args.add_argument("--rounds", type=int, default=5)
+    given = args.parse_args()
+    with serving(given.bundle, given.threads) as (port, engines):
+        sides = {n: lambda n=n: side_by_side(port, n, given.tokens) for n in CLIENTS}
+        rates = alternating(sides, given.rounds)
+        short = alternating(
+            {0: lambda: 1000 * ask(port, "alone", 4)[1], 1: lambda: 1000 * beside_a_long_one(port, given.tokens)},
+            given.rounds,
+        )
+        steps = step_ms(engines.loaded[0].model, CLIENTS, 3 * given.rounds)
+    table = [["", "figure", "against one"]]
+    for count, values in rates.items():
+        table.append([f"{count} clients, tokens/s in all", shown(spread(values)), ratio(values, rates[1])])
+    table.append(["a question of 4 tokens alone, ms", shown(spread(short[0]), 0), ""])
+    table.append(["the same beside a long answer, ms", shown(spread(short[1]), 0), ratio(short[1], short[0])])
+    for count, values in steps.items():
+        table.append([f"a step of {count} rows, ms", shown(spread(values), 1), ratio(values, steps[1])])
+    figures = {
+        "tokens_per_s": {n: spread(values) for n, values in rates.items()},
+        "short_ms": spread(short[0]), "short_beside_ms": spread(short[1]),
+        "step_ms": {n: spread(values) for n, values in steps.items()},
+    }  # fmt: skip
+    report({"bundle": given.bundle.name, "tokens": given.tokens, **figures}, table, given.json)
+
+
+def ratio(values: Sequence[float], base: Sequence[float]) -> str:
+    """Of neighbours in time."""
+    return shown(spread([value / one for value, one in zip(values, base, strict=True)]))
 
 
 if __name__ == "__main__":
