@@ -12,12 +12,16 @@ from tests.support.tiny import Tiny
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 
-for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
+
+@pytest.fixture(scope="session")
+def packages() -> None:
+    """What a server needs beside the runtime."""
+    for package in ("starlette", "uvicorn"):
+        pytest.importorskip(package, reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
+def tiny_bundle(packages: None, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
     """A bundle with K of 3 and 5, and FastV."""
     folder = tmp_path_factory.mktemp("served") / "tiny"
     return export(tiny_checkpoint(Tiny()), folder, (3, 5), "fp32", reductions=("fastv:k=3,ratio=0.5",)).folder

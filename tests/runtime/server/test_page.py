@@ -23,7 +23,7 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
+def roomy(packages: None, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
     """A bundle with room for several answers, as the page asks for them."""
     folder = tmp_path_factory.mktemp("roomy") / "tiny"
     return export(
