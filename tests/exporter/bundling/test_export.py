@@ -358,10 +358,8 @@ def test_every_file_is_on_the_disk_before_the_bundle_is_in_its_place(
 
     def rename(self: Path, target: Path) -> Path:
         wanted = {str(path) for path in [self, *self.rglob("*")]}
-        # vtx.json and its checksum were synced under the names that they had while they were written
-        final = {
-            str(Path(name).with_name(re.sub(r"^\.(vtx\.json.*)\.partial$", r"\1", Path(name).name))) for name in synced
-        }
+        # files that are written whole were synced under the names that they had while they were written
+        final = {str(Path(name).with_name(re.sub(r"^\.?(.+)\.partial$", r"\1", Path(name).name))) for name in synced}
         assert final == wanted
         return real(self, target)
 

@@ -256,7 +256,7 @@ def test_a_class_attention_of_nan_is_an_error(model: Model) -> None:
 
     with (
         Model(model.bundle, Broken(model.backend), 0.0).open(IMAGE) as image,
-        pytest.raises(BundleError, match="class token's attention is not a number"),
+        pytest.raises(BundleError, match="what the tower says of an image is not a number"),
     ):
         image.ask(QUESTIONS[0], reduce="cls")
 
