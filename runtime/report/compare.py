@@ -136,20 +136,18 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     arithmetic = max(COMPUTE_TOLERANCE.get(s.compute, F16_TOLERANCE) for s in (reference, other))
     vision_limit = max(arithmetic, TOLERANCE[m.vision_precision])
     limit = max(arithmetic, KV_TOLERANCE[m.kv_dtype], TOLERANCE[m.precision])
-    ids = embeddable(m, seen(stored["ids"], m.text.image_token_id))
-    is_image = ids == m.text.image_token_id
+    pixels = stored["pixels"].reshape(-1, *stored["pixels"].shape[-3:])[:1]  # of several views, the first
 
-    vision = _GraphCase(GraphPart(VISION), {names.PIXELS: stored["pixels"][None]}, vision_limit)
+    vision = _GraphCase(GraphPart(VISION), {names.PIXELS: pixels}, vision_limit)
     yield vision
+    features = reference.run(vision.part, vision.inputs)[names.FEATURES][:SEEN_ROWS]
+    ids = embeddable(m, seen(stored["ids"], m.text.image_token_id, len(features)))
+    is_image = ids == m.text.image_token_id
+    if not is_image.any():
+        raise BundleError(f"{m.golden}: ids hold no image token; export the bundle again")
     embed = _GraphCase(GraphPart(EMBED), {names.IDS: ids[~is_image]}, limit)
     yield embed
     hidden = np.empty((len(ids), m.model.hidden), np.float32)
-    features = reference.run(vision.part, vision.inputs)[names.FEATURES][:SEEN_ROWS]
-    if not 0 < is_image.sum() <= len(features):
-        raise BundleError(
-            f"{m.golden}: ids hold {is_image.sum()} image tokens, the picture has {len(features)}; "
-            "export the bundle again"
-        )
     hidden[is_image] = features[: is_image.sum()]
     hidden[~is_image] = reference.run(embed.part, embed.inputs)[names.HIDDEN]
     suffix = hidden[np.flatnonzero(is_image)[-1] + 1 :]

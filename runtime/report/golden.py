@@ -64,10 +64,10 @@ def key_of(k: int | None) -> str:
     return f"logits.{k or 'none'}"
 
 
-def seen(ids: NDArray[np.int64], image_token_id: int) -> NDArray[np.int64]:
-    """The golden prompt as the decoder gets it: of the image's tokens, only the first `SEEN_ROWS`."""
+def seen(ids: NDArray[np.int64], image_token_id: int, count: int = SEEN_ROWS) -> NDArray[np.int64]:
+    """The golden prompt as the decoder gets it: of the image's tokens, only the first `count`."""
     is_vision = ids == image_token_id
-    kept: NDArray[np.int64] = ids[~is_vision | (is_vision.cumsum() <= SEEN_ROWS)]
+    kept: NDArray[np.int64] = ids[~is_vision | (is_vision.cumsum() <= count)]
     return kept
 
 

@@ -19,10 +19,12 @@ from tests.support.tiny import Tiny
 from vtx.cli import doctor
 from vtx.exporter.bundling.export import ExportOptions
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.report.compare import compare, first_difference, parse_sources
 
 REDUCTIONS = ("fastv:k=2",)
+GOLDEN = "golden.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,17 @@ def test_the_command_says_that_sources_agree(whole: Path) -> None:
     assert "head.ort.onnx" in result.stdout
     found = json.loads(invoke(whole, "--compare", "plain,ort", "--json").stdout)
     assert found["first_difference"] is None
+
+
+@pytest.mark.parametrize("wrong", ["no image token", "no token of the model", "a negative token"])
+def test_forged_golden_ids_are_refused_in_one_line(folder: Path, wrong: str) -> None:
+    values = {name: read_tensor(info) for name, info in read_header(folder / GOLDEN).tensors.items()}
+    bad = {"no image token": values["ids"] * 0, "no token of the model": values["ids"] * 0 + (1 << 40)}
+    values["ids"] = bad.get(wrong, np.concatenate([values["ids"], [-1]]))
+    write_safetensors(folder / GOLDEN, values)
+    bundles.reseal(folder, GOLDEN)
+    with pytest.raises(BundleError, match="; export"):
+        list(compare(Bundle.open(folder), "ort", "plain"))
 
 
 def test_a_file_that_was_altered_is_named_before_anything_is_computed(folder: Path) -> None:
