@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
-DEVICES = ("auto", "cpu", "openvino", "cuda", "tensorrt")
-COMPUTE = ("f32", "bf16", "f16")
+from vtx.runtime.backends.engines import COMPUTE, DEVICES
+from vtx.runtime.bundle.spec.manifest import PRECISIONS
 
 bundle_option = click.option(
     "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"

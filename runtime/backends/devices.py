@@ -5,41 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import MappingProxyType
 
 from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES
 from vtx.runtime.backends.memory import EXPANDED, KEPT, NARROWED
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import targets
 from vtx.runtime.errors import DeviceError, VtxError
 from vtx.runtime.host.gpu import find_gpu
 
-AUTO = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What computes on a device: the module it needs, the dialect it reads, its arithmetic, the default first."""
-
-    module: str
-    extra: str
-    dialect: str
-    compute: tuple[str, ...]
-
-
-ENGINES: Mapping[str, Engine] = MappingProxyType(
-    {
-        "cpu": Engine("onnxruntime", "cpu", "ort", ("f32",)),
-        "openvino": Engine("openvino", "openvino", "plain", ("f32", "bf16")),
-        "cuda": Engine("onnxruntime", "gpu", "ort", ("f32",)),
-        "tensorrt": Engine("cuda", "rtx", "trt", ("f16", "f32")),
-    }
-)
-DEVICES = (AUTO, *ENGINES)
 # The least hidden sizes at which OpenVINO was measured to be ahead of onnxruntime, by the weights (docs/openvino.md).
 WIDE = {"fp32": 2048, "fp16": 896, "bf16": 896, "int8": 896, "int4": 896}
 GPU_DEVICES = ("cuda", "tensorrt")  # weights in memory of their own
-COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import Backend
-from vtx.runtime.backends.devices import ENGINES, choose, open_backend
+from vtx.runtime.backends.devices import choose, open_backend
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names

@@ -1,0 +1,31 @@
+"""The engines that graphs run on, by device. Imports nothing heavy: the help of commands lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What computes on a device: the module it needs, the dialect it reads, its arithmetic, the default first."""
+
+    module: str
+    extra: str
+    dialect: str
+    compute: tuple[str, ...]
+
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "cpu": Engine("onnxruntime", "cpu", "ort", ("f32",)),
+        "openvino": Engine("openvino", "openvino", "plain", ("f32", "bf16")),
+        "cuda": Engine("onnxruntime", "gpu", "ort", ("f32",)),
+        "tensorrt": Engine("cuda", "rtx", "trt", ("f16", "f32")),
+    }
+)
+DEVICES = (AUTO, *ENGINES)
+COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
