@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from vtx.exporter.data.intervals import CONFIDENCE, mean_intervals, share_interv
 from vtx.exporter.data.source import Source
 from vtx.exporter.reference.attention import KINDS
 from vtx.runtime.errors import RequestError
+from vtx.runtime.strict import Strict
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"
@@ -46,84 +47,170 @@ class Choice:
     notes: tuple[str, ...]
 
 
-def make_report(source: Source, data: str, measured: Measurement, choosing: Choosing) -> dict[str, Any]:
-    """The whole report as a JSON object; `k` is the choice, by the accuracy rule where one was given."""
+@dataclass(frozen=True, slots=True)
+class MeanInterval:
+    """A mean in nats and its bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShareInterval:
+    """A share of `count` items and its Wilson interval."""
+
+    share: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One K of the curve, None for no withdrawal: KL both ways, and shares of equal next tokens, equal and right
+    answers. A share that was not measured is None.
+    """
+
+    k: int | None
+    full_layers: int | None
+    kl: MeanInterval
+    kl_reverse: MeanInterval
+    top1: ShareInterval | None
+    agree: ShareInterval | None
+    right: ShareInterval | None
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedModel:
+    """What was measured. `fingerprint` is its checkpoint's."""
+
+    name: str
+    fingerprint: str
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationData:
+    """The questions measured, and a line for each that could not be."""
+
+    source: str
+    items: int
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationReport:
+    """A calibration: `k` is the last rule's choice, `samples` have one JSON object for each item."""
+
+    model: CalibratedModel
+    data: CalibrationData
+    k: int | None
+    eta: float
+    choices: tuple[Choice, ...]
+    curve: tuple[Point, ...]
+    attention: Mapping[str, Any]
+    samples: tuple[dict[str, Any], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As report.json holds it; attention only where it was measured."""
+        values = {name: value for name, value in asdict(self).items() if name != "attention" or value}
+        model, data = values.pop("model"), values.pop("data")
+        return {"format": FORMAT, "model": model, "data": data, "confidence": CONFIDENCE, **values}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChoice:
+    """The choice of a report as an export records it: K, the rule, and the items of the data it rests on."""
+
+    k: int
+    rule: str
+    data: str
+    items: int
+
+
+def make_report(source: Source, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
+    """The whole report; `k` is the choice, by the accuracy rule where one was given."""
     curve = make_curve(measured)
     choices = [choose_by_eta(curve, choosing.eta, len(measured.results))]
     if choosing.max_drop is not None:
         choices.append(choose_by_accuracy(curve, choosing.max_drop))
     attention = mean_attention(measured.results)
-    return {
-        "format": FORMAT,
-        "model": {"name": source.name, "fingerprint": source.fingerprint, "layers": source.config.text.layers},
-        "data": {"source": data, "items": len(measured.results), "skipped": list(measured.skipped)},
-        "confidence": CONFIDENCE,
-        "k": choices[-1].k,
-        "eta": choosing.eta,
-        "choices": [asdict(choice) for choice in choices],
-        "curve": curve,
-        **({"attention": {"kinds": list(KINDS), **attention}} if attention else {}),
-        "samples": list(measured.results),
-    }
-
-
-def make_curve(measured: Measurement) -> list[dict[str, Any]]:
-    """One point per K, K = none first: KL both ways (nats), and shares of equal next tokens, equal and right answers.
-
-    Means have a bootstrap interval, shares a Wilson interval; a quantity that was not measured is None.
-    """
-    results, count = measured.results, len(measured.ks)
-    curve: list[dict[str, Any]] = [{"k": k, "full_layers": None if k is None else k - 1} for k in (None, *measured.ks)]
-    for name in ("kl", "kl_reverse"):
-        values = np.array([[0.0, *result[name]] for result in results])
-        for point, interval in zip(curve, mean_intervals(values), strict=True):
-            point[name] = interval
-    for name in ("top1", "agree", "right"):
-        measurements = [result[name] for result in results if result[name] is not None]
-        known = [[True, *hits] for hits in measurements] if name == "top1" else measurements
-        hits = np.array(known, int).sum(0) if known else np.zeros(1 + count, int)
-        for point, number in zip(curve, hits, strict=True):
-            point[name] = share_interval(int(number), len(known)) if known else None
-    return curve
-
-
-def choose_by_eta(curve: Sequence[Mapping[str, Any]], eta: float, samples: int) -> Choice:
-    """The first K, in rising order, whose mean KL is below eta (VTW Eq. 6 and Algorithm 1)."""
-    points, rule = curve[1:], f"mean KL < {eta:g}"
-    for i, point in enumerate(points):
-        if point["kl"]["mean"] < eta:
-            return Choice(rule, point["k"], tuple(_doubts(point, points[i + 1 :], eta, samples)))
-    least = min(points, key=lambda p: float(p["kl"]["mean"]))
-    return Choice(
-        rule, None, (f"no K satisfies it: the smallest mean KL is {least['kl']['mean']:.3g}, at K = {least['k']}",)
+    return CalibrationReport(
+        model=CalibratedModel(source.name, source.fingerprint, source.config.text.layers),
+        data=CalibrationData(data, len(measured.results), measured.skipped),
+        k=choices[-1].k,
+        eta=choosing.eta,
+        choices=tuple(choices),
+        curve=curve,
+        attention={"kinds": list(KINDS), **attention} if attention else {},
+        samples=measured.results,
     )
 
 
-def _doubts(point: Mapping[str, Any], later: Sequence[Mapping[str, Any]], eta: float, samples: int) -> list[str]:
-    k, kl, notes = point["k"], point["kl"], []
-    if above := [p["k"] for p in later if p["kl"]["mean"] >= eta]:
+def make_curve(measured: Measurement) -> tuple[Point, ...]:
+    """One point per K, K = none first."""
+    ks = (None, *measured.ks)
+    kl, reverse = (
+        [MeanInterval(**interval) for interval in mean_intervals(np.array([[0.0, *r[name]] for r in measured.results]))]
+        for name in ("kl", "kl_reverse")
+    )
+    shares = [_shares(measured, name) for name in ("top1", "agree", "right")]
+    return tuple(
+        Point(k, None if k is None else k - 1, *values) for k, *values in zip(ks, kl, reverse, *shares, strict=True)
+    )
+
+
+def _shares(measured: Measurement, name: str) -> list[ShareInterval | None]:
+    """Shares at K = none and every K, over the items that have the quantity; at none every next token is equal."""
+    measurements = [result[name] for result in measured.results if result[name] is not None]
+    known = [[True, *hits] for hits in measurements] if name == "top1" else measurements
+    if not known:
+        return [None] * (1 + len(measured.ks))
+    return [ShareInterval(**cast(Any, share_interval(int(hits), len(known)))) for hits in np.array(known, int).sum(0)]
+
+
+def choose_by_eta(curve: Sequence[Point], eta: float, samples: int) -> Choice:
+    """The first K, in rising order, whose mean KL is below eta (VTW Eq. 6 and Algorithm 1)."""
+    points, rule = curve[1:], f"mean KL < {eta:g}"
+    for i, point in enumerate(points):
+        if point.kl.mean < eta:
+            return Choice(rule, point.k, tuple(_doubts(point, points[i + 1 :], eta, samples)))
+    least = min(points, key=lambda p: p.kl.mean)
+    return Choice(rule, None, (f"no K satisfies it: the smallest mean KL is {least.kl.mean:.3g}, at K = {least.k}",))
+
+
+def _doubts(point: Point, later: Sequence[Point], eta: float, samples: int) -> list[str]:
+    k, kl, notes = point.k, point.kl, []
+    if above := [p.k for p in later if p.kl.mean >= eta]:
         notes.append(
             f"the curve is not monotone: after K = {k} the mean KL is {eta:g} or more again at K = {_listed(above)}"
         )
-    if kl["high"] >= eta:
+    if kl.high >= eta:
         notes.append(
-            f"with {samples} samples the mean KL at K = {k} lies between {kl['low']:.2g} and {kl['high']:.2g} "
+            f"with {samples} samples the mean KL at K = {k} lies between {kl.low:.2g} and {kl.high:.2g} "
             f"({CONFIDENCE:.0%}), so it may well be above {eta:g}; more --samples narrow the interval"
         )
     return notes
 
 
-def choose_by_accuracy(curve: Sequence[Mapping[str, Any]], max_drop: float) -> Choice:
+def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
     """The smallest K whose accuracy is at most `max_drop` points below that of no withdrawal.
 
     Accuracy is the share of right answers, or of answers equal to the full model's where no right ones are known.
     """
-    name, quantity = ("right", "accuracy") if curve[0]["right"] else ("agree", "answer agreement")
-    if not curve[0][name]:
+    by_data = curve[0].right is not None
+    quantity = "accuracy" if by_data else "answer agreement"
+    none, *shares = [point.right if by_data else point.agree for point in curve]
+    if none is None:
         raise RequestError("--max-accuracy-drop needs answers; give --max-new-tokens above 0, or data with answers")
-    full, count = curve[0][name]["share"], curve[0][name]["count"]
+    full, count = none.share, none.count
     rule = f"{quantity} at most {max_drop:g} points below {full:.1%}"
-    drops = {point["k"]: 100 * (full - point[name]["share"]) for point in curve[1:]}
+    drops = {
+        point.k: 100 * (full - share.share)
+        for point, share in zip(curve[1:], shares, strict=True)
+        if share and point.k is not None
+    }
     fits = [k for k, drop in drops.items() if drop <= max_drop + 1e-9]
     if not fits:
         k = min(drops, key=lambda k: drops[k])
@@ -136,7 +223,7 @@ def choose_by_accuracy(curve: Sequence[Mapping[str, Any]], max_drop: float) -> C
     return Choice(rule, fits[0], tuple(notes))
 
 
-def _listed(ks: Sequence[int]) -> str:
+def _listed(ks: Sequence[int | None]) -> str:
     return ", ".join(map(str, ks))
 
 
@@ -159,28 +246,31 @@ def mean_attention(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def write_report(report: Mapping[str, Any], folder: Path) -> Path:
+def write_report(report: CalibrationReport, folder: Path) -> Path:
     """Write `folder`/report.json, which is replaced only once complete, and return its path."""
     path = folder / REPORT
-    write_json(path, report)
+    write_json(path, report.to_dict())
     return path
 
 
-def read_choice(path: Path, fingerprint: str) -> dict[str, Any]:
-    """The choice, as `chosen` returns it, of a vtx-calibrate report on disk.
+def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
+    """The choice of a vtx-calibrate report on disk.
 
     Raises:
         RequestError: the report is missing, was measured on another model, or picks no K.
 
     """
     report = read_json_object(path, MAX_REPORT, error=RequestError)
-    model, data, choices = (report.get(name) for name in ("model", "data", "choices"))
-    sound = isinstance(data, dict) and isinstance(choices, list) and choices and isinstance(choices[-1], dict)
-    if report.get("format") != FORMAT or not isinstance(model, dict) or not sound:
+    if report.get("format") != FORMAT:
         raise RequestError(f"{path} is not a report of vtx-calibrate")
-    if model.get("fingerprint") != fingerprint:
-        raise RequestError(f"{path} was measured on another model, {model.get('name')}; calibrate this one")
-    return chosen(report)
+    strict, choices = Strict(RequestError, "calibrate again"), report.get("choices")
+    model = strict.read(CalibratedModel, report.get("model"), f"{path.name}: model")
+    data = strict.read(CalibrationData, report.get("data"), f"{path.name}: data")
+    last = choices[-1] if isinstance(choices, list) and choices else None
+    choice = strict.read(Choice, last, f"{path.name}: the last of choices")
+    if model.fingerprint != fingerprint:
+        raise RequestError(f"{path} was measured on another model, {model.name}; calibrate this one")
+    return _recorded(report.get("k"), choice, data)
 
 
 def find_report(path: Path) -> Path | None:
@@ -193,10 +283,13 @@ def find_report(path: Path) -> Path | None:
         return None
 
 
-def chosen(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The choice of a report as an export records it: `k`, `rule`, `data`, `items`. RequestError where no K fits."""
-    choice, data, k = report["choices"][-1], report["data"], report.get("k")
+def chosen(report: CalibrationReport) -> RecordedChoice:
+    """The choice of a report as an export records it. RequestError where no K fits."""
+    return _recorded(report.k, report.choices[-1], report.data)
+
+
+def _recorded(k: Any, choice: Choice, data: CalibrationData) -> RecordedChoice:
     if type(k) is not int:
-        notes = "; ".join(map(str, choice.get("notes") or ["the report has none"]))
+        notes = "; ".join(choice.notes) or "the report has none"
         raise RequestError(f"calibration picks no K: {notes}; raise --eta with vtx-calibrate, or name a K")
-    return {"k": k, "rule": choice.get("rule"), "data": data.get("source"), "items": data.get("items")}
+    return RecordedChoice(k, choice.rule, data.source, data.items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, tab
 
 if TYPE_CHECKING:
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.report import Choosing
+    from vtx.exporter.calibration.report import CalibrationReport, Choosing
     from vtx.exporter.calibration.source import OpenedModel
 
 
@@ -66,13 +67,13 @@ def calibrate(
     folder = out or Path(f"vtx-calibration-{source.name}")
     report = _measure(source, data, images, samples, seed, options, choosing, folder)
     try:
-        draw_report(report, folder)
+        draw_report(report.to_dict(), folder)
     except DeviceError as e:
         note(f"no plots: {e}; run again then, nothing is measured twice")
     if as_json:
         import json
 
-        click.echo(json.dumps(report, ensure_ascii=False))
+        click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
         _show_calibration(report)
         click.echo(f"report and plots are in {folder}")
@@ -81,7 +82,7 @@ def calibrate(
 def _measure(
     source: OpenedModel, data: str, images: Path | None, samples: int, seed: int, options: CalibrationOptions,
     choosing: Choosing, folder: Path,
-) -> dict[str, Any]:  # fmt: skip
+) -> CalibrationReport:  # fmt: skip
     """Measure with a forecast before and a bar during, and write the report into `folder`."""
     from vtx.exporter.bundling.predict import peak_memory
     from vtx.exporter.calibration.calibrate import calibrate as measure
@@ -115,36 +116,33 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _show_calibration(report: dict[str, Any]) -> None:
-    shares = {"top1": "next token", "agree": "answer", "right": "right"}
+def _show_calibration(report: CalibrationReport) -> None:
+    from vtx.exporter.data.intervals import CONFIDENCE
 
     def short(value: float) -> str:
         return f"{value:.2g}" if value >= 0.01 or value == 0 else f"{value:.1e}".replace("e-0", "e-")
 
     rows = [
-        [str(p["k"] or "none"), str(p["full_layers"] or report["model"]["layers"]),
-         *(short(p["kl"][name]) for name in ("mean", "low", "high")), short(p["kl_reverse"]["mean"]),
-         *(f"{p[name]['share']:.1%}" if p[name] else "-" for name in shares)]
-        for p in report["curve"]
+        [str(p.k or "none"), str(p.full_layers or report.model.layers),
+         *map(short, (p.kl.mean, p.kl.low, p.kl.high, p.kl_reverse.mean)),
+         *(f"{share.share:.1%}" if share else "-" for share in (p.top1, p.agree, p.right))]
+        for p in report.curve
     ]  # fmt: skip
     heads = ["K", "full", "KL", "from", "to", "reverse", "token", "answer", "right"]
-    table(f"{report['data']['items']} items of {report['data']['source']}", heads, rows)
+    table(f"{report.data.items} items of {report.data.source}", heads, rows)
     click.echo(
         "K: first layer without vision tokens, after this number of full layers. KL: mean of the next token's,\n"
-        f"with its {report['confidence']:.0%} interval. token, answer: as without withdrawal. right: as the data say."
+        f"with its {CONFIDENCE:.0%} interval. token, answer: as without withdrawal. right: as the data say."
     )
-    for choice in report["choices"]:
-        click.echo(f"{choice['rule']}: K = {choice['k'] or 'none found'}")
-        for line in choice["notes"]:
+    for choice in report.choices:
+        click.echo(f"{choice.rule}: K = {choice.k or 'none found'}")
+        for line in choice.notes:
             click.echo(f"  {line}")
-    for point in report["curve"]:
-        if point["k"] == report["k"] is not None:
-            shown = [
-                f"{label}: {point[name]['share']:.1%} ({point[name]['low']:.1%}..{point[name]['high']:.1%})"
-                for name, label in shares.items()
-                if point[name]
-            ]
-            click.echo(f"chosen: K = {point['k']} ({point['full_layers']} full layers); {', '.join(shown)}")
+    for p in report.curve:
+        if p.k == report.k is not None:
+            shares = {"next token": p.top1, "answer": p.agree, "right": p.right}
+            shown = [f"{name}: {s.share:.1%} ({s.low:.1%}..{s.high:.1%})" for name, s in shares.items() if s]
+            click.echo(f"chosen: K = {p.k} ({p.full_layers} full layers); {', '.join(shown)}")
 
 
 def calibrated(model: str, data: str, template: str | None) -> dict[str, Any]:
@@ -159,8 +157,8 @@ def calibrated(model: str, data: str, template: str | None) -> dict[str, Any]:
     else:
         folder = Path(f"vtx-calibration-{source.name}-next-token")
         choice = chosen(_measure(source, data, None, 20, 0, CalibrationOptions(max_new_tokens=0), Choosing(), folder))
-    note(f"calibration chooses K = {choice['k']} ({choice['rule']}, {choice['items']} items of {choice['data']})")
-    return choice
+    note(f"calibration chooses K = {choice.k} ({choice.rule}, {choice.items} items of {choice.data})")
+    return asdict(choice)
 
 
 @command(

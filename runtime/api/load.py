@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.devices import AUTO, GPU_DEVICES, choose, float_bytes, open_backend
+from vtx.runtime.backends.devices import GPU_DEVICES, choose, float_bytes, open_backend
+from vtx.runtime.backends.engines import AUTO
 from vtx.runtime.backends.memory import EXPANDED, needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import PublicKey

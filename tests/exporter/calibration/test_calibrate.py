@@ -24,6 +24,9 @@ from vtx.exporter.calibration import source as sources
 from vtx.exporter.calibration.calibrate import CalibrationOptions, Measurement, calibrate, forecast
 from vtx.exporter.calibration.report import (
     Choosing,
+    MeanInterval,
+    Point,
+    ShareInterval,
     choose_by_accuracy,
     choose_by_eta,
     make_curve,
@@ -310,13 +313,14 @@ def test_a_bundle_is_measured_by_the_configuration_that_it_declares(
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def curve(kls: Sequence[float], right: Sequence[float] | None = None, count: int = 100) -> list[dict[str, Any]]:
+def curve(kls: Sequence[float], right: Sequence[float] | None = None, count: int = 100) -> list[Point]:
     """Points at K = none, 5, 6, ... with intervals of a tenth of the mean; `right` has a share for none as well."""
     points = []
     for i, value in enumerate([0.0, *kls]):
-        share = None if right is None else {"share": right[i], "low": 0.0, "high": 1.0, "count": count}
-        interval = {"mean": value, "low": 0.9 * value, "high": 1.1 * value}
-        points.append({"k": i + 4 if i else None, "kl": interval, "right": share, "agree": None})
+        share = None if right is None else ShareInterval(right[i], 0.0, 1.0, count)
+        interval = MeanInterval(value, 0.9 * value, 1.1 * value)
+        k = i + 4 if i else None
+        points.append(Point(k, k and k - 1, interval, interval, None, None, share))
     return points
 
 
@@ -400,13 +404,13 @@ def test_a_curve_counts_only_the_items_that_have_an_answer() -> None:
         for right in ([True, False, True], None, [True, False, False], None)
     ]
     none, first, second = make_curve(Measurement((5, 6), tuple(rows), ()))
-    assert (none["k"], first["k"], second["full_layers"]) == (None, 5, 5)
-    assert none["kl"]["mean"] == 0
-    assert first["kl_reverse"]["mean"] == pytest.approx(0.4)
-    assert [p["right"]["share"] for p in (none, first, second)] == [1, 0, 0.5]
-    assert none["right"]["count"] == 2
-    assert none["top1"]["share"] == 1
-    assert first["agree"] is None
+    assert (none.k, first.k, second.full_layers) == (None, 5, 5)
+    assert none.kl.mean == 0
+    assert first.kl_reverse.mean == pytest.approx(0.4)
+    assert [p.right.share for p in (none, first, second)] == [1, 0, 0.5]
+    assert none.right.count == 2
+    assert none.top1.share == 1
+    assert first.agree is None
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -460,6 +464,14 @@ def test_calibrating_writes_report_table_and_plots(tiny_checkpoint: Checkpoints,
     assert len(report["samples"]) == 5
     assert report["data"]["skipped"][0].startswith("line 6")
     assert report == json.loads((workplace / "found" / "report.json").read_text())
+    keys = "format model data confidence k eta choices curve attention samples"
+    assert list(report) == keys.split()
+    assert list(report["model"]) == ["name", "fingerprint", "layers"]
+    assert list(report["data"]) == ["source", "items", "skipped"]
+    assert list(report["choices"][0]) == ["rule", "k", "notes"]
+    assert list(report["curve"][1]) == ["k", "full_layers", "kl", "kl_reverse", "top1", "agree", "right"]
+    assert list(report["curve"][1]["kl"]) == ["mean", "low", "high"]
+    assert list(report["curve"][1]["top1"]) == ["share", "low", "high", "count"]
 
 
 def test_a_missing_plot_library_costs_the_plots_alone(
@@ -505,7 +517,7 @@ def test_an_export_takes_the_k_of_a_calibration(tiny_checkpoint: Checkpoints, wo
     eta = float(np.sort(means)[2])
     k = 2 + int(np.argmax(means < eta))
     (workplace / "c" / "report.json").write_text(
-        json.dumps(make_report(source, "q", measured, Choosing(eta)), indent=1)
+        json.dumps(make_report(source, "q", measured, Choosing(eta)).to_dict(), indent=1)
     )
     done = vtx(*words, "--calibration", "c")
     assert done.exit_code == 0, done.stderr
@@ -547,7 +559,7 @@ def test_k_auto_alone_names_both_ways_to_choose(workplace: Path) -> None:
 def test_a_broken_report_chooses_nothing(tiny_checkpoint: Checkpoints, workplace: Path, broken: Any) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     row = {"kl": [1.0], "kl_reverse": [1.0], "top1": [True], "agree": None, "right": None}
-    report = make_report(source, "q", Measurement((5,), (row,), ()), Choosing(2.0))
+    report = make_report(source, "q", Measurement((5,), (row,), ()), Choosing(2.0)).to_dict()
     (workplace / "report.json").write_text(json.dumps({**report, **broken}, indent=1))
     done = vtx("export", "--model", str(tiny_checkpoint(GQA)), "--k", "auto", "--calibration", "report.json")
     assert done.exit_code == 1

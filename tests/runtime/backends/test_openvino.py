@@ -26,7 +26,8 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.backends.devices import AUTO, choose
+from vtx.runtime.backends.devices import choose
+from vtx.runtime.backends.engines import AUTO
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Prompt, Session
