@@ -53,18 +53,7 @@ def run_export(
         CheckpointError: a weight is NaN, or a file changed underway.
 
     """
-    try:
-        out = out.expanduser().absolute()
-        make_folder(out.parent)
-        with alone_in(out.parent):
-            set_back_after_killed(out)
-            check_target(out, force)
-            there = left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
-        needed = plan.prediction.disk - _linkable(plan, out.parent) - there
-        check_disk(out.parent, needed, purpose="the bundle", fix="or choose another --out")
-    except (OSError, RuntimeError, ValueError) as e:
-        raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
-    key = key_of(plan)
+    out, key = _ready(plan, out, force), key_of(plan)
     with building(out, lambda folder: can_resume(folder, key), say) as folder:
         journal = ExportJournal(folder)
         if journal.has_work:
@@ -82,6 +71,22 @@ def run_export(
         with alone_in(out.parent):
             put_in_place(folder, out, force)
     return Bundle.open(out, check=False)
+
+
+def _ready(plan: Plan, out: Path, force: bool) -> Path:
+    """`out`, absolute, where the bundle may be written and fits. Raises ExportError."""
+    try:
+        out = out.expanduser().absolute()
+        make_folder(out.parent)
+        with alone_in(out.parent):
+            set_back_after_killed(out)
+            check_target(out, force)
+            there = left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
+        needed = plan.prediction.disk - _linkable(plan, out.parent) - there
+        check_disk(out.parent, needed, purpose="the bundle", fix="or choose another --out")
+    except (OSError, RuntimeError, ValueError) as e:
+        raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
+    return out
 
 
 def _linkable(plan: Plan, folder: Path) -> int:

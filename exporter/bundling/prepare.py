@@ -132,13 +132,7 @@ def plan_export(options: ExportOptions) -> Plan:
         config = family.adjust(config, read_image_processor(checkpoint.folder))
     for activation in (config.text.activation, config.vision.activation, config.projector_activation):
         check_activation(activation)
-    gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
-    ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
-    _check_ks(ks, config.text.layers)
-    if gates and not set(ks) & set(gates.by_k):
-        raise RequestError(
-            f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"
-        )
+    gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
     if options.text_tower and config.layout.max_views > 1:
         raise UnsupportedModelError(
@@ -150,25 +144,14 @@ def plan_export(options: ExportOptions) -> Plan:
     if options.retain is not None:
         options.retain.check(options.reductions)
     context = _context(options.max_context, config)
-    image = read_image_settings(checkpoint.folder, family.processors)
-    if (image.height, image.width) != (config.vision.image, config.vision.image):
-        raise UnsupportedModelError(
-            f"the image processor gives {image.height} x {image.width} pixels, the tower takes "
-            f"{config.vision.image} x {config.vision.image}; correct preprocessor_config.json"
-        )
+    image = _image_settings(checkpoint, config)
     text_config = checkpoint.config.get("text_config") or {}
     tokenizer, template, text = read_text(
         checkpoint.folder, config.image_token_id, text_config, checkpoint.config,
         _template(checkpoint, options, family),
     )  # fmt: skip
     precisions = options.precisions()
-    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *decoder_tensors(config.text)]
-    sources = checkpoint
-    if text_tower is not None:
-        needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
-        sources = replace(checkpoint, tensors={**checkpoint.tensors, **text_tower.checkpoint.tensors})
-    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
-    weights = plan_weights(sources, needed, precisions, scaled)
+    weights = _weights(options, checkpoint, config, text_tower, reductions)
     if config.text.tied:
         precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
     written = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
@@ -181,6 +164,49 @@ def plan_export(options: ExportOptions) -> Plan:
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
         precisions, text_tower, reductions,
     )  # fmt: skip
+
+
+def _gates_and_ks(
+    options: ExportOptions, checkpoint: Checkpoint, config: ModelConfig
+) -> tuple[Gates | None, tuple[int, ...]]:
+    """The gates of the options' file, and the K to prebuild."""
+    gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
+    ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
+    _check_ks(ks, config.text.layers)
+    if gates and not set(ks) & set(gates.by_k):
+        raise RequestError(
+            f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"
+        )
+    return gates, ks
+
+
+def _image_settings(checkpoint: Checkpoint, config: ModelConfig) -> ImageSettings:
+    """The checkpoint's, which must give what its tower takes."""
+    image, side = read_image_settings(checkpoint.folder, find_family(checkpoint.config).processors), config.vision.image
+    if (image.height, image.width) != (side, side):
+        raise UnsupportedModelError(
+            f"the image processor gives {image.height} x {image.width} pixels, the tower takes {side} x {side}; "
+            "correct preprocessor_config.json"
+        )
+    return image
+
+
+def _weights(
+    options: ExportOptions,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    text_tower: TextTower | None,
+    reductions: Reductions,
+) -> WeightPlan:
+    """Where every tensor that a graph needs will lie in the bundle."""
+    precisions = options.precisions()
+    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *decoder_tensors(config.text)]
+    sources = checkpoint
+    if text_tower is not None:
+        needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
+        sources = replace(checkpoint, tensors={**checkpoint.tensors, **text_tower.checkpoint.tensors})
+    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
+    return plan_weights(sources, needed, precisions, scaled)
 
 
 def _check_text_tower(tower: TextTower | None, reductions: Reductions) -> None:

@@ -187,20 +187,13 @@ def _questions(purpose: str, calibration: str | None, samples: int, *, demo: boo
     return read_data(calibration or SCENES, None, samples)
 
 
-def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, force: bool) -> Path:
-    """Export with a forecast before, a bar during, and the measured figures after."""
-    import time
-
-    from vtx.exporter.bundling.predict import peak_memory
-    from vtx.exporter.commands.progress import export_bars
-    from vtx.exporter.estimate.forecast import forecast as forecast_export
+def _note_predicted(plan: Plan) -> None:
     from vtx.runtime.report.inspect import INT8_KV
-    from vtx.runtime.units import duration, size
+    from vtx.runtime.units import size
 
-    predicted, expected, started = plan.prediction, 0.0, 0.0
+    predicted, p = plan.prediction, plan.precisions
     linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
     note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
-    p = plan.precisions
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if part in ("fp16", "bf16")})
     wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
     note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
@@ -208,6 +201,19 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         note(INT8_KV)
     for spec in plan.reductions.specs:
         note(f"reduces:   {spec}")
+
+
+def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, force: bool) -> Path:
+    """Export with a forecast before, a bar during, and the measured figures after."""
+    import time
+
+    from vtx.exporter.bundling.predict import peak_memory
+    from vtx.exporter.commands.progress import export_bars
+    from vtx.exporter.estimate.forecast import forecast as forecast_export
+    from vtx.runtime.units import duration, size
+
+    predicted, expected, started = plan.prediction, 0.0, 0.0
+    _note_predicted(plan)
     with export_bars() as bars:
 
         def begun(folder: Path, journal: ExportJournal) -> None:

@@ -68,11 +68,7 @@ def load(
     formats = check_formats(image_formats)
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
-    layout = read_layout(opened.manifest.layout, opened.manifest.model.tower)
-    settings_for(layout, opened.manifest.image, fit)
-    if max_tiles is not None:
-        check_whole("max_tiles", max_tiles, 1)
-        layout.limited(max_tiles)
+    _check_images(opened, fit, max_tiles)
     place = choose(opened, device, compute)
     if not force and place.device not in GPU_DEVICES:
         _check_memory(opened, float_bytes(place))
@@ -81,6 +77,15 @@ def load(
     model = Model(opened, backend, load_ms, place.why, fit=fit, max_tiles=max_tiles, image_formats=formats)
     log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, place.device, place.why, model.load_ms)
     return model
+
+
+def _check_images(bundle: Bundle, fit: str | None, max_tiles: int | None) -> None:
+    """Raise RequestError for a `fit` or a limit of tiles that the model's layout does not take."""
+    layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
+    settings_for(layout, bundle.manifest.image, fit)
+    if max_tiles is not None:
+        check_whole("max_tiles", max_tiles, 1)
+        layout.limited(max_tiles)
 
 
 def _check_memory(bundle: Bundle, floats: Mapping[str, int]) -> None:

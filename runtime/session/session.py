@@ -32,6 +32,16 @@ def _never() -> None:
     """A check that lets everything pass."""
 
 
+def _check_ends_with_text(prompt: Prompt) -> int:
+    """The length of the prompt's prefix. Raises RequestError where nothing follows it."""
+    if prompt.prefix_length == len(prompt.ids):
+        raise RequestError(
+            "the prompt ends with an image and leaves no token to answer from; "
+            "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
+        )
+    return prompt.prefix_length
+
+
 class Session:
     """One conversation over a shared backend. Not safe for two threads at once; its owner locks it.
 
@@ -99,12 +109,7 @@ class Session:
 
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
-        length = prompt.prefix_length
-        if length == len(prompt.ids):
-            raise RequestError(
-                "the prompt ends with an image and leaves no token to answer from; "
-                "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
-            )
+        length = _check_ends_with_text(prompt)
         self._check = check
         try:
             prefix = self.caches.prefix
