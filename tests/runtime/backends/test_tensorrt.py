@@ -344,8 +344,9 @@ def test_an_engine_that_tensorrt_refuses_is_named_with_its_reason(bundle: Path, 
 
 
 def test_ids_outside_the_vocabulary_reach_no_engine(exported: Path, device: Gpu) -> None:
-    backend = TensorrtBackend(Bundle.open(exported))
-    for wrong in (-1, backend._manifest.model.vocab):
+    bundle = Bundle.open(exported)
+    backend = TensorrtBackend(bundle)
+    for wrong in (-1, bundle.manifest.model.vocab):
         with pytest.raises(BundleError, match=f"token {wrong} does not exist"):
             backend.embed(np.array([1, wrong]))
 
