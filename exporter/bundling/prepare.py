@@ -18,7 +18,7 @@ from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import Checkpoint, open_checkpoint
 from vtx.exporter.checkpoint.processor import read_image_processor, read_image_settings
 from vtx.exporter.checkpoint.text import read_template, read_text
-from vtx.exporter.checkpoint.text_tower import TextTower, open_text_tower
+from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
@@ -56,7 +56,7 @@ class Plan:
     max_context: int
     prediction: Prediction
     precisions: Precisions
-    text_tower: TextTower | None = None
+    text_tower: TextTowerCheckpoint | None = None
     reductions: Reductions = Reductions()  # noqa: RUF009 - frozen
 
     @property
@@ -195,7 +195,7 @@ def _weights(
     options: ExportOptions,
     checkpoint: Checkpoint,
     config: ModelConfig,
-    text_tower: TextTower | None,
+    text_tower: TextTowerCheckpoint | None,
     reductions: Reductions,
 ) -> WeightPlan:
     """Where every tensor that a graph needs will lie in the bundle."""
@@ -209,7 +209,7 @@ def _weights(
     return plan_weights(sources, needed, precisions, scaled)
 
 
-def _check_text_tower(tower: TextTower | None, reductions: Reductions) -> None:
+def _check_text_tower(tower: TextTowerCheckpoint | None, reductions: Reductions) -> None:
     if tower is not None:
         check_activation(tower.spec.activation)
     elif reductions.needs.text_tower:

@@ -1,6 +1,6 @@
 """Untrusted data is parsed in a child process that the kernel holds to limits.
 
-    value = confine("package.module:function", request, subject="the tokenizer of llava", limits=Limits())
+    value = confine("package.module:function", request, subject="the tokenizer of llava", limits=ChildLimits())
 
 `function` gets `request` and returns its result; both are what JSON can hold, and files go by their paths. A `VtxError`
 that it raises is raised here again. Whatever else happens to the child (it runs out of memory or time, aborts, or
@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ChildLimits:
     """What a child may take: bytes of memory, seconds of processor and wall-clock time, bytes of a file it writes."""
 
     memory: int = 4 << 30
@@ -55,7 +55,7 @@ def confine(
     request: Any,
     *,
     subject: str,
-    limits: Limits = Limits(),
+    limits: ChildLimits = ChildLimits(),
     error: type[VtxError] = CheckpointError,
     cure: str = "it is damaged or hostile; get it again from somebody you trust",
 ) -> Any:
@@ -78,7 +78,7 @@ def confine(
     return result["value"]
 
 
-def _run(target: str, limits: Limits, question: IO[str], answer: IO[bytes], log: IO[bytes]) -> int | None:
+def _run(target: str, limits: ChildLimits, question: IO[str], answer: IO[bytes], log: IO[bytes]) -> int | None:
     """The child's exit status, None where it was killed at the deadline."""
     path = [entry for entry in sys.path if os.path.isabs(entry)]
     arguments = map(json.dumps, (path, asdict(limits), target))
@@ -95,7 +95,7 @@ def _run(target: str, limits: Limits, question: IO[str], answer: IO[bytes], log:
         child.wait()
 
 
-def _end(code: int, log: str, limits: Limits) -> str:
+def _end(code: int, log: str, limits: ChildLimits) -> str:
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit status {code}"
     if name in ("SIGXCPU", "SIGKILL"):
         return _limit("cpu", limits)
@@ -106,7 +106,7 @@ def _end(code: int, log: str, limits: Limits) -> str:
     return f"crashes the process that reads it ({name})"
 
 
-def _limit(kind: str, limits: Limits) -> str:
+def _limit(kind: str, limits: ChildLimits) -> str:
     return {
         "memory": f"needs more than {size(limits.memory)} of memory to read, the limit",
         "cpu": f"takes more than {limits.cpu_seconds} s of processor time to read, the limit",

@@ -13,14 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
-from vtx.exporter.checkpoint.confined import Limits, confine
+from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
 from vtx.runtime.bundle.spec.text_settings import MAX_ID, TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, utf8
 from vtx.runtime.strict import Strict
 
-LIMITS = Limits()
+LIMITS = ChildLimits()
 _CURE = "get the checkpoint from somebody you trust, or give another template with vtx-export --chat-template FILE"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _SMALL_FILES = ("special_tokens_map.json", "added_tokens.json")
@@ -37,7 +37,7 @@ def read_text(
     text_config: Mapping[str, Any],
     top_config: Mapping[str, Any],
     template: str | None = None,
-    limits: Limits = LIMITS,
+    limits: ChildLimits = LIMITS,
 ) -> tuple[str, str, TextSettings]:
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
@@ -64,7 +64,7 @@ def read_text(
     return resolved["tokenizer"], template, Strict().read(TextSettings, resolved["settings"], "text")
 
 
-def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Limits = LIMITS) -> str:
+def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: ChildLimits = LIMITS) -> str:
     """The tokenizer.json of an encoder of texts, without chat or image token, made and tried as by `read_text`.
 
     It gives ids below `vocab`, one at least. Raises `CheckpointError`.
@@ -89,7 +89,7 @@ def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Limi
 _known: dict[str, Any] = {}  # by digest: an export that tries two precisions resolves the same files twice
 
 
-def _resolved(request: dict[str, Any], limits: Limits, subject: str) -> Any:
+def _resolved(request: dict[str, Any], limits: ChildLimits, subject: str) -> Any:
     files = sorted(Path(request["folder"]).iterdir())
     contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     key = hashlib.sha256(json.dumps([contents, {**request, "folder": "", "name": ""}]).encode()).hexdigest()

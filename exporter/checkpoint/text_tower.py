@@ -28,7 +28,7 @@ _PARTS = {"text_model.": "clip.text.", "vision_model.": "clip.vision."}
 
 
 @dataclass(frozen=True, slots=True)
-class TextTower:
+class TextTowerCheckpoint:
     """A CLIPModel, of which the text encoder and both projections are exported; `tokenizer` is its tokenizer.json."""
 
     spec: TextTowerSpec
@@ -37,7 +37,7 @@ class TextTower:
     warnings: tuple[str, ...]
 
 
-def open_text_tower(path: str, model: Checkpoint, config: ModelConfig) -> TextTower:
+def open_text_tower(path: str, model: Checkpoint, config: ModelConfig) -> TextTowerCheckpoint:
     """Open the CLIP in directory `path`, or on the hub, for a LLaVA whose vision tower it has.
 
     Raises:
@@ -60,7 +60,7 @@ def open_text_tower(path: str, model: Checkpoint, config: ModelConfig) -> TextTo
     except BundleError as e:
         raise CheckpointError(f"the text tower's config.json: {e}".replace("vtx.json: ", "")) from e
     tokenizer = read_plain_tokenizer(checkpoint.folder, "clip", spec.vocab)
-    return TextTower(spec, checkpoint, tokenizer, _warnings(path, checkpoint, model))
+    return TextTowerCheckpoint(spec, checkpoint, tokenizer, _warnings(path, checkpoint, model))
 
 
 def _canonical(name: str) -> str:

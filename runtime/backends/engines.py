@@ -10,7 +10,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineSpec:
     """What computes on a device: the module it needs, the dialect it reads, its arithmetic, the default first."""
 
     module: str
@@ -19,12 +19,12 @@ class Engine:
     compute: tuple[str, ...]
 
 
-ENGINES: Mapping[str, Engine] = MappingProxyType(
+ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
     {
-        "cpu": Engine("onnxruntime", "cpu", "ort", ("f32",)),
-        "openvino": Engine("openvino", "openvino", "plain", ("f32", "bf16")),
-        "cuda": Engine("onnxruntime", "gpu", "ort", ("f32",)),
-        "tensorrt": Engine("cuda", "rtx", "trt", ("f16", "f32")),
+        "cpu": EngineSpec("onnxruntime", "cpu", "ort", ("f32",)),
+        "openvino": EngineSpec("openvino", "openvino", "plain", ("f32", "bf16")),
+        "cuda": EngineSpec("onnxruntime", "gpu", "ort", ("f32",)),
+        "tensorrt": EngineSpec("cuda", "rtx", "trt", ("f16", "f32")),
     }
 )
 DEVICES = (AUTO, *ENGINES)

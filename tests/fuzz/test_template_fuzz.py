@@ -12,12 +12,12 @@ from tests.exporter.checkpoint.test_forms import CHATS, IRREGULAR, REGULAR
 from tests.fuzz.targets import cases, damaged, fuzz
 from tests.runtime.prompt.test_template import EXPRESSIONS
 from tests.runtime.prompt.test_text import make_settings, make_tokenizer
-from vtx.exporter.checkpoint.confined import Limits, confine
+from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.strict import plain
 
 BATCH = 20  # templates a child
-LIMITS = Limits(memory=2 << 30, cpu_seconds=60)
+LIMITS = ChildLimits(memory=2 << 30, cpu_seconds=60)
 SETTINGS = plain(make_settings(make_tokenizer("first")))
 SOURCES = sorted([*REGULAR.values(), *(template for template, _ in IRREGULAR.values())])
 SNIPPETS = (

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.fuzz.targets import cases, damaged, fuzz
 from tests.runtime.prompt.test_text import SPECIALS, VICUNA, make_tokenizer
-from vtx.exporter.checkpoint.confined import Limits, confine
+from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError
 
 BATCH = 25  # tokenizers a child
-LIMITS = Limits(memory=2 << 30, cpu_seconds=60)
+LIMITS = ChildLimits(memory=2 << 30, cpu_seconds=60)
 
 
 SOUND = {kind: json.loads(make_tokenizer(kind).to_str()) for kind in ("words", "first", "normalizer", "bytes")}

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from vtx.exporter.checkpoint.confined import Limits, confine
+from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError, ImageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's")
-SMALL = Limits(memory=512 << 20, cpu_seconds=1, wall_seconds=300, file=1 << 20)
+SMALL = ChildLimits(memory=512 << 20, cpu_seconds=1, wall_seconds=300, file=1 << 20)
 
 
-def run(kind: str, limits: Limits = SMALL) -> object:
+def run(kind: str, limits: ChildLimits = SMALL) -> object:
     return confine("tests.support.confined:fail", kind, subject="the file of a stranger", limits=limits)
 
 
@@ -35,7 +35,7 @@ def test_each_limit_ends_as_one_line_that_names_it(kind: str, message: str) -> N
 
 def test_a_child_that_waits_is_ended_at_the_deadline() -> None:
     with pytest.raises(CheckpointError, match="takes more than 1 s to read, the limit"):
-        run("sleep", Limits(wall_seconds=1))
+        run("sleep", ChildLimits(wall_seconds=1))
 
 
 def test_the_error_is_the_one_the_caller_names() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.prompt.test_text import VICUNA, read, write_checkpoint
-from vtx.exporter.checkpoint.confined import Limits
+from vtx.exporter.checkpoint.confined import ChildLimits
 from vtx.runtime.errors import CheckpointError, TemplateError, VtxError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's")
@@ -73,12 +73,12 @@ def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("template", "limits", "message"),
     [
-        (SLOW + VICUNA, Limits(cpu_seconds=2), "takes more than 2 s of processor time to read, the limit"),
-        (BIG + VICUNA, Limits(memory=1 << 30), "needs more than 1.07 GB of memory to read, the limit"),
+        (SLOW + VICUNA, ChildLimits(cpu_seconds=2), "takes more than 2 s of processor time to read, the limit"),
+        (BIG + VICUNA, ChildLimits(memory=1 << 30), "needs more than 1.07 GB of memory to read, the limit"),
     ],
 )
 def test_hostile_templates_are_refused_with_the_limit(
-    template: str, limits: Limits, message: str, tmp_path: Path
+    template: str, limits: ChildLimits, message: str, tmp_path: Path
 ) -> None:
     top = write_checkpoint(tmp_path, template=template)
     with pytest.raises(VtxError, match=f"{message}.*--chat-template FILE"):

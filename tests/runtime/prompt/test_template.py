@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vtx.exporter.checkpoint.confined import Limits, confine
+from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import TemplateError, VtxError
 from vtx.runtime.prompt.template import MAX_SOURCE, ChatTemplate
 
@@ -175,7 +175,7 @@ HARMLESS = {
     *("class by item", "class by attr", "class by map", "globals of ours", "self", "namespace", "strip", "strftime"),
     *("long set", "autoescape"),
 }
-CHILD = Limits(memory=1 << 30, cpu_seconds=1)
+CHILD = ChildLimits(memory=1 << 30, cpu_seconds=1)
 
 
 def render_confined(source: str) -> Any:
