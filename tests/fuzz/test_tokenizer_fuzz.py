@@ -69,7 +69,7 @@ def changed(draw: st.DrawFn) -> Candidate:
         if draw(st.integers(0, 5)) == 0 and isinstance(owner, dict):
             del owner[last]
         else:
-            owner[last] = draw(VALUES)
+            owner[last] = copy.deepcopy(draw(VALUES))  # a part of PARTS that is changed next must stay as it is there
     return json.dumps(spec), image_id
 
 
