@@ -78,7 +78,9 @@ def test_the_readme_s_commands_and_its_program_run_as_they_stand(tmp_path: Path)
     folder = os.path.dirname(sys.executable)
     environment = {**os.environ, **home, "PATH": os.pathsep.join([folder, os.environ["PATH"]])}
     lines = [line for block in blocks("sh") for line in block.splitlines()]
-    ours = [line for line in lines if line.startswith(("vtx-export --k", "vtx-run examples", "vtx-run --bundle pruned"))]
+    ours = [
+        line for line in lines if line.startswith(("vtx-export --k", "vtx-run examples", "vtx-run --bundle pruned"))
+    ]
     assert len(ours) == 4
     program = f"{shlex.quote(sys.executable)} -W error -c {shlex.quote(blocks('python')[0])}"
     said = []
