@@ -36,9 +36,9 @@ demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model, ask it about 
 $(DEMO)/vtx.json: | $(READY)
 	$(BIN)/vtx-export --k 16 --precision fp16 --out $(DEMO)
 
-test: lint types imports cpp pytest ## every check but the slow tests: what CI runs
+test: lint types imports cpp pytest ## every check but the slow tests
 
-test-all: lint types imports cpp ## every check, slow tests included
+test-all: lint types imports cpp ## every check, slow tests included: what CI runs
 	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 lint: $(READY) ## ruff: rules and format

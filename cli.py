@@ -14,12 +14,12 @@ from vtx.exporter.commands.bench import bench
 from vtx.exporter.commands.build import build
 from vtx.exporter.commands.calibrate import calibrate, train_gate
 from vtx.exporter.commands.chat import chat
-from vtx.exporter.commands.demo import about
 from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.commands.plan import plan
 from vtx.exporter.commands.serve import serve
+from vtx.exporter.common.demo import about
 from vtx.runtime.terminal.console import command, note, require_signature_option, say, say_json, table
 from vtx.runtime.terminal.depth import DepthType
 from vtx.runtime.terminal.last import last_bundle

@@ -134,11 +134,6 @@ def plan_export(options: ExportOptions) -> Plan:
         check_activation(activation)
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
-    if options.text_tower and config.layout.max_views > 1:
-        raise UnsupportedModelError(
-            "--text-tower goes with images in one piece, and this model's come in tiles; leave it out, and use "
-            "cdpruner:text=embedding"
-        )
     text_tower = open_text_tower(options.text_tower, checkpoint, config) if options.text_tower else None
     _check_text_tower(text_tower, reductions)
     if options.retain is not None:
