@@ -27,8 +27,8 @@ class Server:
             with self._model.open(self._image) as image:
                 while line := await reader.readline():
                     await self._answer(image, line.decode(errors="replace").strip(), writer)
-        except ConnectionError:
-            pass  # the client has left; closing the image ended its answer
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the client has left, or the server stops; closing the image ended its answer
         finally:
             writer.close()
 
