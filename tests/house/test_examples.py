@@ -63,7 +63,7 @@ def test_a_batch_is_a_table(bundle: Path) -> None:
     assert all(row[1] and float(row[2]) > 0 for row in rows[1:])
 
 
-def test_the_server_answers_and_survives_a_client_that_leaves(bundle: Path) -> None:
+def test_the_server_answers_survives_a_client_that_leaves_and_stops_with_one_there(bundle: Path) -> None:
     command = [sys.executable, str(SAMPLES / "async_server.py"), str(bundle), str(SCENES[0]), "--port", "0"]
     server = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -79,11 +79,12 @@ def test_the_server_answers_and_survives_a_client_that_leaves(bundle: Path) -> N
                 lines.write(question + "\n")
                 lines.flush()
                 answers.append(lines.readline())
+            server.send_signal(signal.SIGINT)  # with a client still there
+            out, errors = server.communicate(timeout=WAIT)
         assert answers[0].strip()
         assert answers[1].startswith("error: the question is empty")
     finally:
-        server.send_signal(signal.SIGINT)
-        out, errors = server.communicate(timeout=WAIT)
+        server.kill()
     assert (out, errors, server.returncode) == ("stopped\n", "", 0)
 
 
