@@ -15,7 +15,6 @@ from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import ExportOptions, plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError, UnsupportedModelError
@@ -115,11 +114,6 @@ def test_what_looks_at_single_patches_is_refused_where_a_token_has_four(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match="this model's tokens are of 2 x 2 patches each"):
         export(tiny_checkpoint(INTERNVL), tmp_path / "bundle", reductions=(spec,))
-
-
-def test_a_text_tower_is_refused_for_tiles(tiny_checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(UnsupportedModelError, match="--text-tower goes with images in one piece"):
-        plan_export(ExportOptions(str(tiny_checkpoint(TINY)), text_tower="clip"))
 
 
 def test_merging_is_refused_at_export(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
