@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import Served, asking, serving, user
+from tests.support.serving import Served, asking, serving, until, user
 from tests.support.tiny import random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
@@ -171,6 +171,7 @@ def test_the_metrics_count_what_was_done(tiny_bundle: Path) -> None:
             served.chat(asking(user("red?", IMAGE), k=3, reduce="none"))
         served.chat(asking(user("which?", IMAGE, OTHER), **NONE))
         served.chat({"model": "other", "messages": [user("red?")]})
+        until(lambda: served.metrics()["vtx_requests_active"] == 0, "all have ended")
         figures = served.metrics()
     assert figures['vtx_requests_total{status="200"}'] == 3
     assert figures['vtx_requests_total{status="404"}'] == 1
@@ -182,4 +183,3 @@ def test_the_metrics_count_what_was_done(tiny_bundle: Path) -> None:
     assert figures["vtx_conversation_misses_total"] == 2
     assert figures["vtx_image_cache_hits_total"] == 1, "the first image of two had been encoded before"
     assert figures["vtx_kv_kept_bytes"] > 0
-    assert figures["vtx_requests_active"] == 0
