@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 
-MAX_LAYERS = 512
 MAX_WIDTH = 1 << 20
 MAX_POSITIONS = (1 << 24) - 1
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
@@ -267,12 +267,17 @@ def vision_config_of(config: Any) -> VisionConfig:
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     if hidden % heads:
         raise CheckpointError(f"config.json: the tower's hidden_size {hidden} is not a multiple of its {heads} heads")
+    return tower_of(config, VISION_FAMILIES[config.model_type], image, patch)
+
+
+def tower_of(config: Any, family: str, image: int, patch: int) -> VisionConfig:
+    """The sizes that every tower's configuration states alike, with sides of an image and a patch in pixels."""
     return VisionConfig(
-        family=VISION_FAMILIES[config.model_type],
+        family=family,
         layers=size(config, "num_hidden_layers", MAX_LAYERS),
-        hidden=hidden,
+        hidden=size(config, "hidden_size"),
         ffn=size(config, "intermediate_size"),
-        heads=heads,
+        heads=size(config, "num_attention_heads"),
         image=image,
         patch=patch,
         eps=number(vars(config), "layer_norm_eps"),

@@ -16,10 +16,10 @@ from vtx.exporter.checkpoint.config import (
     feature_layers_of,
     image_token_of,
     model_type,
-    number,
     parse,
     size,
     text_config_of,
+    tower_of,
 )
 from vtx.exporter.checkpoint.families.family import Family
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -78,20 +78,8 @@ def _tower(parsed: Any) -> VisionConfig:
             f"config.json: a tower of {image} pixels in patches of {patch}, {hidden} wide with {heads} heads, does not "
             f"give squares of {SHUFFLE} x {SHUFFLE} patches; correct config.json"
         )
-    return VisionConfig(
-        family="internvit",
-        layers=size(config, "num_hidden_layers", 512),
-        hidden=hidden,
-        ffn=size(config, "intermediate_size"),
-        heads=heads,
-        image=image,
-        patch=patch,
-        eps=number(vars(config), "layer_norm_eps"),
-        activation=str(config.hidden_act),
-        qkv_bias=bool(config.attention_bias),
-        layer_scale=True,
-        shuffle=SHUFFLE,
-    )
+    tower = tower_of(config, "internvit", image, patch)
+    return replace(tower, qkv_bias=bool(config.attention_bias), layer_scale=True, shuffle=SHUFFLE)
 
 
 class _Square:
