@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vtx.runtime.bundle.bundle import QUICK_BYTES
-from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings
+from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings, text_tower
 from vtx.runtime.bundle.tensors import final_norm
 from vtx.runtime.prompt import messages, text
 from vtx.runtime.session import sampling
@@ -27,7 +27,7 @@ namespace vtxcore::names {
 TENSORS = (
     "IDS", "HIDDEN", "HIDDEN_OUT", "PIXELS", "FEATURES", "POSITIONS", "COS", "SIN", "LAST_SLOT", "TOTAL_SLOTS",
     "LOGITS", "ODDS", "QUERY", "KEY", "KEY_SCALE", "ATTENTION_SUM", "ATTENTION_MAX", "TAU", "PATCH_INDEX", "MERGED",
-    "SIMILARITY", "CLS_ATTENTION", "CLS_ATTENTION_LAST",
+    "SIMILARITY", "CLS_ATTENTION", "CLS_ATTENTION_LAST", "CLIP_PATCHES", "TEXT_EMBEDDING",
 )  # fmt: skip
 FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "KV_SCALES")
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
@@ -52,6 +52,7 @@ def header() -> str:
         "MAX_TEXT": messages.MAX_TEXT,
         "MAX_LAYERS": model_spec.MAX_LAYERS,
         "MAX_SIZE": model_spec.MAX_SIZE,
+        "MAX_SEGMENT": text_tower.MAX_SEGMENT,
         "MAX_ID": text_settings.MAX_ID,
         "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE,
         "QUICK_BYTES": QUICK_BYTES,

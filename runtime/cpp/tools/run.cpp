@@ -26,7 +26,8 @@ constexpr char kHelp[] =
     "  --ignore-eos            Go on past end tokens, to --max-new-tokens.\n"
     "  --temperature T         0: always the most likely token [default: 0].\n"
     "  --top-p P --top-k N --seed N\n"
-    "  --device auto|cpu|openvino\n"
+    "  --device auto|cpu\n"
+    "  --compute TYPE          The type of the arithmetic [default: the device's].\n"
     "  --library PATH          The engine's library: a file or a directory.\n"
     "  --threads N             [default: all cores]\n"
     "  --repeat N              Ask everything N times; for measurements.\n";
@@ -84,6 +85,7 @@ Arguments parse(int count, char** values) {
     else if (word == "--top-k") out.ask.top_k = whole();
     else if (word == "--seed") out.ask.seed = static_cast<uint64_t>(whole());
     else if (word == "--device") out.load.device = next();
+    else if (word == "--compute") out.load.compute = next();
     else if (word == "--library") out.load.library = next();
     else if (word == "--threads") out.load.threads = static_cast<int>(whole());
     else if (word == "--repeat") out.repeat = static_cast<long>(whole());

@@ -61,6 +61,7 @@ class PositionedBackend : public Backend {
   ImagePtr vision(const Floats& pixels, const Extras& extras) override { return inner_.vision(pixels, extras); }
   Rows head(const Rows& rows) override { return inner_.head(rows); }
   Floats gate(int64_t k, const Rows& rows) override { return inner_.gate(k, rows); }
+  Floats text_tower(const Ids& ids) override { return inner_.text_tower(ids); }
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
     return std::make_unique<PositionedCache>(inner_.stage(index, capacity), &used[index]);
   }

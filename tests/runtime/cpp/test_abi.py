@@ -35,6 +35,7 @@ class LoadOptions(c.Structure):
         ("library", c.c_char_p),
         ("threads", c.c_int32),
         ("fit", c.c_char_p),
+        ("compute", c.c_char_p),
     )
 
 

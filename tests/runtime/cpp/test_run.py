@@ -129,6 +129,7 @@ def test_pictures_of_another_shape_fit_as_in_python(model: Model, pictures: list
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--fit", "wide"], "fit is 'wide'"),
         (["--device", "toaster"], "device 'toaster'"),
+        (["--compute", "f8"], "no device computes in 'f8'; there are: f32"),
         (["--library", "/nowhere/libonnxruntime.so"], "onnxruntime was not found (/nowhere"),
     ],
 )

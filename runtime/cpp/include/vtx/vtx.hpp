@@ -44,7 +44,7 @@ inline void check(vtx_status status) {
 }
 
 struct LoadOptions {
-  std::string device = "auto", library, fit;
+  std::string device = "auto", library, fit, compute;
   int threads = 0;
 };
 
@@ -197,6 +197,7 @@ class Model {
     raw.library = options.library.empty() ? nullptr : options.library.c_str();
     raw.fit = options.fit.empty() ? nullptr : options.fit.c_str();
     raw.threads = options.threads;
+    raw.compute = options.compute.empty() ? nullptr : options.compute.c_str();
     vtx_model* model = nullptr;
     check(vtx_load(bundle.c_str(), &raw, &model));
     model_.reset(model);

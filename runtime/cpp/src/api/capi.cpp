@@ -190,7 +190,8 @@ vtx_status vtx_load(const char* bundle, const vtx_load_options* given, vtx_model
     require(bundle, "the bundle");
     require(model, "the place for the model");
     vtx_load_options o = known(given, vtx_load_options_init);
-    vtxcore::LoadOptions options{text_or(o.device, "auto"), text_or(o.library, ""), o.threads, text_or(o.fit, "")};
+    vtxcore::LoadOptions options{text_or(o.device, "auto"), text_or(o.library, ""), o.threads, text_or(o.compute, ""),
+                                 text_or(o.fit, "")};
     auto out = std::make_unique<vtx_model>();
     out->model = std::make_shared<vtxcore::Model>(bundle, options);
     out->json = model_json(*out->model);

@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-#include "backends/open.hpp"
+#include "backends/devices.hpp"
 #include "backends/tables.hpp"
 #include "bundle/sha256.hpp"
 
@@ -12,7 +12,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options) : bundle_(bu
   auto start = std::chrono::steady_clock::now();
   fitted(manifest().image, fit_);
   if (options.threads < 0) fail(Kind::request, "threads is ", options.threads, "; it must be at least 1, or 0 for all cores");
-  backend_ = open_backend(bundle_, options.device, options.threads, options.library);
+  backend_ = open_backend(bundle_, options.device, {options.threads, options.library, options.compute});
   try {
     text_.emplace(bundle_);
   } catch (const Error& error) {

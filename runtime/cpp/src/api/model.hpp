@@ -16,9 +16,10 @@
 namespace vtxcore {
 
 struct LoadOptions {
-  std::string device = "auto";  // "cpu" or "openvino"; "auto" takes the first of them whose library is there
+  std::string device = "auto";  // as for open_backend
   std::string library;          // a file or a directory; empty: searched for
   int threads = 0;              // 0: all cores
+  std::string compute;          // the type of the arithmetic; empty: the engine's default
   std::string fit;              // what becomes of images of another shape: "crop", "pad", "squash", or as in training
 };
 

@@ -48,12 +48,14 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual Rows embed(const Ids& ids) = 0;
-  // One image [3, height, width] to its tokens.
+  // One view [3, height, width] to its tokens.
   virtual std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) = 0;
   // Hidden states [n, hidden] to logits [n, vocab].
   virtual Rows head(const Rows& rows) = 0;
   // The odds [2] (stay, withdraw) that the gate before layer `k` gives.
   virtual Floats gate(int64_t k, const Rows& rows) = 0;
+  // The embedding [width] of a text by the ids [n] of the text tower's own tokenizer. Only where the manifest declares one.
+  virtual Floats text_tower(const Ids& ids) = 0;
   // An empty cache of `capacity` slots for stage `index` (from 0).
   virtual std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) = 0;
 

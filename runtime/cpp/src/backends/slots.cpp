@@ -5,16 +5,14 @@
 #include <cmath>
 #include <cstring>
 
-#include "base/errors.hpp"
+#include "backends/failures.hpp"
 
 namespace vtxcore {
 
 SlotMemory::SlotMemory(size_t planes, size_t capacity, size_t slot_bytes)
     : planes_(planes), capacity_(capacity), slot_bytes_(slot_bytes), size_(planes * capacity * slot_bytes + 1) {
   void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED)
-    fail(Kind::device, "not enough memory for a KV cache of ", capacity, " slots; end other programs, or export with a ",
-         "smaller --max-context");
+  if (memory == MAP_FAILED) cache_failure(capacity);
 #ifdef MADV_NOHUGEPAGE
   ::madvise(memory, size_, MADV_NOHUGEPAGE);
 #endif

@@ -44,6 +44,7 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
                    {"stage", io(stage_io(m, dialect, false))},
                    {"head", io(head_io(m))}};
   if (!m.gates.empty()) out.emplace_back("gate", io(gate_io(m)));
+  if (m.text_tower) out.emplace_back("text_tower", io(text_tower_io(m)));
   if (m.dialects.at(dialect).score) {
     out.emplace_back("score", io(score_io(m, dialect)));
     out.emplace_back("stage_query", tensors({query(m)}));
@@ -61,6 +62,10 @@ GraphIO head_io(const Manifest& m) {
 
 GraphIO gate_io(const Manifest& m) { return {{hidden(m)}, {{names::kOdds, "float32", {int64_t{2}}}}}; }
 
+GraphIO text_tower_io(const Manifest& m) {
+  return {{{names::kIds, "int64", {"tokens"}}}, {{names::kTextEmbedding, "float32", {int64_t{1}, m.text_tower->width}}}};
+}
+
 GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   const Graphs& graphs = m.dialects.at(dialect);
   bool merges = graphs.vision_merges;
@@ -75,6 +80,7 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   }
   if (graphs.vision_attention) out.outputs.push_back({names::kClsAttention, "float32", {"tokens"}});
   if (graphs.vision_last_attention) out.outputs.push_back({names::kClsAttentionLast, "float32", {"tokens"}});
+  if (m.text_tower) out.outputs.push_back({names::kClipPatches, "float32", {"tokens", m.text_tower->width}});
   return out;
 }
 

@@ -24,6 +24,7 @@ struct GraphIO {
 GraphIO embed_io(const Manifest& m);
 GraphIO head_io(const Manifest& m);
 GraphIO gate_io(const Manifest& m);
+GraphIO text_tower_io(const Manifest& m);  // where there is one
 GraphIO vision_io(const Manifest& m, const std::string& dialect);
 GraphIO stage_io(const Manifest& m, const std::string& dialect, bool query, const StageSpec* stage = nullptr);
 GraphIO score_io(const Manifest& m, const std::string& dialect);

@@ -102,6 +102,25 @@ int64_t read_layout(const Json& value, int64_t tower_tokens) {
   return most;
 }
 
+std::optional<TextTowerSpec> read_text_tower(const Json& value) {
+  if (value.is_null()) return std::nullopt;
+  Fields fields(value, "vtx.json: text_tower");
+  TextTowerSpec t;
+  t.tokenizer = fields.text("tokenizer");
+  int64_t layers = fields.whole("layers"), hidden = fields.whole("hidden");
+  fields.whole("intermediate");
+  int64_t heads = fields.whole("heads");
+  t.vocab = fields.whole("vocab"), t.max_tokens = fields.whole("max_tokens"), t.width = fields.whole("width");
+  fields.text("activation");
+  positive(fields, "eps"), positive(fields, "vision_eps");
+  if (!fields.get("end_id").is_null()) t.end_id = fields.whole("end_id", 0);
+  fields.done();
+  if (t.max_tokens > names::kMaxSegment || layers > names::kMaxLayers || hidden % heads != 0)
+    fail(Kind::bundle, "vtx.json: a text tower of ", layers, " layers, ", hidden, " wide with ", heads, " heads, for ",
+         t.max_tokens, " tokens is not one; export again");
+  return t;
+}
+
 Graphs read_graphs(const Json& value, const std::string& dialect) {
   Fields fields(value, "vtx.json: dialects." + dialect);
   Graphs g;
@@ -110,7 +129,7 @@ Graphs read_graphs(const Json& value, const std::string& dialect) {
   g.score = fields.text_or_null("score");
   g.vision_merges = fields.flag("vision_merges"), g.vision_attention = fields.flag("vision_attention");
   g.vision_last_attention = fields.flag("vision_last_attention");
-  fields.text_or_null("text_tower");  // there where the manifest declares one, which is refused
+  g.text_tower = fields.text_or_null("text_tower");
   fields.done();
   return g;
 }
@@ -282,6 +301,8 @@ void check_dialects(const Manifest& m) {
     if (graphs.stages.size() != m.stages.size() || graphs.gates.size() != m.gates.size())
       fail(Kind::bundle, "vtx.json: dialect '", name, "' has ", graphs.stages.size(), " stages and ", graphs.gates.size(),
            " gates, the bundle ", m.stages.size(), " and ", m.gates.size(), "; export again");
+    if (m.text_tower.has_value() != graphs.text_tower.has_value())
+      fail(Kind::bundle, "vtx.json: dialect '", name, "': a text tower and its graph go together; export again");
     if (scored != graphs.score.has_value())
       fail(Kind::bundle, "vtx.json: dialect '", name, "': stages that give queries and a score graph go together; export again");
   }
@@ -289,12 +310,14 @@ void check_dialects(const Manifest& m) {
 
 void check_files(const Manifest& m, const std::string& golden, const std::string& chat_template) {
   std::vector<std::string> used{m.tokenizer, m.rope, golden, chat_template};
+  if (m.text_tower) used.push_back(m.text_tower->tokenizer);
   if (m.kv_scales) used.push_back(*m.kv_scales);
   for (const auto& [name, g] : m.dialects) {
     used.insert(used.end(), {g.vision, g.embed, g.head});
     used.insert(used.end(), g.stages.begin(), g.stages.end());
     used.insert(used.end(), g.gates.begin(), g.gates.end());
     if (g.score) used.push_back(*g.score);
+    if (g.text_tower) used.push_back(*g.text_tower);
   }
   for (const std::string& name : used)
     if (m.files.count(name) == 0)
@@ -343,7 +366,8 @@ Manifest read_manifest(const Json& root) {
   for (const auto& [name, graphs] : *dialects) m.dialects.emplace(name, read_graphs(graphs, name));
   m.tokenizer = fields.text("tokenizer"), m.rope = fields.text("rope");
   m.kv_scales = fields.text_or_null("kv_scales");
-  if (!fields.get("text_tower").is_null())
+  m.text_tower = read_text_tower(fields.get("text_tower"));
+  if (m.text_tower)
     fail(Kind::bundle, "the bundle holds CLIP's text tower, which this libvtx does not know; export it without --text-tower");
   m.image = read_image(fields.get("image"));
   m.text = read_text(fields.get("text"));

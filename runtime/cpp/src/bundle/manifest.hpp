@@ -21,6 +21,14 @@ struct ModelSpec {
   int64_t tower_tokens;  // of one pass of the tower
 };
 
+// A text encoder that turns up to `max_tokens` ids into a vector of `width`, in one space with the patches. A segment
+// of ids counts up to its first `end_id`, or up to its highest id where there is none.
+struct TextTowerSpec {
+  std::string tokenizer;  // its own tokenizer's file
+  int64_t vocab, max_tokens, width;
+  std::optional<int64_t> end_id;
+};
+
 struct StageSpec {
   int64_t first, last;  // layers, counted from 1, both included
   bool query;           // whether it gives the last layer's q
@@ -31,7 +39,7 @@ struct StageSpec {
 struct Graphs {
   std::string vision, embed, head;
   std::vector<std::string> stages, gates;
-  std::optional<std::string> score;
+  std::optional<std::string> score, text_tower;
   bool vision_merges, vision_attention, vision_last_attention;
 };
 
@@ -94,6 +102,7 @@ struct Manifest {
   std::map<std::string, Graphs> dialects;
   std::string tokenizer, rope;
   std::optional<std::string> kv_scales;
+  std::optional<TextTowerSpec> text_tower;
   ImageSettings image;
   TextSettings text;
   std::map<std::string, FileRecord> files;

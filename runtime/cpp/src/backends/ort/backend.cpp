@@ -15,11 +15,12 @@ namespace {
 
 class OrtBackend : public Backend {
  public:
-  OrtBackend(const Bundle& bundle, int threads, const std::string& path)
-      : bundle_(bundle), m_(bundle.manifest()), ort_(path), threads_(threads > 0 ? threads : cores()),
+  OrtBackend(const Bundle& bundle, const BackendOptions& options)
+      : bundle_(bundle), m_(bundle.manifest()), ort_(options.library),
+        threads_(options.threads > 0 ? options.threads : cores()),
         context_{ort_, m_, {}, {}, nullptr} {
     ort_.check_release(m_.kv_dtype);
-    device = "cpu", dialect = "ort", compute = "f32";
+    device = "cpu", dialect = "ort", compute = options.compute;
     library = cat("onnxruntime ", ort_.version, " (", ort_.library().where(), ")");
     kv_slot_bytes = 2 * m_.model.kv_heads * m_.model.head_dim * m_.kv_bytes("ort");
     const Graphs& graphs = m_.dialects.at("ort");
@@ -81,6 +82,15 @@ class OrtBackend : public Backend {
     return image_tokens(std::move(found));
   }
 
+  Floats text_tower(const Ids& ids) override {
+    {
+      std::lock_guard<std::mutex> lock(vision_lock_);
+      if (!text_tower_) text_tower_ = load(m_.dialects.at("ort").text_tower.value(), text_tower_io(m_));
+    }
+    OrtTensor in = tensor_over(ort_, ids.data(), {static_cast<int64_t>(ids.size())}, "int64");
+    return rows_of(text_tower_->run({&in})[0], m_.text_tower.value().width, text_tower_->name).data;
+  }
+
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
     return std::make_unique<OrtStageCache>(context_, *stages_[index], m_.stages[index], capacity);
   }
@@ -118,7 +128,7 @@ class OrtBackend : public Backend {
   const Manifest& m_;
   OrtLibrary ort_;
   int threads_;
-  GraphPtr embed_, head_, score_, vision_;
+  GraphPtr embed_, head_, score_, vision_, text_tower_;
   std::vector<GraphPtr> stages_;
   std::map<int64_t, GraphPtr> gates_;
   std::mutex vision_lock_;
@@ -127,8 +137,17 @@ class OrtBackend : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> open_ort(const Bundle& bundle, int threads, const std::string& library) {
-  return std::make_unique<OrtBackend>(bundle, threads, library);
+Engine ort_engine() {
+  Engine engine;
+  engine.device = "cpu", engine.dialect = "ort", engine.compute = {"f32"};
+  engine.merit = [](const Bundle&) { return 1; };
+  engine.obstacle = [](const Bundle&, const BackendOptions& options) -> std::string {
+    return OrtLibrary::obstacle(options.library);
+  };
+  engine.open = [](const Bundle& bundle, const BackendOptions& options) -> std::unique_ptr<Backend> {
+    return std::make_unique<OrtBackend>(bundle, options);
+  };
+  return engine;
 }
 
 }  // namespace vtxcore

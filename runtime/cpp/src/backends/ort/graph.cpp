@@ -1,13 +1,13 @@
 #include "backends/ort/graph.hpp"
 
-#include <algorithm>
 #include <cstdio>
 #include <map>
+
+#include "backends/failures.hpp"
 
 namespace vtxcore {
 namespace {
 
-constexpr size_t kMaxReason = 300;
 constexpr int kApiVersion = 21;  // the oldest release whose operators the bundles need is 1.22
 static_assert(kApiVersion <= ORT_API_VERSION, "the header is older than the API that is asked for");
 
@@ -23,22 +23,31 @@ size_t bytes_of(const std::string& dtype) {
   return dtype == "int64" ? 8 : dtype == "float16" ? 2 : dtype == "int8" ? 1 : 4;
 }
 
-bool lacks_memory(const std::string& text) {
-  std::string lower;
-  for (char c : text) lower += static_cast<char>(c >= 'A' && c <= 'Z' ? c + 32 : c);
-  return lower.find("alloc") != std::string::npos || lower.find("out of memory") != std::string::npos;
+// numpy's name of a type.
+std::string name_of(ONNXTensorElementDataType type) {
+  for (const char* name : {"float32", "float16", "int64", "int32", "int8"})
+    if (type_of(name) == type) return name;
+  return "a type that graphs of vtx do not have";
 }
 
-std::string one_line(const std::string& text) {
-  std::string out;
-  for (char c : text) out += c == '\n' || c == '\r' || c == '\t' ? ' ' : c;
-  return out.size() <= kMaxReason ? out : "..." + out.substr(out.size() - kMaxReason);
+constexpr char kEngine[] = "onnxruntime";
+
+Library find_library(const std::string& path) {
+  return Library(kEngine, path, "VTX_ONNXRUNTIME", {"libonnxruntime.so.1", "libonnxruntime.so"}, "OrtGetApiBase");
 }
 
 }  // namespace
 
-OrtLibrary::OrtLibrary(const std::string& path)
-    : library_("onnxruntime", path, "VTX_ONNXRUNTIME", {"libonnxruntime.so.1", "libonnxruntime.so"}, "OrtGetApiBase") {
+std::string OrtLibrary::obstacle(const std::string& path) {
+  try {
+    find_library(path);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+OrtLibrary::OrtLibrary(const std::string& path) : library_(find_library(path)) {
   auto base = reinterpret_cast<const OrtApiBase* (*)()>(library_.symbol("OrtGetApiBase"))();
   version = base->GetVersionString();
   api = base->GetApi(kApiVersion);
@@ -53,13 +62,21 @@ OrtLibrary::~OrtLibrary() {
   if (env) api->ReleaseEnv(env);
 }
 
-void OrtLibrary::check(OrtStatus* status, const std::string& doing, Kind kind) const {
-  if (status == nullptr) return;
-  std::string reason = api->GetErrorMessage(status);
+std::string OrtLibrary::reason(OrtStatus* status) const {
+  if (status == nullptr) return "";
+  std::string text = api->GetErrorMessage(status);
   api->ReleaseStatus(status);
-  if (lacks_memory(reason))
-    fail(Kind::device, doing, ": not enough memory; end other programs, or use a bundle of a smaller precision");
-  fail(kind, doing, ": ", one_line(reason), "; check the bundle with vtx-doctor");
+  return text.empty() ? "for no reason that it gives" : text;
+}
+
+void OrtLibrary::check(OrtStatus* status, const std::string& doing) const {
+  std::string why = reason(status);
+  if (!why.empty()) fail(Kind::device, doing, ": ", why);
+}
+
+void OrtLibrary::check_run(OrtStatus* status, const std::string& graph) const {
+  std::string why = reason(status);
+  if (!why.empty()) run_failure(kEngine, graph, why);
 }
 
 void OrtLibrary::check_release(const std::string& kv_dtype) const {
@@ -120,11 +137,11 @@ OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::s
   set(api->DisableMemPattern(options));   // the number of tokens changes with every prompt
   set(api->DisableCpuMemArena(options));  // each session's own would keep what the longest prompt took
   bundle.check_still(name);
-  ort.check(api->CreateSession(ort.env, bundle.path(name).c_str(), options, &session),
-            "onnxruntime cannot load " + name, Kind::bundle);
+  std::string why = ort.reason(api->CreateSession(ort.env, bundle.path(name).c_str(), options, &session));
+  if (!why.empty()) load_failure(kEngine, name, why);
   try {
     bundle.check_still(name);
-    check_io(io);
+    check_ports(name, ports(true), ports(false), io);
   } catch (...) {
     api->ReleaseSession(session);
     throw;
@@ -135,49 +152,35 @@ OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::s
 
 OrtGraph::~OrtGraph() { ort.api->ReleaseSession(session); }
 
-void OrtGraph::check_io(const GraphIO& io) const {
-  check_side(io.inputs, true);
-  check_side(io.outputs, false);
-}
-
-void OrtGraph::check_side(const std::vector<TensorSpec>& wanted, bool inputs) const {
+std::vector<Port> OrtGraph::ports(bool inputs) const {
   const OrtApi* api = ort.api;
   auto told = [&](OrtStatus* status) { ort.check(status, "onnxruntime does not describe " + name); };
   size_t count = 0;
   told(inputs ? api->SessionGetInputCount(session, &count) : api->SessionGetOutputCount(session, &count));
-  if (count != wanted.size()) fail(Kind::bundle, name, " is not the graph that vtx.json says it is; export the bundle again");
   OrtAllocator* allocator = nullptr;
   told(api->GetAllocatorWithDefaultOptions(&allocator));
+  std::vector<Port> out(count);
   for (size_t i = 0; i < count; ++i) {
     char* text = nullptr;
     told(inputs ? api->SessionGetInputName(session, i, allocator, &text)
                 : api->SessionGetOutputName(session, i, allocator, &text));
-    std::string found_name = text;
+    out[i].name = text;
     told(api->AllocatorFree(allocator, text));
-    auto spec = std::find_if(wanted.begin(), wanted.end(), [&](const TensorSpec& s) { return s.name == found_name; });
-    if (spec == wanted.end()) fail(Kind::bundle, name, " is not the graph that vtx.json says it is; export the bundle again");
     OrtTypeInfo* info = nullptr;
     told(inputs ? api->SessionGetInputTypeInfo(session, i, &info) : api->SessionGetOutputTypeInfo(session, i, &info));
     std::unique_ptr<OrtTypeInfo, void (*)(OrtTypeInfo*)> held(info, api->ReleaseTypeInfo);
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
     told(api->CastTypeInfoToTensorInfo(info, &tensor));
-    bool same = tensor != nullptr;
-    if (same) {
-      ONNXTensorElementDataType type;
-      told(api->GetTensorElementType(tensor, &type));
-      size_t dims = 0;
-      told(api->GetDimensionsCount(tensor, &dims));
-      Ids shape(dims);
-      told(api->GetDimensions(tensor, shape.data(), dims));
-      same = type == type_of(spec->dtype) && dims == spec->shape.size();
-      for (size_t d = 0; same && d < dims; ++d) {
-        const int64_t* size = std::get_if<int64_t>(&spec->shape[d]);
-        same = size == nullptr || shape[d] < 0 || *size == shape[d];
-      }
-    }
-    if (!same)
-      fail(Kind::bundle, name, ": ", found_name, " has not the type and sizes that vtx.json says; export the bundle again");
+    if (tensor == nullptr) continue;  // a sequence or a map, which no contract has
+    ONNXTensorElementDataType type;
+    told(api->GetTensorElementType(tensor, &type));
+    out[i].dtype = name_of(type);
+    size_t dims = 0;
+    told(api->GetDimensionsCount(tensor, &dims));
+    out[i].shape.resize(dims);
+    told(api->GetDimensions(tensor, out[i].shape.data(), dims));
   }
+  return out;
 }
 
 std::vector<OrtTensor> OrtGraph::run(const std::vector<const OrtTensor*>& inputs) const {
@@ -192,7 +195,7 @@ std::vector<OrtTensor> OrtGraph::run(const std::vector<const OrtTensor*>& inputs
   std::vector<OrtTensor> outputs;
   outputs.reserve(found.size());
   for (OrtValue* value : found) outputs.emplace_back(ort, value);
-  ort.check(status, "onnxruntime failed in " + name);
+  ort.check_run(status, name);
   return outputs;
 }
 
@@ -203,15 +206,15 @@ OrtBinding::OrtBinding(const OrtGraph& graph) : graph_(graph) {
 OrtBinding::~OrtBinding() { graph_.ort.api->ReleaseIoBinding(binding_); }
 
 void OrtBinding::input(const std::string& name, const OrtTensor& value) {
-  graph_.ort.check(graph_.ort.api->BindInput(binding_, name.c_str(), value.get()), "onnxruntime failed in " + graph_.name);
+  graph_.ort.check_run(graph_.ort.api->BindInput(binding_, name.c_str(), value.get()), graph_.name);
 }
 
 void OrtBinding::output(const std::string& name, const OrtTensor& value) {
-  graph_.ort.check(graph_.ort.api->BindOutput(binding_, name.c_str(), value.get()), "onnxruntime failed in " + graph_.name);
+  graph_.ort.check_run(graph_.ort.api->BindOutput(binding_, name.c_str(), value.get()), graph_.name);
 }
 
 void OrtBinding::run() {
-  graph_.ort.check(graph_.ort.api->RunWithBinding(graph_.session, nullptr, binding_), "onnxruntime failed in " + graph_.name);
+  graph_.ort.check_run(graph_.ort.api->RunWithBinding(graph_.session, nullptr, binding_), graph_.name);
 }
 
 }  // namespace vtxcore

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "backends/contract.hpp"
 #include "backends/library.hpp"
 #include "base/tensors.hpp"
 #include "bundle/bundle.hpp"
@@ -17,12 +18,18 @@ namespace vtxcore {
 class OrtLibrary {
  public:
   explicit OrtLibrary(const std::string& path);
+  // Why there is no such library here; empty where there is.
+  static std::string obstacle(const std::string& path);
   ~OrtLibrary();
   OrtLibrary(const OrtLibrary&) = delete;
   OrtLibrary& operator=(const OrtLibrary&) = delete;
 
-  // Throws what a status says, Error(device) or Error(bundle); `doing` begins the message.
-  void check(OrtStatus* status, const std::string& doing, Kind kind = Kind::device) const;
+  // Throws Error(device) with what a status says; `doing` begins the message.
+  void check(OrtStatus* status, const std::string& doing) const;
+  // Throws what a status of running `graph` says.
+  void check_run(OrtStatus* status, const std::string& graph) const;
+  // Takes a status; what it says, empty where it is none.
+  std::string reason(OrtStatus* status) const;
   // Throws Error(device) where this release cannot attend over K and V of `kv_dtype`.
   void check_release(const std::string& kv_dtype) const;
 
@@ -72,8 +79,7 @@ class OrtGraph {
   OrtSession* session = nullptr;
 
  private:
-  void check_io(const GraphIO& io) const;
-  void check_side(const std::vector<TensorSpec>& wanted, bool inputs) const;
+  std::vector<Port> ports(bool inputs) const;
   std::vector<std::string> inputs_, outputs_;
 };
 

@@ -1,0 +1,40 @@
+#include "backends/contract.hpp"
+
+#include <algorithm>
+
+#include "base/errors.hpp"
+
+namespace vtxcore {
+namespace {
+
+// Equal in every size that both sides name.
+bool fits(const TensorSpec& declared, const Port& port) {
+  bool same = port.dtype == declared.dtype && port.shape.size() == declared.shape.size();
+  for (size_t i = 0; same && i < port.shape.size(); ++i) {
+    const int64_t* size = std::get_if<int64_t>(&declared.shape[i]);
+    same = size == nullptr || port.shape[i] < 0 || port.shape[i] == *size;
+  }
+  return same;
+}
+
+void check_side(const std::string& graph, const std::vector<Port>& ports, const std::vector<TensorSpec>& declared) {
+  bool counted = ports.size() == declared.size();
+  for (const Port& port : ports) {
+    auto spec = std::find_if(declared.begin(), declared.end(), [&](const TensorSpec& s) { return s.name == port.name; });
+    if (!counted || spec == declared.end())
+      fail(Kind::bundle, graph, " is not the graph that vtx.json says it is; export the bundle again");
+    if (!fits(*spec, port))
+      fail(Kind::bundle, graph, ": ", port.name, " has not the type and sizes that vtx.json says; export the bundle again");
+  }
+  if (!counted) fail(Kind::bundle, graph, " is not the graph that vtx.json says it is; export the bundle again");
+}
+
+}  // namespace
+
+void check_ports(const std::string& graph, const std::vector<Port>& inputs, const std::vector<Port>& outputs,
+                 const GraphIO& contract) {
+  check_side(graph, inputs, contract.inputs);
+  check_side(graph, outputs, contract.outputs);
+}
+
+}  // namespace vtxcore

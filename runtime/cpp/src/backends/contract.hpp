@@ -1,0 +1,22 @@
+// What each graph must take and give, compared when it is loaded, so that no run fails for it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/tensors.hpp"
+#include "bundle/graphs.hpp"
+
+namespace vtxcore {
+
+// An input or output as an engine describes it: numpy's name of its type, and its sizes, negative where they are free.
+struct Port {
+  std::string name, dtype;
+  Ids shape;
+};
+
+// Throws Error(bundle) unless a loaded graph takes and gives what its contract says.
+void check_ports(const std::string& graph, const std::vector<Port>& inputs, const std::vector<Port>& outputs,
+                 const GraphIO& contract);
+
+}  // namespace vtxcore

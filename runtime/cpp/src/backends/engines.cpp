@@ -1,0 +1,14 @@
+#include "backends/engines.hpp"
+
+#include "backends/ort/backend.hpp"
+
+namespace vtxcore {
+
+const std::vector<Engine>& engines() {
+  static const std::vector<Engine> kEngines{
+      ort_engine(),
+  };
+  return kEngines;
+}
+
+}  // namespace vtxcore

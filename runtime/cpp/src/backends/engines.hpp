@@ -1,0 +1,36 @@
+// The engines that graphs run on, a folder each. None is linked: each finds its library when it is asked.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backends/backend.hpp"
+#include "bundle/bundle.hpp"
+
+namespace vtxcore {
+
+struct BackendOptions {
+  int threads = 0;      // 0: all cores
+  std::string library;  // the engine's, a file or a directory; empty: searched for, see `Library`
+  std::string compute;  // the type of the arithmetic; empty: the engine's default
+};
+
+// What computes on a device: the dialect it reads, and its arithmetic, the default first.
+struct Engine {
+  const char* device;
+  const char* dialect;
+  std::vector<std::string> compute;
+  // The largest of those that are possible is "auto": 0 where another engine was measured to be faster, 1 the default,
+  // 2 where this one was measured to be faster, 3 where the bundle was prepared for this very machine.
+  int (*merit)(const Bundle& bundle);
+  // Why the engine cannot answer this bundle here, and the fix; empty where it can. Runs nothing.
+  std::string (*obstacle)(const Bundle& bundle, const BackendOptions& options);
+  // Loads the bundle's graphs. Throws Error(device), Error(bundle).
+  std::unique_ptr<Backend> (*open)(const Bundle& bundle, const BackendOptions& options);
+};
+
+// All of them, in the order in which messages name them.
+const std::vector<Engine>& engines();
+
+}  // namespace vtxcore
