@@ -33,7 +33,11 @@ for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/gr
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
           "num_attention_heads": 16, "image_size": 336, "patch_size": 14}  # fmt: skip
 _TEXT = {"model_type": "llama", "vocab_size": 32064}
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 152000}
 _OWN: Mapping[str, Mapping[str, Any]] = {
+    "llava_onevision": {
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 384}, "text_config": _QWEN2,
+    },
     "internvl": {"image_token_id": 32000, "vision_config": {"model_type": "internvl_vision"}},
 }
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
@@ -107,7 +111,10 @@ Video files are not read.
 ## Images in tiles
 
 **LLaVA-NeXT** sees an image twice: squeezed into one tile, and at its own aspect ratio in up to four more. What stands
-for padding is cut off the tiles' tokens, and a learned newline ends each row of them. **InternVL** stretches an image
+for padding is cut off the tiles' tokens, and a learned newline ends each row of them. **LLaVA-OneVision** does the same
+in up to 36 tiles of 384 pixels; where their grid has clearly more tokens than nine tiles (`anyres_max_9`), it is shrunk
+to about as many, each token a mean of four. Of several images in one prompt it sees each in one tile only, padded to a
+square. **InternVL** stretches an image
 to the grid of up to 12 tiles nearest to its shape, and sees the whole of it once more, in a last tile. Pixels, token
 counts and the order of tokens follow transformers exactly *(run: `tests/runtime/vision/layouts/`, twelve shapes each,
 pixels bit for bit)*; token ids and logits equal transformers' for one image and two, and the plain statement of VTW at
@@ -123,7 +130,7 @@ two K *(run, random models of eight layers: `tests/runtime/session/test_tiles.py
   one grid, which has no gaps. InternVL's tokens are of four patches each: what looks at single patches is refused.
   `cdpruner:text=tower` is refused for both: CLIP's text tower goes with images in one piece.
 - A patch index counts on from tile to tile, in their order; a newline has -2. `--show-tokens` draws the first tile,
-  which for LLaVA-NeXT is the squeezed image.
+  which for LLaVA-NeXT is the squeezed image. A token that LLaVA-OneVision made of four has the index of the nearest.
 - `--max-tiles N` (`max_tiles`) allows at most N tiles, the squeezed image counted: 1 is that image alone. Where a
   prompt does not fit, the error names the N that does.
 - `--fit` is refused: tiles show all of any shape, as in training.

@@ -136,4 +136,4 @@ def _prepared(model: Model, lines: Sequence[Task | BadLine]) -> Iterator[tuple[T
 
 
 def _read(model: Model, paths: Sequence[Path]) -> Images:
-    return tuple(model.prepare(path) for path in paths)
+    return model.prepare_all(paths)

@@ -147,7 +147,7 @@ class Trial:
             self.skipped.append(f"{item.question[:40]!r}: {e}")
 
     def _ask_all(self, item: Item, number: int) -> dict[Method, MethodAnswer]:
-        images = tuple(self.model.prepare(image) for image in item.images)
+        images = self.model.prepare_all(item.images)
         parts: list[Part] = [{"type": "image"} for _ in images]
         content: list[Part] = [*parts, {"type": "text", "text": item.question}]
         text = len(self.model.text.prompt([{"role": "user", "content": content}], 1)) - len(images)

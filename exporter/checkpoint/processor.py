@@ -36,13 +36,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "SiglipImageProcessor": _SIGLIP,
     "LlavaImageProcessor": _CLIP,
     "LlavaNextImageProcessor": {**_CLIP, "do_pad": True},
+    "LlavaOnevisionImageProcessor": {
+        **_CLIP,
+        "size": {"height": 384, "width": 384},
+        "do_center_crop": False,
+        "do_pad": True,
+    },
     "GotOcr2ImageProcessor": {
         **_CLIP,
         "size": {"height": 384, "width": 384},
         "do_center_crop": False,
     },
 }
-_TILED = ("LlavaNextImageProcessor", "GotOcr2ImageProcessor")
+_TILED = ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "GotOcr2ImageProcessor")
 _ONE_PIECE = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
 _FILTERS = dict(enumerate(RESAMPLING))
 

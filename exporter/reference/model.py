@@ -69,8 +69,8 @@ class Reference:
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Tensor:
-        """The tokens [tokens, hidden] of images, one image after the other."""
-        layout, tokens = self.config.layout, []
+        """The tokens [tokens, hidden] of one prompt's images, one image after the other."""
+        layout, tokens = self.config.layout.among(len(images)), []
         hidden = (0, self.config.text.hidden)
         newline = self._tensor(NEWLINE)[None].numpy() if layout.newline else np.zeros(hidden, np.float32)
         for source in images:

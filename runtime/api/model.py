@@ -143,7 +143,7 @@ class Model:
         """
         self.check_open()
         many = cast("Sequence[ImageSource]", images if isinstance(images, list | tuple) else [images])
-        conversation = Conversation(self, tuple(self.prepare(source, fit) for source in many), system)
+        conversation = Conversation(self, self.prepare_all(many, fit), system)
         if system is not None:
             self.check_system(conversation.opening("?"))
         return conversation
@@ -285,10 +285,14 @@ class Model:
             final_norm=lambda: read_final_norm(self.bundle),
         )
 
-    def prepare(self, source: ImageSource, fit: str | None = None) -> PreparedImage:
-        """Read and preprocess an image, as `open` does."""
-        layout = self.layout
-        settings = settings_for(layout, self.manifest.image, self.fit if fit is None else fit)
+    def prepare_all(self, sources: Sequence[ImageSource], fit: str | None = None) -> tuple[PreparedImage, ...]:
+        """Read and preprocess the images of one prompt, as `open` does."""
+        return tuple(self.prepare(source, fit, among=len(sources)) for source in sources)
+
+    def prepare(self, source: ImageSource, fit: str | None = None, *, among: int = 1) -> PreparedImage:
+        """Read and preprocess an image that is one of `among` images in a prompt."""
+        layout = self.layout.among(among)
+        settings = settings_for(self.layout, self.manifest.image, self.fit if fit is None else fit)
         image = load_image(source, self.image_formats)
         width, height = image.size
         note_discarded(width, height, settings)
@@ -323,7 +327,7 @@ class Model:
         )
 
     def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:
-        layout = self.layout.limited(max_tiles)
+        layout = self.layout.limited(max_tiles).among(len(images))
         return text + sum(layout.count(*image.size) for image in images) < self.manifest.max_context
 
     def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:

@@ -141,7 +141,7 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits) -> Prepared:
                 413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in all; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
-    images = tuple(model.prepare(image) for image in chat.images)
+    images = model.prepare_all(chat.images)
     model.check_system(chat.messages)
     ids = model.prompt_ids(chat.messages, images)
     return Prepared(replace(chat, images=()), images, ids)

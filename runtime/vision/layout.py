@@ -56,6 +56,10 @@ class Layout(Protocol):
         """
         ...
 
+    def among(self, images: int) -> Layout:
+        """The layout of each of so many images in one prompt."""
+        ...
+
     def count(self, width: int, height: int) -> int:
         """Tokens of an image of this size in pixels, as it is before any preprocessing."""
         ...

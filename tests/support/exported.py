@@ -60,7 +60,7 @@ class Greedy(NamedTuple):
 
 def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Image]) -> Prompt:
     """The prompt as a session takes it, pixels and all."""
-    pictures = [model.prepare(image) for image in images]
+    pictures = model.prepare_all(images)
     ids = model.text.prompt(messages, [picture.tokens for picture in pictures])
     encoders = tuple((p.key, lambda p=p: p.encode(model.backend)) for p in pictures)
     return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)

@@ -96,7 +96,7 @@ class Talk:
 
     def _prompt(self, messages: Sequence[Message], images: Sequence[Image.Image], policy: Policy) -> Prompt:
         model = self._model
-        pictures = [model.prepare(image) for image in images]
+        pictures = model.prepare_all(images)
         token, counts = model.manifest.text.image_token_id, [picture.tokens for picture in pictures]
         plain = model.text.prompt(messages, counts)
         question = self._question(plain, token)

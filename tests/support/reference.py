@@ -51,21 +51,34 @@ class Reference:
         self.model.generation_config.eos_token_id = None  # the reference answers to full length
 
     def _processor(self, folder: Path) -> Any:
-        """Transformers' own; InternVL's without its part for videos, which needs torchvision."""
-        from transformers import AutoProcessor, AutoTokenizer, GotOcr2ImageProcessorPil, InternVLProcessor
+        """Transformers' own; of families with videos without the part for them, which needs torchvision."""
+        import transformers
+        from transformers import AutoProcessor, AutoTokenizer
 
-        if self.model.config.model_type != "internvl":
+        config = self.model.config
+        processors = {
+            "internvl": ("GotOcr2ImageProcessorPil", "InternVLProcessor"),
+            "llava_onevision": ("LlavaOnevisionImageProcessorPil", "LlavaOnevisionProcessor"),
+        }
+        if config.model_type not in processors:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        images = GotOcr2ImageProcessorPil.from_pretrained(folder, local_files_only=True)
-        size = self.model.config.image_seq_length
+        of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])
+        settings: dict[str, Any] = {"image_seq_length": getattr(config, "image_seq_length", None)}
+        if config.model_type == "llava_onevision":
+            side = config.vision_config.image_size // config.vision_config.patch_size
+            settings = {"num_image_tokens": side**2, "vision_feature_select_strategy": "full"}
+            settings["vision_aspect_ratio"] = config.vision_aspect_ratio
 
-        class WithoutVideos(InternVLProcessor):  # type: ignore[no-untyped-call,misc]
+        class WithoutVideos(of_all):  # type: ignore[misc,valid-type]
             def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
                 return None if value is None else super().check_argument_for_proper_class(name, value)
 
-        return WithoutVideos(images, tokenizer, None, image_seq_length=size, chat_template=template)
+        return WithoutVideos(
+            image_processor=of_images.from_pretrained(folder, local_files_only=True),
+            tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+            chat_template=(folder / "chat_template.jinja").read_text(encoding="utf-8"),
+            **settings,
+        )
 
     def inputs(self, messages: list[Message], images: list[Image.Image]) -> Inputs:
         """`input_ids` and `attention_mask` [1, S+V+T], `pixel_values` [images, 3, H, W] where there are images.
@@ -141,7 +154,8 @@ class Reference:
         vision = self._vision(inputs)
         rows = self.model.model.language_model.embed_tokens(inputs["input_ids"])
         if inputs.get("pixel_values") is not None:
-            pictures = {name: inputs[name] for name in ("pixel_values", "image_sizes") if name in inputs}
+            names = ("pixel_values", "image_sizes", "batch_num_images")
+            pictures = {name: inputs[name] for name in names if name in inputs}
             features = self.model.model.get_image_features(**pictures).pooler_output
             rows[0, vision] = torch.cat(list(features)).to(rows.dtype)
         return rows, vision

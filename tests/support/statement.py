@@ -160,7 +160,7 @@ class Statement:
         pixels, sizes = inputs.get("pixel_values"), inputs.get("image_sizes")
         if pixels is None:
             return []
-        if self._config.model_type == "internvl":
+        if self._config.model_type in ("internvl", "llava_onevision"):
             return self._given(inputs)
         if sizes is None:
             return [self.image(image, method) for image in pixels]
@@ -168,10 +168,12 @@ class Statement:
 
     def _given(self, inputs: Inputs) -> list[Image]:
         """Images whose tokens are no patches, as transformers makes them; each is one run of placeholders."""
-        features = self._reference.model.model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
+        names = ("pixel_values", "image_sizes", "batch_num_images")
+        pictures = {name: inputs[name] for name in names if name in inputs}
+        features = torch.cat([*self._reference.model.model.get_image_features(**pictures).pooler_output])
         is_image = inputs["input_ids"][0] == self._reference.image_token
         runs = [len(list(run)) for there, run in groupby(is_image.tolist()) if there]
-        return [self._whole(rows) for rows in features.flatten(0, 1).split(runs)]
+        return [self._whole(rows) for rows in features.split(runs)]
 
     @staticmethod
     def _whole(rows: Tensor) -> Image:

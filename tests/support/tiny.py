@@ -48,15 +48,18 @@ IMAGE_TOKEN = "<image>"
 ARCHITECTURES = {
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
     "vipllava": "VipLlavaForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
     "llava_next": "LlavaNextProcessor",
+    "llava_onevision": "LlavaOnevisionProcessor",
     "vipllava": "LlavaProcessor",
     "internvl": "InternVLProcessor",
 }
+PINPOINTS = ("llava_next", "llava_onevision")
 AROUND = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}  # internvl's
 
 
@@ -68,7 +71,7 @@ class Tiny:
     writes them, "new" as 5's state_dict has them. `layers`, `head_dim` and the like speak of the text model.
     """
 
-    family: Literal["llava", "llava_next", "vipllava", "internvl"] = "llava"
+    family: Literal["llava", "llava_next", "llava_onevision", "vipllava", "internvl"] = "llava"
     text: Literal["llama", "mistral", "qwen2"] = "llama"
     layers: int = 8
     hidden: int = 64
@@ -120,8 +123,9 @@ class Tiny:
 
     @property
     def pinpoints(self) -> list[list[int]]:
-        """The (height, width) that tiles may cover in llava_next."""
-        return [[self.image * a, self.image * b] for a, b in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
+        """The (height, width) that tiles may cover in llava_next and llava_onevision."""
+        more = ((1, 1), (2, 3), (3, 2), (3, 3)) if self.family == "llava_onevision" else ()
+        return [[self.image * a, self.image * b] for a, b in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3), *more)]
 
     @property
     def vision_tokens(self) -> int:
@@ -233,7 +237,9 @@ def _llava_fields(tiny: Tiny) -> dict[str, Any]:
     if tiny.family == "vipllava":
         return fields | {"projector_layernorm_eps": 1e-5}
     fields |= {"multimodal_projector_bias": tiny.projector_bias, "vision_feature_select_strategy": tiny.select}
-    return fields | ({"image_grid_pinpoints": tiny.pinpoints} if tiny.family == "llava_next" else {})
+    if tiny.family == "llava_onevision":
+        fields["vision_aspect_ratio"] = "anyres_max_1"
+    return fields | ({"image_grid_pinpoints": tiny.pinpoints} if tiny.family in PINPOINTS else {})
 
 
 def _config(tiny: Tiny, image_token: int) -> Any:
@@ -372,7 +378,10 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
     }
     if tiny.vision == "siglip":
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-        return settings | half | {"image_processor_type": "SiglipImageProcessor", "size": square}
+        if tiny.family == "llava_onevision":
+            settings |= {"image_grid_pinpoints": tiny.pinpoints, "do_pad": True}
+        kind = "LlavaOnevisionImageProcessor" if tiny.family == "llava_onevision" else "SiglipImageProcessor"
+        return settings | half | {"image_processor_type": kind, "size": square}
     if tiny.family == "internvl":
         half = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
         tiles = {"crop_to_patches": False, "min_patches": 1, "max_patches": 6}

@@ -12,10 +12,11 @@ from vtx.runtime.vision.layouts.anyres import Anyres
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    return read_llava_like(config, "LlavaNextConfig", _layout)
+    return read_llava_like(config, "LlavaNextConfig", anyres)
 
 
-def _layout(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
+def anyres(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
+    """The layout by `image_grid_pinpoints`."""
     if vision.rows - (select == "default") != vision.grid**2:
         raise UnsupportedModelError(
             f"vision_feature_select_strategy {select!r} with a {vision.family} tower does not give one token a "

@@ -12,16 +12,16 @@ from vtx.exporter.checkpoint.families.family import Family
 from vtx.exporter.checkpoint.families.internvl import INTERNVL
 from vtx.exporter.checkpoint.families.llava import LLAVA
 from vtx.exporter.checkpoint.families.llava_next import LLAVA_NEXT
+from vtx.exporter.checkpoint.families.llava_onevision import LLAVA_ONEVISION
 from vtx.exporter.checkpoint.families.vipllava import VIPLLAVA
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import UnsupportedModelError
 
-FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, VIPLLAVA, INTERNVL)
+FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, VIPLLAVA, INTERNVL)
 # Known, and not exported: what is missing, by model_type.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "llava_next_video": "videos and pooled frames are not built",
-        "llava_onevision": "images in several sizes of grid are not built",
         "video_llava": "videos, and a second tower for them, are not built",
         "internvl_chat": "its code is part of the checkpoint and never run; its tower and decoders are not built",
         "eagle_llama": "its five towers are not built",

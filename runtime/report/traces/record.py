@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -109,11 +109,12 @@ def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: Non
     pictures = images()
     prepared = [model.prepare(picture) for picture in pictures]
     write_images(folder, pictures, [golden_pixels(image.views) for image in prepared])
+    sets = {q.images: model.prepare_all([pictures[n] for n in q.images]) for q in questions(model.manifest)}
     every, traced = list(cases(model.manifest)), list[TracedCase]()
     for number, case in enumerate(every):
         progress(number, len(every))
         file = f"case-{number:02d}.safetensors"
-        tensors, asked = _run_case(model, case, prepared)
+        tensors, asked = _run_case(model, case, sets)
         write_safetensors(folder / file, tensors, None)
         traced.append(TracedCase(case.k, case.reduce, file, asked))
     progress(len(every), len(every))
@@ -139,13 +140,13 @@ def manifest_digest(model: Model) -> str:
 
 
 def _run_case(
-    model: Model, case: TraceCase, prepared: list[PreparedImage]
+    model: Model, case: TraceCase, prepared: Mapping[tuple[int, ...], Sequence[PreparedImage]]
 ) -> tuple[dict[str, NDArray[Any]], tuple[TracedQuestion, ...]]:
     backend = PositionedBackend(model.backend)
     recorder = _Recorder(model, case, backend)
     tensors, asked = dict[str, NDArray[Any]](), list[TracedQuestion]()
     for number, question in enumerate(questions(model.manifest)):
-        result, seen = recorder.ask(question, [prepared[image] for image in question.images])
+        result, seen = recorder.ask(question, prepared[question.images])
         tensors |= {f"{number}.{name}": np.ascontiguousarray(array) for name, array in seen.items()}
         cuts = tuple(TracedCut(cut.layer, cut.by) for cut in result.cuts)
         messages = tuple(dict(message) for message in question.messages)
@@ -164,7 +165,7 @@ class _Recorder:
         self._selection: Selection | None = None
 
     def ask(
-        self, question: TraceQuestion, prepared: list[PreparedImage]
+        self, question: TraceQuestion, prepared: Sequence[PreparedImage]
     ) -> tuple[PrefillResult, dict[str, NDArray[Any]]]:
         """Prefill, decode greedily, and what was seen on the way."""
         policy = self._policy()
@@ -187,7 +188,7 @@ class _Recorder:
         return self._model.policy(k, reduce=self._case.reduce)
 
     def _prompt(
-        self, question: TraceQuestion, prepared: list[PreparedImage], policy: Policy, after: Selection | None
+        self, question: TraceQuestion, prepared: Sequence[PreparedImage], policy: Policy, after: Selection | None
     ) -> Prompt:
         model, messages = self._model, question.messages
         ids, token = model.prompt_ids(messages, prepared), model.manifest.text.image_token_id

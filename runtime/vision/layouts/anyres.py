@@ -1,7 +1,8 @@
-"""The whole image squeezed into one tile, and the image in tiles at its own aspect ratio: LLaVA-NeXT.
+"""The whole image squeezed into one tile, and the image in tiles at its own aspect ratio: LLaVA-NeXT, LLaVA-OneVision.
 
 The tiles' tokens form one grid. What stands for padding is cut off it, a learned newline ends each of its rows, and
-the whole comes after the tokens of the squeezed image.
+the whole comes after the tokens of the squeezed image. LLaVA-OneVision shrinks large grids, and gives each of several
+images one tile.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.strict import later
+from vtx.runtime.vision.bilinear import nearest, resized
+from vtx.runtime.vision.fit import fitted
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import ImageTokens, Rows, joined
+from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows, joined
 
 MAX_RESOLUTIONS = 128
 MAX_TILES = 64  # of one image
+CLEARLY_MORE = 1.1  # times the side of the grid that it is shrunk to
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +36,22 @@ class Anyres:
 
     Of equally good resolutions the first is taken, so their order counts. `rounded`: the rows and columns left after
     unpadding are rounded to 7 digits before they are cut down to whole numbers, as transformers does it.
+
+    `shrink`: a grid of clearly more tokens than that many tiles have is shrunk to about as many, bilinearly, before the
+    newlines; and each of several images in a prompt is one tile, padded to a square. 0: neither. `padded`: the only
+    tile shows the image so.
     """
 
     tile: int
     grid: int
     resolutions: tuple[tuple[int, int], ...]
     rounded: bool
+    shrink: int = later(0)
+    padded: bool = later(False)
 
     def __post_init__(self) -> None:
         sound = self.tile >= 1 and self.grid >= 1 and len(self.resolutions) <= MAX_RESOLUTIONS
+        sound = sound and 0 <= self.shrink <= MAX_TILES and not (self.padded and self.resolutions)
         for width, height in self.resolutions:
             whole = width >= self.tile and height >= self.tile and not width % self.tile and not height % self.tile
             sound = sound and whole and width * height <= MAX_TILES * self.tile**2
@@ -60,6 +72,8 @@ class Anyres:
 
     @property
     def max_tokens(self) -> int:
+        if self.shrink:
+            return _most_shrunk(self)
         return max((self.count(*resolution) for resolution in self.resolutions), default=self.one_tile + 1)
 
     @property
@@ -80,15 +94,24 @@ class Anyres:
         most = (max_views - 1) * self.tile**2
         return replace(self, resolutions=tuple(size for size in self.resolutions if size[0] * size[1] <= most))
 
+    def among(self, images: int) -> Anyres:
+        return replace(self, resolutions=(), padded=True) if self.shrink and images > 1 else self
+
     def count(self, width: int, height: int) -> int:
         if not self.resolutions:
             return self.one_tile + 1
         left, top, right, bottom = self._unpadded(width, height)
-        return self.one_tile + (bottom - top) * (right - left + 1)
+        across, down = self.shrunk(right - left, bottom - top)
+        return self.one_tile + down * (across + 1)
+
+    def shrunk(self, across: int, down: int) -> tuple[int, int]:
+        """The columns and rows that a grid of so many has before its newlines."""
+        ratio = math.sqrt(across * down / (self.shrink * self.one_tile)) if self.shrink else 1.0
+        return (int(across // ratio) or 1, int(down // ratio) or 1) if ratio > CLEARLY_MORE else (across, down)
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image = to_rgb(image)
-        found = [preprocess(image, settings)]
+        found = [preprocess(image, fitted(settings, "pad") if self.padded else settings)]
         if self.resolutions:
             padded, side = self._padded(image, settings), self.tile
             for top in range(0, padded.height, side):
@@ -110,8 +133,15 @@ class Anyres:
         # where each token of the grid stands among those of the tiles, which follow the squeezed image in raster order
         of_tile = np.arange(rows * columns * self.one_tile).reshape(rows, columns, self.grid, self.grid) + self.one_tile
         grid = of_tile.transpose(0, 2, 1, 3).reshape(rows * self.grid, columns * self.grid)[top:bottom, left:right]
-        ends = np.full((bottom - top, 1), len(every.rows) - 1)  # the one newline serves all rows
-        return every.take(np.concatenate([whole, np.concatenate([grid, ends], 1).ravel()]))
+        across, down = self.shrunk(right - left, bottom - top)
+        shrinks = (down, across) != grid.shape
+        if shrinks:  # a token of four has the patch index of the nearest
+            grid, shrunk = _nearest(grid, down, across), resized(every.rows[grid], down, across)
+        ends = np.full((down, 1), len(every.rows) - 1)  # the one newline serves all rows
+        tokens = every.take(np.concatenate([whole, np.concatenate([grid, ends], 1).ravel()]))
+        if shrinks:
+            tokens.rows[self.one_tile :].reshape(down, across + 1, -1)[:, :-1] = shrunk
+        return tokens
 
     def _resolution(self, width: int, height: int) -> tuple[int, int]:
         """The resolution (width, height) that shows most of an image, and of these the one with the least padding."""
@@ -148,3 +178,21 @@ class Anyres:
 
     def _whole(self, side: int, scale: float) -> int:
         return int(round(side * scale, 7) if self.rounded else side * scale)
+
+
+def _nearest(grid: Ids, rows: int, columns: int) -> Ids:
+    """`grid` [height, width] at the middles of [rows, columns]."""
+    near: Ids = grid[nearest(grid.shape[0], rows)[:, None], nearest(grid.shape[1], columns)]
+    return near
+
+
+def _most_shrunk(layout: Anyres) -> int:
+    """The most tokens of any cut of any resolution: a grid just too small to be shrunk has more than larger ones."""
+    grids = {
+        (width // layout.tile * layout.grid, height // layout.tile * layout.grid)
+        for width, height in layout.resolutions
+    }
+    sides = [(cut, down) for across, down in grids for cut in range(across, 0, -2)]
+    sides += [(across, cut) for across, down in grids for cut in range(down, 0, -2)]
+    shrunk = (layout.shrunk(*side) for side in sides)
+    return layout.one_tile + max((down * (across + 1) for across, down in shrunk), default=1)

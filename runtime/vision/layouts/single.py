@@ -50,6 +50,9 @@ class Single:
     def limited(self, max_views: int) -> Single:
         raise RequestError("max_tiles has no effect here: this model sees each image in one piece; leave it out")
 
+    def among(self, images: int) -> Single:
+        return self
+
     def count(self, width: int, height: int) -> int:
         return self.tokens
 

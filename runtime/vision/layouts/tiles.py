@@ -63,6 +63,9 @@ class Tiles:
         most = min(self.most, max(1, max_views - 1))
         return replace(self, fewest=min(self.fewest, most), most=most)
 
+    def among(self, images: int) -> Tiles:
+        return self
+
     def count(self, width: int, height: int) -> int:
         columns, rows = self._grid(width, height)
         return self.tokens * (columns * rows + (columns * rows > 1))

@@ -1,4 +1,4 @@
-"""Images in tiles: LLaVA-NeXT and InternVL against transformers, and at K and under reductions the plain statement."""
+"""Images in tiles against transformers, and at K and under reductions against the plain statement."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ VARIANTS |= {
     "internvl, grouped": INTERNVL,
     "internvl, multi-head, biases": replace(INTERNVL, kv_heads=4, attention_bias=True, text="llama", shards=2),
 }
+ONEVISION = Tiny(
+    family="llava_onevision", vision="siglip", text="qwen2", tokenizer="bytes", feature_layer=-1, select="full",
+    vision_head=False, context=512,
+)  # fmt: skip
+VARIANTS |= {
+    "onevision, grouped": ONEVISION,
+    "onevision, multi-head, names as saved": replace(ONEVISION, kv_heads=4, names="saved", tied=True),
+}
 QUESTION = "What is the colour of the square in the picture?"
 
 
@@ -62,7 +70,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
             np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("tiny", [TINY, INTERNVL], ids=["llava_next", "internvl"])
+@pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL], ids=lambda tiny: tiny.family)
 @pytest.mark.parametrize("k", [None, 5])
 def test_later_questions_equal_fresh_runs(models: Models, k: int | None, tiny: Tiny) -> None:
     model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
@@ -89,6 +97,7 @@ METHODS = {
 
 
 CASES = [(TINY, name) for name in METHODS]
+CASES += [(ONEVISION, name) for name in ("fastv", "dart")]
 CASES += [(INTERNVL, name) for name in ("fastv", "cdpruner", "dart", "dart before layer 1")]
 
 
@@ -143,7 +152,7 @@ def test_a_fit_is_refused_where_images_come_in_tiles(models: Models) -> None:
         models(TINY, (3, 5)).open(random_image(0), fit="pad")
 
 
-@pytest.mark.parametrize("tiny", [TINY, INTERNVL], ids=["llava_next", "internvl"])
+@pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL], ids=lambda tiny: tiny.family)
 def test_the_golden_vectors_hold(models: Models, tiny: Tiny) -> None:
     checks = list(check_golden(models(tiny, (3, 5))))
     assert len(checks) == 6

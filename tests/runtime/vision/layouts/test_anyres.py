@@ -87,6 +87,54 @@ def test_tokens_stand_where_transformers_puts_them(theirs: tuple[Path, Any], sha
     np.testing.assert_array_equal(found.patches.views, np.where(places < 0, -1, places // 16))
 
 
+ONEVISION = Tiny(
+    family="llava_onevision", vision="siglip", text="qwen2", tokenizer="bytes", feature_layer=-1, select="full",
+    vision_head=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def onevision(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Anyres, Any]:
+    """A checkpoint, its layout, and transformers' processor of its images."""
+    from transformers import LlavaOnevisionImageProcessorPil
+
+    folder = make(tmp_path_factory.mktemp("onevision"), ONEVISION)
+    layout = read_config(read_settings(folder, "config.json")).layout
+    assert isinstance(layout, Anyres)
+    return folder, layout, LlavaOnevisionImageProcessorPil.from_pretrained(folder, local_files_only=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_onevisions_pixels_and_tokens_equal_transformers(
+    onevision: tuple[Path, Anyres, Any], shape: tuple[int, int]
+) -> None:
+    from transformers import AutoConfig, LlavaOnevisionModel
+
+    folder, layout, processor = onevision
+    image, settings = random_image(3, shape), read_image_settings(folder, ["LlavaOnevisionImageProcessor"])
+    views = layout.views(image, settings)
+    np.testing.assert_array_equal(views, processor(images=image, return_tensors="np")["pixel_values"][0])
+    several = processor(images=[[image, image]], return_tensors="np")["pixel_values"]
+    np.testing.assert_array_equal(layout.among(2).views(image, settings), several[0])
+    with torch.device("meta"):
+        model = LlavaOnevisionModel(AutoConfig.from_pretrained(folder))
+    rows = torch.arange(float(16 * len(views))).view(len(views), 16, 1) ** 2
+    wanted, _ = model.pack_image_features([rows], torch.tensor([shape[::-1]]), torch.tensor([-1.0]), "anyres_max_1")
+    found = layout.arrange([ImageTokens.plain(view.numpy()) for view in rows], *shape, np.array([[-1.0]], np.float32))
+    np.testing.assert_allclose(found.rows, wanted[0].numpy(), rtol=1e-5)
+    assert len(found.rows) == layout.count(*shape) <= layout.max_tokens
+    assert layout.among(2).count(*shape) == 17
+
+
+def test_onevisions_published_counts() -> None:
+    points = tuple((384 * a, 384 * b) for b in range(1, 7) for a in range(1, 7))
+    layout = Anyres(384, 27, points, rounded=True, shrink=9)
+    assert layout.count(384, 384) == 729 + 27 * 28
+    assert layout.count(2304, 2304) == 729 + 81 * 82
+    counts = [layout.count(width, height) for width in range(30, 3000, 61) for height in range(30, 3000, 67)]
+    assert 8000 < max(counts) <= layout.max_tokens == 8829
+
+
 def test_fewer_tiles_leave_the_smaller_resolutions() -> None:
     assert HF.limited(5) == HF
     assert HF.limited(4).resolutions == ((672, 336), (336, 672), (336, 1008), (1008, 336))

@@ -1,0 +1,44 @@
+"""LLaVA-OneVision in Hugging Face's layout: LLaVA-NeXT's tiles with large grids made smaller, and a SigLIP tower."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.families.family import Family, read_llava_like
+from vtx.exporter.checkpoint.families.llava_next import LLAVA_NEXT, anyres
+from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.anyres import Anyres
+
+
+def _read(config: Mapping[str, Any]) -> ModelConfig:
+    return read_llava_like(config, "LlavaOnevisionConfig", _layout)
+
+
+def _layout(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
+    if vision.family != "siglip" or select != "full":
+        raise UnsupportedModelError(
+            f"a {vision.family} tower with vision_feature_select_strategy {select!r} is not supported in a "
+            "llava_onevision model; vtx exports siglip with 'full'"
+        )
+    most = re.fullmatch(r"anyres_max_([1-9]\d?)", str(parsed.vision_aspect_ratio))
+    if most is None:
+        raise UnsupportedModelError(
+            f"vision_aspect_ratio {parsed.vision_aspect_ratio!r:.40} is not supported; vtx knows anyres_max_N"
+        )
+    try:
+        return replace(anyres(parsed, vision, select), shrink=int(most[1]))
+    except BundleError as e:
+        raise CheckpointError(f"config.json: vision_aspect_ratio: {e}") from e
+
+
+LLAVA_ONEVISION = Family(
+    model_type="llava_onevision",
+    architecture="LlavaOnevisionForConditionalGeneration",
+    read=_read,
+    processors=("LlavaOnevisionImageProcessor",),
+    tensors=LLAVA_NEXT.tensors,
+)
