@@ -36,7 +36,8 @@ _TEXT = {"model_type": "llama", "vocab_size": 32064}
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 152000}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "llava_onevision": {
-        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 384}, "text_config": _QWEN2,
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 384},
+        "text_config": _QWEN2,
     },
     "internvl": {"image_token_id": 32000, "vision_config": {"model_type": "internvl_vision"}},
 }

@@ -58,6 +58,24 @@ def test_an_image_processor_of_another_family_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("vision_aspect_ratio", "anyres", UnsupportedModelError),
+        ("vision_aspect_ratio", "anyres_max_99", CheckpointError),
+        ("vision_config", TOWER, UnsupportedModelError),
+        ("vision_feature_select_strategy", "default", UnsupportedModelError),
+    ],
+)
+def test_what_onevision_does_not_have_is_refused_by_name(
+    tmp_path: Path, name: str, value: Any, error: type[Exception]
+) -> None:
+    tiny = Tiny(family="llava_onevision", vision="siglip", text="qwen2", tokenizer="bytes", select="full")
+    config = settings(make(tmp_path / "checkpoint", tiny)) | {name: value}
+    with pytest.raises(error, match="siglip with 'full'" if name != "vision_aspect_ratio" else name):
+        read_config(config)
+
+
+@pytest.mark.parametrize(
     "points",
     [
         [],
