@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,5 +32,5 @@ def _along(grid: Grid, wanted: int) -> Grid:
     return out
 
 
-def _middles(size: int, wanted: int) -> NDArray[np.float64]:
+def _middles(size: int, wanted: int) -> NDArray[np.floating[Any]]:
     return (np.arange(wanted) + 0.5) * (size / wanted) - 0.5
