@@ -19,7 +19,8 @@ def resized(grid: Grid, rows: int, columns: int) -> Grid:
 
 def nearest(size: int, wanted: int) -> Ids:
     """Which of `size` steps along a side lies in the middle of each of `wanted` ones, [wanted]."""
-    return np.minimum(_middles(size, wanted) + 0.5, size - 1).astype(np.int64)
+    near: Ids = np.minimum(_middles(size, wanted) + 0.5, size - 1).astype(np.int64)
+    return near
 
 
 def _along(grid: Grid, wanted: int) -> Grid:
