@@ -14,7 +14,7 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import plain
-from vtx.runtime.vision.layout import spec_of
+from vtx.runtime.vision.layout_spec import spec_of
 
 PAGE = Path(__file__).with_suffix(".md")
 CPP_MANIFEST = Path(__file__).parents[1] / "runtime/cpp/src/bundle/manifest.cpp"
@@ -83,7 +83,7 @@ def _reduction(spec: str) -> Cell:
 
 ROWS: Mapping[str, Cell] = {
     "architecture": lambda family, _: f"`{family.architecture}`",
-    "image processors": lambda family, _: ", ".join(f"`{name}`" for name in family.processors),
+    "image processors": lambda family, _: ", ".join(f"`{kind.name}`" for kind in family.processors),
     "layout": lambda _, config: f"`{spec_of(config.layout).name}`",
     "tokens of an image": _tokens,
     **{f"`--reduce {spec}`": _reduction(spec) for spec in _SPECS},

@@ -54,7 +54,7 @@ from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.fit import trained_fit
-from vtx.runtime.vision.layout import spec_of
+from vtx.runtime.vision.layout_spec import spec_of
 
 GATES = "gates.safetensors"
 KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int8": ir.DataType.INT8}

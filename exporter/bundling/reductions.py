@@ -56,7 +56,7 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
                 f"{part.name} looks at patches one by one, and this model's tokens are of {vision.shuffle} x "
                 f"{vision.shuffle} patches each; use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0"
             )
-        if (needs.attention or needs.last_attention) and vision.family != "clip":
+        if (needs.attention or needs.last_attention) and not vision.class_token:
             raise UnsupportedModelError(
                 f"{part.name} ranks patches by the class token's attention, and a {vision.family} tower has no class "
                 "token; use mustdrop without key tokens (mustdrop:...,key=0), lsm or fastv"

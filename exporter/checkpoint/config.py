@@ -89,6 +89,16 @@ class VisionConfig:
         """Whether a class token stands before the patches."""
         return self.family in ("clip", "internvit")
 
+    @property
+    def pre_norm(self) -> bool:
+        """Whether a norm stands before the first block; the patches then have no bias."""
+        return self.family == "clip"
+
+    @property
+    def batch_axis(self) -> bool:
+        """Whether the tables of positions and of the class token have an axis for images."""
+        return self.family == "internvit"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -211,8 +221,8 @@ def text_config_of(parsed: Any) -> TextConfig:
 
 def _window(config: Any) -> int | None:
     """The sliding window, in tokens: below it attention is full, so a bundle's context ends there."""
-    layer_types = getattr(config, "layer_types", None) or []
-    if config.model_type == "qwen2" and "sliding_attention" not in layer_types:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and "sliding_attention" not in layer_types:
         return None
     window = getattr(config, "sliding_window", None)
     return window if isinstance(window, int) and window > 0 else None
@@ -226,7 +236,7 @@ def _rope(config: Any, head_dim: int) -> Rope:
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError("partial_rotary_factor is not supported for llama, mistral and qwen2 models")
+        raise UnsupportedModelError("partial_rotary_factor is not supported; vtx rotates whole heads")
     theta = number(parameters, "rope_theta", 10000.0)
     rates = 1.0 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
     if kind == "linear":

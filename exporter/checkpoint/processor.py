@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vtx.exporter.checkpoint.families.processors import ONE_PIECE, ImageProcessor
 from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
 from vtx.runtime.bundle.spec.image_settings import RESAMPLING, ImageSettings
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
 ALONE = "preprocessor_config.json"
-_OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]
-_OPENAI_STD = [0.26862954, 0.26130258, 0.27577711]
-_COMMON = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3}
-_CLIP = {
-    **_COMMON,
-    "size": {"shortest_edge": 224},
-    "do_center_crop": True,
-    "crop_size": {"height": 224, "width": 224},
-    "image_mean": _OPENAI_MEAN,
-    "image_std": _OPENAI_STD,
-}
-_SIGLIP = {
-    **_COMMON,
-    "size": {"height": 224, "width": 224},
-    "do_center_crop": False,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-# LLaVA's own processor differs from CLIP's in what do_pad means
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "CLIPImageProcessor": _CLIP,
-    "SiglipImageProcessor": _SIGLIP,
-    "LlavaImageProcessor": _CLIP,
-    "LlavaNextImageProcessor": {**_CLIP, "do_pad": True},
-    "LlavaOnevisionImageProcessor": {
-        **_CLIP,
-        "size": {"height": 384, "width": 384},
-        "do_center_crop": False,
-        "do_pad": True,
-    },
-    "GotOcr2ImageProcessor": {
-        **_CLIP,
-        "size": {"height": 384, "width": 384},
-        "do_center_crop": False,
-    },
-}
-_TILED = ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor", "GotOcr2ImageProcessor")
-_ONE_PIECE = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
 _FILTERS = dict(enumerate(RESAMPLING))
 
 
-def read_image_settings(folder: Path, known: Collection[str] = _ONE_PIECE) -> ImageSettings:
+def read_image_settings(folder: Path, known: Sequence[ImageProcessor] = ONE_PIECE) -> ImageSettings:
     """Settings from `processor_config.json`'s `image_processor`, else from `preprocessor_config.json`.
 
     `known` are the image processors that the model's family may have. Raises UnsupportedModelError for another one, or
@@ -74,7 +37,7 @@ def read_image_processor(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def image_settings(config: Mapping[str, Any], known: Collection[str] = _ONE_PIECE) -> ImageSettings:
+def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = ONE_PIECE) -> ImageSettings:
     """Settings from an HF image processor's configuration; keys that it lacks take the defaults of its class.
 
     Pictures are always made RGB, `do_convert_rgb` or not. Raises as `read_image_settings` does.
@@ -82,18 +45,18 @@ def image_settings(config: Mapping[str, Any], known: Collection[str] = _ONE_PIEC
     if not isinstance(config, Mapping):
         raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
     kind = _kind(config, known)
-    values = {**_DEFAULTS[kind], **{key: value for key, value in config.items() if value is not None}}
+    values = {**kind.defaults, **{key: value for key, value in config.items() if value is not None}}
     square = _flag(values, "default_to_square")
     mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
     resize = _size(values, "size", square=square) if _flag(values, "do_resize") else None
     crop = _size(values, "crop_size", square=True) if _flag(values, "do_center_crop") else None
     normalize = _flag(values, "do_normalize")
     pad = _padding(kind, values, mean)
-    if kind in _TILED:
-        resize, crop = _tile(kind, resize, crop), None
+    if kind.tiled:
+        resize, crop = _tile(kind.name, resize, crop), None
     if crop is None and not isinstance(resize, tuple) and not (resize and pad):
         raise UnsupportedModelError(
-            f"{kind} without do_center_crop and with size {_show(values['size'])} gives images of several sizes; "
+            f"{kind.name} without do_center_crop and with size {_show(values['size'])} gives images of several sizes; "
             "vtx needs one: a size of height and width, or do_center_crop"
         )
     try:
@@ -107,19 +70,21 @@ def image_settings(config: Mapping[str, Any], known: Collection[str] = _ONE_PIEC
             std=std if normalize else (1.0, 1.0, 1.0),
         )
     except BundleError as error:
-        raise CheckpointError(f"{kind}: {error}") from error
+        raise CheckpointError(f"{kind.name}: {error}") from error
 
 
-def _kind(config: Mapping[str, Any], known: Collection[str]) -> str:
-    """The processor's class without its backend; without a name, the last that is `known`, as transformers takes it."""
-    name = config.get("image_processor_type") or config.get("feature_extractor_type") or [*known][-1]
+def _kind(config: Mapping[str, Any], known: Sequence[ImageProcessor]) -> ImageProcessor:
+    """The one of `known` that is named; without a name the last, as transformers takes it."""
+    name = config.get("image_processor_type") or config.get("feature_extractor_type") or known[-1].name
     if not isinstance(name, str):
         raise CheckpointError(f"image_processor_type is {_show(name)}; it must be a class name")
-    kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
-    if kind not in known:
-        raise UnsupportedModelError(f"image processor {_show(name)} is not supported; supported: {', '.join(known)}")
+    base = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    kind = next((kind for kind in known if kind.name == base), None)
+    if kind is None:
+        names = ", ".join(kind.name for kind in known)
+        raise UnsupportedModelError(f"image processor {_show(name)} is not supported; supported: {names}")
     if config.get("use_square_size"):
-        raise UnsupportedModelError(f"{kind} with use_square_size is not supported; give size as height and width")
+        raise UnsupportedModelError(f"{kind.name} with use_square_size is not supported; give size as height and width")
     return kind
 
 
@@ -134,14 +99,16 @@ def _tile(kind: str, resize: Any, crop: Any) -> tuple[int, int]:
     return tile
 
 
-def _padding(kind: str, values: Mapping[str, Any], mean: tuple[float, ...]) -> tuple[int, int, int] | None:
+def _padding(kind: ImageProcessor, values: Mapping[str, Any], mean: tuple[float, ...]) -> tuple[int, int, int] | None:
     if not _flag(values, "do_pad"):
         return None
-    if kind == "LlavaImageProcessor":
+    if kind.pads:
         red, green, blue = (int(value * 255) for value in mean)
         return red, green, blue
     if "pad_size" in values:
-        raise UnsupportedModelError(f"{kind} with pad_size is not supported; vtx pads only as LlavaImageProcessor does")
+        raise UnsupportedModelError(
+            f"{kind.name} with pad_size is not supported; vtx pads only as LlavaImageProcessor does"
+        )
     return None  # pads pictures of a batch to one size, which they have
 
 

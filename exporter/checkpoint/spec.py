@@ -1,50 +1,76 @@
-"""A configuration as a bundle declares it, and back."""
+"""A configuration as a bundle declares it, and back. Fields of the same name are carried over, none is listed here.
+
+A flag of a decoder or a tower that the manifest has no field for stands by its name among the manifest's `flags`.
+"""
 
 from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, Rope, TextConfig, VisionConfig
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
-from vtx.runtime.vision.layout import read_layout
+from vtx.runtime.errors import BundleError
+from vtx.runtime.vision.layout_spec import read_layout
 
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:
     """The sizes of a model called `name`."""
     text, vision, rope = config.text, config.vision, config.text.rope
     tower = TowerSpec(
-        family=vision.family, layers=vision.layers, hidden=vision.hidden, intermediate=vision.ffn, heads=vision.heads,
-        image=vision.image, patch=vision.patch, class_token=vision.class_token, feature_layers=config.feature_layers,
-        select=config.select, activation=vision.activation, eps=vision.eps,
-        qkv_bias=vision.qkv_bias, layer_scale=vision.layer_scale, shuffle=vision.shuffle,
-    )  # fmt: skip
-    return ModelSpec(
-        name=name, family=text.family, layers=text.layers, hidden=text.hidden, intermediate=text.ffn, heads=text.heads,
-        kv_heads=text.kv_heads, head_dim=text.head_dim, vocab=text.vocab, max_positions=text.max_positions,
-        eps=text.eps, activation=text.activation, tied=text.tied, qkv_bias=text.qkv_bias, o_bias=text.o_bias,
-        mlp_bias=text.mlp_bias, rope=RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies), tower=tower,
-        projector=ProjectorSpec(
-            text.hidden, config.projector_activation, config.projector_bias, config.projector_norm_eps
-        ),
-    )  # fmt: skip
+        **_declared(vision, TowerSpec),
+        intermediate=vision.ffn,
+        feature_layers=config.feature_layers,
+        select=config.select,
+    )
+    projector = ProjectorSpec(
+        text.hidden, config.projector_activation, config.projector_bias, config.projector_norm_eps
+    )
+    sizes = _declared(text, ModelSpec) | {"rope": RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies)}
+    return ModelSpec(**sizes, name=name, intermediate=text.ffn, tower=tower, projector=projector)
 
 
 def config_of(manifest: Manifest) -> ModelConfig:
-    """The configuration that a bundle was exported from, as far as it concerns the bundle."""
+    """The configuration that a bundle was exported from, as far as it concerns the bundle.
+
+    Raises:
+        BundleError: a flag of the decoder or the tower that this vtx does not know.
+
+    """
     m, tower, rope = manifest.model, manifest.model.tower, manifest.model.rope
-    text = TextConfig(
-        family=m.family, layers=m.layers, hidden=m.hidden, ffn=m.intermediate, heads=m.heads, kv_heads=m.kv_heads,
-        head_dim=m.head_dim, vocab=m.vocab, eps=m.eps, activation=m.activation, qkv_bias=m.qkv_bias, o_bias=m.o_bias,
-        mlp_bias=m.mlp_bias, tied=m.tied, rope=Rope(rope.kind, rope.theta, rope.frequencies),
-        max_positions=m.max_positions,
-    )  # fmt: skip
-    vision = VisionConfig(
-        family=tower.family, layers=tower.layers, hidden=tower.hidden, ffn=tower.intermediate, heads=tower.heads,
-        image=tower.image, patch=tower.patch, eps=tower.eps, activation=tower.activation,
-        qkv_bias=tower.qkv_bias, layer_scale=tower.layer_scale, shuffle=tower.shuffle,
-    )  # fmt: skip
+    sizes = _configured(m, TextConfig) | {"rope": Rope(rope.kind, rope.theta, rope.frequencies)}
     return ModelConfig(
-        text=text, vision=vision, feature_layers=tower.feature_layers, select=tower.select,
-        projector_activation=m.projector.activation, projector_bias=m.projector.bias,
+        text=TextConfig(**sizes, ffn=m.intermediate),
+        vision=VisionConfig(**_configured(tower, VisionConfig), ffn=tower.intermediate),
+        feature_layers=tower.feature_layers,
+        select=tower.select,
+        projector_activation=m.projector.activation,
+        projector_bias=m.projector.bias,
         projector_norm_eps=m.projector.norm_eps,
-        image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, tower),
-    )  # fmt: skip
+        image_token_id=manifest.text.image_token_id,
+        layout=read_layout(manifest.layout, tower),
+    )
+
+
+def _names(kind: type[TextConfig | VisionConfig | ModelSpec | TowerSpec]) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _declared(part: TextConfig | VisionConfig, kind: type[ModelSpec | TowerSpec]) -> dict[str, Any]:
+    """The values of `part` that the manifest has fields for, and its other flags."""
+    shared = {name: getattr(part, name) for name in _names(kind) if hasattr(part, name)}
+    others = sorted(_names(type(part)) - set(shared))
+    return shared | {"flags": tuple(name for name in others if getattr(part, name) is True)}
+
+
+def _configured(part: ModelSpec | TowerSpec, kind: type[TextConfig | VisionConfig]) -> dict[str, Any]:
+    """The values that `kind` has fields for, and the flags that are set."""
+    unknown = sorted(set(part.flags) - _names(kind))
+    if unknown:
+        raise BundleError(
+            f"vtx.json: the flag {unknown[0]!r:.60} of the model is unknown to this vtx; "
+            'upgrade it with pip install -U "vtx-edge"'
+        )
+    shared = {name: getattr(part, name) for name in _names(type(part)) & _names(kind)}
+    return shared | dict.fromkeys(part.flags, True)

@@ -13,7 +13,8 @@ from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.estimate.flops import DecoderSize, VisionSize
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import RequestError
-from vtx.runtime.vision.layout import Layout, read_layout
+from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.layout_spec import read_layout
 
 if TYPE_CHECKING:
     from vtx.exporter.checkpoint.config import ModelConfig

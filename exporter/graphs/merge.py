@@ -23,7 +23,7 @@ TINY = 1e-8  # below it a token has no direction; torch's cosine_similarity uses
 
 def patch_indices(v: VisionConfig) -> NDArray[np.int64]:
     """Raster index of the patch of each token of the tower; the class token has -1."""
-    return np.arange(v.rows, dtype=np.int64) - (v.family == "clip")
+    return np.arange(v.rows, dtype=np.int64) - v.class_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,11 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
     """Canonical names and shapes of the weights behind an image's tokens; `last_attention` as in `build_vision`."""
     v = c.vision
     yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
-    batch = (1,) if v.family == "internvit" else ()  # its tables have an axis for it
+    batch = (1,) if v.batch_axis else ()
     yield "vision.embeddings.position_embedding.weight", (*batch, v.rows, v.hidden)
     if v.class_token:
         yield "vision.embeddings.class_embedding", (*batch, *batch, v.hidden)
-    if v.family == "clip":
+    if v.pre_norm:
         yield "vision.pre_layrnorm.weight", (v.hidden,)
         yield "vision.pre_layrnorm.bias", (v.hidden,)
     else:
@@ -171,7 +171,7 @@ def _seen(tower: _Tower) -> ir.Value | None:
 
 def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
     inputs = [pixels, b.weight("vision.embeddings.patch_embedding.weight")]
-    if v.family != "clip":
+    if not v.pre_norm:
         inputs.append(b.weight("vision.embeddings.patch_embedding.bias"))
     patches = b.op("Conv", *inputs, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
     x = b.op("Transpose", b.reshape(patches, 0, v.hidden, -1), perm=[0, 2, 1])
@@ -182,7 +182,7 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
     shape = b.op("Concat", images, b.constant([1, v.hidden]), axis=0)
     cls = b.op("Expand", b.weight("vision.embeddings.class_embedding"), shape)
     x = b.op("Add", b.op("Concat", cls, x, axis=1), positions)
-    return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps) if v.family == "clip" else x
+    return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps) if v.pre_norm else x
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:

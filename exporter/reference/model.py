@@ -85,13 +85,13 @@ class Reference:
         """Views [views, 3, side, side] to their tokens [views * view_tokens, hidden]."""
         c, v = self.config, self.config.vision
         w, name = self._tensor, "vision.embeddings"
-        bias = w(f"{name}.patch_embedding.bias") if v.family != "clip" else None
+        bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
         x = F.conv2d(torch.from_numpy(pixels), w(f"{name}.patch_embedding.weight"), bias, stride=v.patch)
         x = x.flatten(2).transpose(1, 2)
         if v.class_token:
             x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
         x = x + w(f"{name}.position_embedding.weight")
-        if v.family == "clip":
+        if v.pre_norm:
             x = self._layer_norm(x, "vision.pre_layrnorm")
         states = [x]
         for layer in range(max(c.feature_layers)):

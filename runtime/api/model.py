@@ -46,7 +46,8 @@ from vtx.runtime.session.image_cache import ImageCache
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.fit import note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.layout import read_layout, settings_for
+from vtx.runtime.vision.layout import settings_for
+from vtx.runtime.vision.layout_spec import read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 
 if TYPE_CHECKING:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
 import math
-import pkgutil
 import types
 import typing
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from vtx.runtime.errors import RequestError
+from vtx.runtime.modules import modules_of
 from vtx.runtime.policies.base import Reduction
 from vtx.runtime.policies.registry import registered
 
@@ -33,8 +32,8 @@ def kinds() -> dict[str, type[Reduction]]:
     """
     import vtx.runtime.policies.methods as package
 
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for _ in modules_of(package):  # each registers its methods
+        pass
     _load_entry_points()
     return dict(sorted(registered.items()))
 

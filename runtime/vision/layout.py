@@ -1,27 +1,22 @@
 """How an image becomes views, passes of the tower, and tokens: the layout that a bundle declares, with parameters.
 
-A layout is a frozen dataclass of plain values in a file of its own in `layouts/`, named in `LAYOUTS`. Whoever needs
-a number of tokens asks it with the image's size; nobody else knows how it comes about.
+A layout is a frozen dataclass of plain values in a file of its own in `layouts/`, which registers it under a name.
+Whoever needs a number of tokens asks it with the image's size; nobody else knows how it comes about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import BundleError, RequestError
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.fit import fitted
-from vtx.runtime.vision.layouts.anyres import Anyres
-from vtx.runtime.vision.layouts.single import Single
-from vtx.runtime.vision.layouts.tiles import Tiles
 from vtx.runtime.vision.tokens import ImageTokens, Rows
 
 
@@ -73,30 +68,19 @@ class Layout(Protocol):
         ...
 
 
-LAYOUTS: Mapping[str, type[Layout]] = {"single": Single, "anyres": Anyres, "tiles": Tiles}
+L = TypeVar("L", bound=Layout)
+registered: dict[str, type[Layout]] = {}
 
 
-def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
-    """The layout that a bundle declares, checked against its tower.
+def image_layout(name: str) -> Callable[[type[L]], type[L]]:
+    """Register a layout, a frozen dataclass, under the name that manifests give it; its fields are its parameters."""
 
-    Raises:
-        BundleError: no such layout, other parameters than it has, or another maximum than follows from them.
+    def register(kind: type[L]) -> type[L]:
+        assert name not in registered, f"two image layouts are called {name}; rename one in its @image_layout(...)"
+        registered[name] = kind
+        return kind
 
-    """
-    kind = LAYOUTS.get(spec.name)
-    if kind is None:
-        raise BundleError(
-            f"vtx.json: the image layout {spec.name!r} is unknown to this vtx, which has {', '.join(LAYOUTS)}; "
-            'upgrade it with pip install -U "vtx-edge"'
-        )
-    layout = Strict().read(kind, spec.parameters, f"vtx.json: layout {spec.name!r}")
-    if layout.max_tokens != spec.max_tokens:
-        raise BundleError(
-            f"vtx.json: layout {spec.name!r} gives at most {layout.max_tokens} tokens, layout.max_tokens is "
-            f"{spec.max_tokens}; export again"
-        )
-    layout.check(tower)
-    return layout
+    return register
 
 
 def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
@@ -106,9 +90,3 @@ def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> Im
             f"fit {fit!r:.20} has no effect here: this model sees images of any shape in tiles; leave it out"
         )
     return fitted(settings, fit)
-
-
-def spec_of(layout: Layout) -> LayoutSpec:
-    """A layout as a bundle declares it."""
-    name = next(name for name, kind in LAYOUTS.items() if type(layout) is kind)
-    return LayoutSpec(name, layout.max_tokens, plain(layout))

@@ -21,6 +21,7 @@ from vtx.exporter.checkpoint.config import (
     text_config_of,
     vision_config_of,
 )
+from vtx.exporter.checkpoint.families.processors import ImageProcessor
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 
@@ -41,7 +42,7 @@ class Family:
     model_type: str
     architecture: str
     read: Callable[[Mapping[str, Any]], ModelConfig]
-    processors: tuple[str, ...]
+    processors: tuple[ImageProcessor, ...]
     tensors: tuple[tuple[str, str], ...] = ()
     adjust: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig] | None = None
     template: Callable[[str], str] | None = None

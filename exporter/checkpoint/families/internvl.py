@@ -22,6 +22,7 @@ from vtx.exporter.checkpoint.config import (
     tower_of,
 )
 from vtx.exporter.checkpoint.families.family import Family
+from vtx.exporter.checkpoint.families.processors import CLIP_DEFAULTS, ImageProcessor
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.tiles import Tiles
 
@@ -29,6 +30,11 @@ SHUFFLE = 2  # patches a side of a token's square, at the published downsample_r
 NORM_EPS = 1e-5  # of the projector's norm: no setting
 FEWEST, MOST = 1, 12  # tiles, where the image processor's file does not say
 PLACEHOLDER = "<IMG_CONTEXT>"
+PROCESSOR = ImageProcessor(
+    "GotOcr2ImageProcessor",
+    {**CLIP_DEFAULTS, "size": {"height": 384, "width": 384}, "do_center_crop": False},
+    tiled=True,
+)
 _TOWER = r"^(?:model\.)?vision_tower\."
 _LAYER = _TOWER + r"encoder\.layer\.(\d+)\."
 
@@ -107,11 +113,11 @@ def _template(source: str) -> str:
     return re.sub(f"(?<!<img>){re.escape(PLACEHOLDER)}", f"<img>{PLACEHOLDER}</img>", source)
 
 
-INTERNVL = Family(
+FAMILY = Family(
     model_type="internvl",
     architecture="InternVLForConditionalGeneration",
     read=_read,
-    processors=("GotOcr2ImageProcessor",),
+    processors=(PROCESSOR,),
     tensors=(
         (_TOWER + r"embeddings\.cls_token$", "vision.embeddings.class_embedding"),
         (_TOWER + r"embeddings\.position_embeddings$", "vision.embeddings.position_embedding.weight"),

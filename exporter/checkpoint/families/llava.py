@@ -7,6 +7,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.families.family import Family, read_llava_like
+from vtx.exporter.checkpoint.families.processors import ONE_PIECE
 from vtx.runtime.vision.layouts.single import Single
 
 
@@ -19,9 +20,9 @@ def in_one_piece(parsed: Any, vision: VisionConfig, select: str) -> Single:
     return Single(vision.rows - (select == "default"))
 
 
-LLAVA = Family(
+FAMILY = Family(
     model_type="llava",
     architecture="LlavaForConditionalGeneration",
     read=_read,
-    processors=("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor"),
+    processors=ONE_PIECE,
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.families.family import Family, read_llava_like
+from vtx.exporter.checkpoint.families.processors import CLIP_DEFAULTS, ImageProcessor
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
 
@@ -40,10 +41,10 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-LLAVA_NEXT = Family(
+FAMILY = Family(
     model_type="llava_next",
     architecture="LlavaNextForConditionalGeneration",
     read=_read,
-    processors=("LlavaNextImageProcessor",),
+    processors=(ImageProcessor("LlavaNextImageProcessor", {**CLIP_DEFAULTS, "do_pad": True}, tiled=True),),
     tensors=((r"^(model\.)?image_newline$", "image_newline"),),
 )

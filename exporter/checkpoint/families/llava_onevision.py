@@ -9,9 +9,17 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.families.family import Family, read_llava_like
-from vtx.exporter.checkpoint.families.llava_next import LLAVA_NEXT, anyres
+from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
+from vtx.exporter.checkpoint.families.llava_next import anyres
+from vtx.exporter.checkpoint.families.processors import CLIP_DEFAULTS, ImageProcessor
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
+
+PROCESSOR = ImageProcessor(
+    "LlavaOnevisionImageProcessor",
+    {**CLIP_DEFAULTS, "size": {"height": 384, "width": 384}, "do_center_crop": False, "do_pad": True},
+    tiled=True,
+)
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
@@ -35,10 +43,10 @@ def _layout(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
         raise CheckpointError(f"config.json: vision_aspect_ratio: {e}") from e
 
 
-LLAVA_ONEVISION = Family(
+FAMILY = Family(
     model_type="llava_onevision",
     architecture="LlavaOnevisionForConditionalGeneration",
     read=_read,
-    processors=("LlavaOnevisionImageProcessor",),
+    processors=(PROCESSOR,),
     tensors=LLAVA_NEXT.tensors,
 )

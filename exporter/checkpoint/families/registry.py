@@ -1,4 +1,4 @@
-"""Which family a checkpoint is of. Only here families are listed; those known but not exported, with the reason."""
+"""Which family a checkpoint is of, and which families are known but not exported, with the reason."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import vtx.exporter.checkpoint.families as package
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.family import Family
-from vtx.exporter.checkpoint.families.internvl import INTERNVL
-from vtx.exporter.checkpoint.families.llava import LLAVA
-from vtx.exporter.checkpoint.families.llava_next import LLAVA_NEXT
-from vtx.exporter.checkpoint.families.llava_onevision import LLAVA_ONEVISION
-from vtx.exporter.checkpoint.families.vipllava import VIPLLAVA
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import UnsupportedModelError
+from vtx.runtime.modules import modules_of
 
-FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, VIPLLAVA, INTERNVL)
+# Every file of this folder that declares a `FAMILY`.
+FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
 # Known, and not exported: what is missing, by model_type.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {

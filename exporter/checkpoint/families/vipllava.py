@@ -7,17 +7,18 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.family import Family, read_llava_like
-from vtx.exporter.checkpoint.families.llava import LLAVA, in_one_piece
+from vtx.exporter.checkpoint.families.llava import in_one_piece
+from vtx.exporter.checkpoint.families.processors import ONE_PIECE
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     return read_llava_like(config, "VipLlavaConfig", in_one_piece)
 
 
-VIPLLAVA = Family(
+FAMILY = Family(
     model_type="vipllava",
     architecture="VipLlavaForConditionalGeneration",
     read=_read,
-    processors=LLAVA.processors,
+    processors=ONE_PIECE,
     tensors=((r"^(model\.)?multi_modal_projector\.projector_layernorm\.", "projector.norm."),),
 )

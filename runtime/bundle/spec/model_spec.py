@@ -35,7 +35,7 @@ class TowerSpec:
     where its vision graph gives the last one's attention. `select`: "default"
     leaves out the first token, whatever it is, "full" keeps what the tower gives. `qkv_bias`: whether q, k and v have
     biases, `layer_scale`: whether a learned scale stands behind each half of a layer. `shuffle`: patches a side of a
-    square whose states become one token.
+    square whose states become one token. `flags` as in `ModelSpec`.
     """
 
     family: str
@@ -53,6 +53,7 @@ class TowerSpec:
     qkv_bias: bool = later(True)
     layer_scale: bool = later(False)
     shuffle: int = later(1)
+    flags: tuple[str, ...] = later(())
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
@@ -102,7 +103,10 @@ class ProjectorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The decoder's sizes, with those of tower and projector. `tied`: the head is the embedding table."""
+    """The decoder's sizes, with those of tower and projector. `tied`: the head is the embedding table.
+
+    `flags` name what else the graphs compute: the exporter's flags, which no runtime needs to know.
+    """
 
     name: str
     family: str
@@ -123,6 +127,7 @@ class ModelSpec:
     rope: RopeSpec
     tower: TowerSpec
     projector: ProjectorSpec
+    flags: tuple[str, ...] = later(())
 
     def __post_init__(self) -> None:
         _check_sizes("model", self)

@@ -1,1 +1,1 @@
-"""Image layouts, one file each; `vtx.runtime.vision.layout` names them."""
+"""Image layouts, one file each; each registers itself by `vtx.runtime.vision.layout.image_layout`."""

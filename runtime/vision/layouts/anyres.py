@@ -22,6 +22,7 @@ from vtx.runtime.strict import later
 from vtx.runtime.vision.bilinear import nearest, resized
 from vtx.runtime.vision.fit import fitted
 from vtx.runtime.vision.image import to_rgb
+from vtx.runtime.vision.layout import image_layout
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows, joined
 
@@ -30,6 +31,7 @@ MAX_TILES = 64  # of one image
 CLEARLY_MORE = 1.1  # times the side of the grid that it is shrunk to
 
 
+@image_layout("anyres")
 @dataclass(frozen=True, slots=True)
 class Anyres:
     """Tiles of `tile` pixels a side with `grid` tokens a side; `resolutions` (width, height) that tiles may cover.

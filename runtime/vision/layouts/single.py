@@ -12,10 +12,12 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.layout import image_layout
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import ImageTokens, Rows
 
 
+@image_layout("single")
 @dataclass(frozen=True, slots=True)
 class Single:
     """`tokens` an image."""

@@ -13,11 +13,13 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.image import to_rgb
+from vtx.runtime.vision.layout import image_layout
 from vtx.runtime.vision.layouts.anyres import MAX_TILES
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import ImageTokens, Rows, joined
 
 
+@image_layout("tiles")
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """`fewest` to `most` tiles of `tile` pixels a side and `tokens` each, and where there are several, the whole image.

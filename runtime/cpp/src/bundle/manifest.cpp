@@ -48,6 +48,7 @@ int64_t read_tower(const Json& value) {
   positive(fields, "eps");
   for (const char* later : {"qkv_bias", "layer_scale"})
     if (fields.has(later)) fields.flag(later);
+  if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;  // patches a side that become one token
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
@@ -81,6 +82,7 @@ ModelSpec read_model(const Json& value) {
   projector.flag("bias");
   if (projector.has("norm_eps")) positive(projector, "norm_eps");
   projector.done();
+  if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
   fields.done();
   return m;
 }

@@ -16,7 +16,7 @@ from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import read_image_settings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
-from vtx.runtime.vision.layout import read_layout, spec_of
+from vtx.runtime.vision.layout_spec import read_layout, spec_of
 from vtx.runtime.vision.layouts.anyres import Anyres
 from vtx.runtime.vision.layouts.single import Single
 from vtx.runtime.vision.tokens import ImageTokens
@@ -70,11 +70,12 @@ def test_tokens_stand_where_transformers_puts_them(theirs: tuple[Path, Any], sha
     from transformers import AutoConfig, LlavaNextModel
 
     folder, _ = theirs
-    layout = read_config(read_settings(folder, "config.json")).layout
+    config = read_settings(folder, "config.json")
+    layout = read_config(config).layout
     with torch.device("meta"):
         model = LlavaNextModel(AutoConfig.from_pretrained(folder))
     image = random_image(0, shape)
-    count = 1 + len(layout.views(image, read_image_settings(folder, ["LlavaNextImageProcessor"]))[1:])
+    count = 1 + len(layout.views(image, read_image_settings(folder, find_family(config).processors))[1:])
     rows = torch.arange(float(16 * count)).view(count, 16, 1)
     wanted, _ = model.pack_image_features([rows], torch.tensor([shape[::-1]]), "default", torch.tensor([-1.0]))
     views = [ImageTokens.plain(view.numpy()) for view in rows]

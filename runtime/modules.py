@@ -1,0 +1,14 @@
+"""The modules of a folder whose files are listed nowhere: a policy, an image layout or a family is one file there."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+
+
+def modules_of(package: ModuleType) -> Iterator[ModuleType]:
+    """Every module of `package`, imported, in the order of their names."""
+    for module in pkgutil.iter_modules(package.__path__):
+        yield importlib.import_module(f"{package.__name__}.{module.name}")

@@ -1,0 +1,50 @@
+"""Image layouts as bundles declare them: read and checked against the tower, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import vtx.runtime.vision.layouts as package
+from vtx.runtime.bundle.spec.manifest import LayoutSpec
+from vtx.runtime.bundle.spec.model_spec import TowerSpec
+from vtx.runtime.errors import BundleError
+from vtx.runtime.modules import modules_of
+from vtx.runtime.strict import Strict, plain
+from vtx.runtime.vision.layout import Layout, registered
+
+
+def layouts() -> Mapping[str, type[Layout]]:
+    """Every registered layout by its name; the files of `layouts/` are read for it."""
+    for _ in modules_of(package):
+        pass
+    return dict(sorted(registered.items()))
+
+
+def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
+    """The layout that a bundle declares, checked against its tower.
+
+    Raises:
+        BundleError: no such layout, other parameters than it has, or another maximum than follows from them.
+
+    """
+    known = layouts()
+    kind = known.get(spec.name)
+    if kind is None:
+        raise BundleError(
+            f"vtx.json: the image layout {spec.name!r} is unknown to this vtx, which has {', '.join(known)}; "
+            'upgrade it with pip install -U "vtx-edge"'
+        )
+    layout = Strict().read(kind, spec.parameters, f"vtx.json: layout {spec.name!r}")
+    if layout.max_tokens != spec.max_tokens:
+        raise BundleError(
+            f"vtx.json: layout {spec.name!r} gives at most {layout.max_tokens} tokens, layout.max_tokens is "
+            f"{spec.max_tokens}; export again"
+        )
+    layout.check(tower)
+    return layout
+
+
+def spec_of(layout: Layout) -> LayoutSpec:
+    """A layout as a bundle declares it."""
+    name = next(name for name, kind in layouts().items() if type(layout) is kind)
+    return LayoutSpec(name, layout.max_tokens, plain(layout))

@@ -1,0 +1,65 @@
+"""What a bundle declares of a model is what its configuration says, and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import Tiny, make
+from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
+from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.exporter.checkpoint.spec import config_of, model_spec
+from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import Strict, plain
+from vtx.runtime.vision.layout_spec import spec_of
+
+VARIANTS = (
+    Tiny(vision="siglip", attention_bias=True, mlp_bias=True, rope="llama3", feature_layer=(-2, -1)),
+    Tiny(family="internvl", vision="internvl", names="saved"),
+    Tiny(family="vipllava", text="qwen2"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Later(TextConfig):
+    """A configuration with a flag that came after the manifest's format."""
+
+    wobble: bool = False
+
+
+def configured(folder: Path, tiny: Tiny = Tiny()) -> ModelConfig:  # noqa: B008 - frozen
+    return read_config(json.loads((make(folder, tiny) / "config.json").read_text(encoding="utf-8")))
+
+
+def declared(config: ModelConfig, spec: ModelSpec) -> Any:
+    text = SimpleNamespace(image_token_id=config.image_token_id)
+    return SimpleNamespace(model=spec, layout=spec_of(config.layout), text=text)
+
+
+@pytest.mark.parametrize("tiny", VARIANTS, ids=lambda tiny: str(tiny.family))
+def test_a_configuration_comes_back_from_the_manifest_as_it_was(tiny: Tiny, tmp_path: Path) -> None:
+    config = configured(tmp_path, tiny)
+    spec = Strict().read(ModelSpec, json.loads(json.dumps(plain(model_spec(config, "it")))), "model")
+    assert "flags" not in plain(spec)
+    assert config_of(declared(config, spec)) == config
+
+
+def test_a_flag_that_the_manifest_has_no_field_for_is_declared_by_name(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    values = {field.name: getattr(config.text, field.name) for field in fields(config.text)}
+    with_flag = replace(config, text=Later(**values, wobble=True))
+    assert model_spec(with_flag, "it").flags == ("wobble",)
+    assert model_spec(replace(config, text=Later(**values)), "it").flags == ()
+
+
+def test_a_flag_of_another_release_is_refused_by_name(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    spec = replace(model_spec(config, "it"), flags=("wobble",))
+    with pytest.raises(BundleError, match="flag 'wobble' of the model is unknown"):
+        config_of(declared(config, spec))
