@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.tiny import Tiny, make, random_image
+from vtx.exporter.checkpoint.families.llava_onevision import FAMILY as LLAVA_ONEVISION
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import read_image_settings
@@ -112,7 +113,7 @@ def test_onevisions_pixels_and_tokens_equal_transformers(
     from transformers import AutoConfig, LlavaOnevisionModel
 
     folder, layout, processor = onevision
-    image, settings = random_image(3, shape), read_image_settings(folder, ["LlavaOnevisionImageProcessor"])
+    image, settings = random_image(3, shape), read_image_settings(folder, LLAVA_ONEVISION.processors)
     views = layout.views(image, settings)
     np.testing.assert_array_equal(views, processor(images=image, return_tensors="np")["pixel_values"][0])
     several = processor(images=[[image, image]], return_tensors="np")["pixel_values"]
