@@ -35,7 +35,8 @@ CONNECTIONS = 256
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0: to everybody.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
-@click.option("--parallel", type=int, help="Answers of one model that are computed in turn [default: 4].")
+@click.option("--parallel", type=int, help="Answers of one model that are computed side by side [default: 4].")
+@click.option("--max-batch", type=int, help="Of these, in one pass through the model; 1: in turn [default: 8].")
 @click.option("--queue", type=int, help="Requests that wait beside them, before 429 [default: 32].")
 @click.option("--max-tokens", type=int, help="The most tokens of an answer [default: 1024].")
 @click.option("--max-body", type=int, metavar="MB", help="Of a request, images included [default: 33.6].")
@@ -46,9 +47,9 @@ CONNECTIONS = 256
 @compute_option
 @threads_option
 def serve(
-    bundles: tuple[str, ...], host: str, port: int, parallel: int | None, queue: int | None, max_tokens: int | None,
-    max_body: int | None, timeout: float | None, kv_cache: float | None, memory: float | None, device: str,
-    compute: str | None, threads: int | None,
+    bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
+    max_tokens: int | None, max_body: int | None, timeout: float | None, kv_cache: float | None, memory: float | None,
+    device: str, compute: str | None, threads: int | None,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. A key in $VTX_API_KEY must then be sent by every client."""
     try:
@@ -64,7 +65,7 @@ def serve(
     if key is not None and (len(key) > MAX_KEY or not key.isascii() or key != key.strip()):
         raise RequestError(f"{KEY} must be at most {MAX_KEY} ASCII characters, without spaces around them")
     changes = {
-        "parallel": parallel, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
+        "parallel": parallel, "batch": max_batch, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
         "body": None if max_body is None else max_body * 10**6,
         "kv": None if kv_cache is None else int(kv_cache * 1e9),
     }  # fmt: skip

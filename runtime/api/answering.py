@@ -71,6 +71,7 @@ class AnswerInProgress:
         self._clock = Clock()
         self._prompt_tokens = len(question.ids)
         self._result: PrefillResult | None = None
+        self.session: Session | None = None  # while it decodes
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._output = TextOutput(model.text.stream(), question.options.stop)
@@ -85,6 +86,7 @@ class AnswerInProgress:
                 question, check = self._question, self.request.check
                 self._result = caches.session.prefill(prompt, question.policy, after=question.after, check=check)
                 self._clock.prefilled()
+                self.session = caches.session
                 yield ""
                 stopped = yield from self._generate(caches.session, self._result, prompt)
                 self.end(stopped)
@@ -95,6 +97,8 @@ class AnswerInProgress:
         except GeneratorExit:
             self.end("cancelled")
             raise
+        finally:
+            self.session = None
 
     def progress(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The tokens so far from number `start` on, and their log probabilities where they were asked for."""
@@ -134,7 +138,10 @@ class AnswerInProgress:
         for token in tokens:
             self._clock.token()
             ids.append(token)
-            yield output.push(token)
+            piece = output.push(token)
+            if output.stopped:
+                session.next_token = None
+            yield piece
             if output.stopped:
                 return "stop"
         rest = output.finish()

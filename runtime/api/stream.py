@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.turns import Reader, Request
 from vtx.runtime.errors import RequestError
+from vtx.runtime.session.session import Session
 
 T = TypeVar("T")
 
@@ -20,6 +22,7 @@ class Answering(Protocol):
 
     request: Request
     answer: Answer | None
+    session: Session | None  # while it decodes
 
     def pieces(self) -> Generator[str]:
         """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
@@ -68,6 +71,17 @@ class AnswerStream:
         finally:
             if self._request.cancelled:
                 self._close()
+
+    @contextmanager
+    def paused(self) -> Iterator[Session | None]:
+        """Its session where it waits between two tokens and will decode another, else None.
+
+        Until the end of the block it stays there: who cancels it meanwhile ends its next step.
+        """
+        with self._lock:
+            session = self._answering.session
+            ready = session is not None and session.next_token is not None and not self._request.cancelled
+            yield session if ready else None
 
     def progress(self, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The tokens so far from number `start` on, and their log probabilities where they were asked for.

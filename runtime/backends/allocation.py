@@ -14,13 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
+_MAP_NORESERVE = 0x4000  # Python names it from 3.11 on
+_MADV_DONTNEED = 4
 
 
-def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any], *, reserved: bool = True) -> NDArray[Any]:
     """Zeros that take memory where they are written, page by page of the smallest size.
 
     A cache [..., heads, capacity, head_dim] that is filled in part has its rows in as many places as it has heads.
-    In pages of 2 MiB, which numpy asks Linux for, all of it would become resident.
+    In pages of 2 MiB, which numpy asks Linux for, all of it would become resident. Where it is not `reserved`, it may
+    be larger than the memory of the machine.
 
     Raises:
         MemoryError: the address space or the system's limit is exhausted.
@@ -30,12 +33,28 @@ def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArra
         return np.zeros(shape, dtype)
     count = math.prod(shape)
     try:
-        memory = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if reserved else _MAP_NORESERVE)
+        memory = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=flags)
     except OSError as e:
         raise MemoryError(f"no memory for an array of {shape}") from e
     with suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype, count).reshape(shape)
+
+
+def forget(array: NDArray[Any]) -> None:
+    """Give back the memory of a contiguous part of such zeros, but for pages that it shares with its neighbours.
+
+    What it held is zeros afterwards, or as it was.
+    """
+    if sys.platform != "linux":
+        return
+    first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    if size > 0:
+        advise(first, size, _MADV_DONTNEED)  # where it is refused, nothing but memory is lost
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,4 +95,30 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Let go of the engine and its weights. Nothing may be called afterwards, and no cache be used."""
+        ...
+
+
+@runtime_checkable
+class BatchBackend(Backend, Protocol):
+    """A backend that runs one row of each of several conversations in one pass through a stage."""
+
+    def share_caches(self, conversations: int) -> None:
+        """Have the caches of this many conversations lie together from now on, so that one run reaches all of them.
+
+        Raises:
+            DeviceError: this bundle's graphs take one conversation at a time, or there is no address space.
+
+        """
+        ...
+
+    def reaches(self, caches: Sequence[StageCache]) -> bool:
+        """Whether these caches lie together, so that `append_each` can run them."""
+        ...
+
+    def append_each(self, index: int, caches: Sequence[StageCache], rows: Rows, positions: Ids) -> Rows:
+        """Run stage `index` for several conversations: the n-th of `rows` [n, hidden] goes into the n-th cache.
+
+        Rows stand at their positions [n]; returns [n, hidden]. What a row becomes is what `append` to its cache gives,
+        but for the order in which sums are taken.
+        """
         ...

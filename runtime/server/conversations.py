@@ -1,4 +1,7 @@
-"""Conversations of one model that are kept for requests to come, bounded in bytes: the least recently used leave."""
+"""Conversations of one model that are kept for requests to come, bounded in bytes and number.
+
+The least recently used leave.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class Found:
 class ConversationPool:
     """Kept conversations, the least recently used first. One thread uses it; others may read its numbers."""
 
-    def __init__(self, model: Model, limit_bytes: int) -> None:
-        self._model, self._limit = model, limit_bytes
+    def __init__(self, model: Model, limit_bytes: int, most: int) -> None:
+        self._model, self._limit, self._most = model, limit_bytes, most
         self._kept: list[Conversation] = []
         self._leased: list[Conversation] = []
         self.found = Found()
@@ -66,7 +69,7 @@ class ConversationPool:
         """Let go of kept conversations until all of them and those in use stay within the limit."""
         in_use = sum(conversation.cache_bytes for conversation in self._leased)
         sizes = [conversation.cache_bytes for conversation in self._kept]
-        while sizes and in_use + sum(sizes) > self._limit:
+        while sizes and (in_use + sum(sizes) > self._limit or len(sizes) > self._most):
             self._kept.pop(0).close()
             sizes.pop(0)
         self.kept_bytes = sum(sizes)

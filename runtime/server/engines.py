@@ -14,6 +14,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.server.batching import Batching
 from vtx.runtime.server.conversations import ConversationPool
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
@@ -32,8 +33,11 @@ class Engine:
         self.name, self.model = name, model
         model.image_cache = ImageCache(limits.image_tokens)
         self.images = model.image_cache
-        self.pool = ConversationPool(model, limits.kv)
-        self.scheduler = Scheduler(name, limits.parallel)
+        self.batching = Batching(model, min(limits.batch, limits.parallel), limits.kept + limits.parallel)
+        self.pool = ConversationPool(model, limits.kv, limits.kept)
+        self.scheduler = Scheduler(name, limits.parallel, self.batching.decode)
+        if self.batching.obstacle is not None:
+            log.info("%s decodes its answers in turn, not together: %s", name, self.batching.obstacle)
         self.users, self.used_at = 0, time.monotonic()
 
     def close(self) -> None:
@@ -171,11 +175,14 @@ class Engines:
             "conversation_misses": sum(engine.pool.found.misses for engine in engines),
             "image_cache_hits": sum(engine.images.hits for engine in engines),
             "image_cache_misses": sum(engine.images.misses for engine in engines),
+            "batched_passes": sum(engine.batching.passes for engine in engines),
+            "batched_tokens": sum(engine.batching.tokens for engine in engines),
         }
 
     def describe(self) -> list[dict[str, Any]]:
         """The objects of /v1/models."""
-        return [_described(name, bundle) for name, bundle in self._bundles.items()]
+        together = {engine.name: _together(engine.batching) for engine in self.loaded}
+        return [_described(name, bundle, together.get(name)) for name, bundle in self._bundles.items()]
 
 
 def named(specs: tuple[str, ...]) -> dict[str, Path]:
@@ -191,11 +198,19 @@ def named(specs: tuple[str, ...]) -> dict[str, Path]:
     return bundles
 
 
-def _described(name: str, bundle: Bundle) -> dict[str, Any]:
+def _together(batching: Batching) -> dict[str, Any]:
+    """How many answers are decoded in one pass, and why no more than one."""
+    if batching.obstacle is None:
+        return {"most": batching.most}
+    return {"most": 1, "reason": batching.obstacle}
+
+
+def _described(name: str, bundle: Bundle, together: dict[str, Any] | None) -> dict[str, Any]:
+    """`together` is known of a loaded bundle."""
     m = bundle.manifest
     facts = {
         "layers": m.model.layers, "ks": m.variants, "default_k": m.default_k, "gates": m.gates,
-        "reductions": m.reductions, "precision": m.precision, "max_context": m.max_context,
+        "reductions": m.reductions, "precision": m.precision, "max_context": m.max_context, "batch": together,
         "image": {
             "width": m.image.width, "height": m.image.height, "fit": trained_fit(m.image), "layout": m.layout.name,
             "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,

@@ -14,7 +14,8 @@ class Limits:
     """Limits of one server; sizes in bytes, times in seconds.
 
     `body`: of a request. `pixels`: of one image. `images`, `new_tokens`: of one request. `parallel`: answers of one
-    model that are computed in turn; `queue`: requests of one model that wait beside them. `body_seconds`: for a
+    model that are computed side by side, `batch` of them at most in one pass; `queue`: requests of one model that wait
+    beside them. `kept`: conversations of one model that are kept for requests to come. `body_seconds`: for a
     request to arrive. `seconds`: from there to the answer's end, waiting included. `write_seconds`: for a client to
     take what was sent. `kv`: of K and V, in use or kept for requests to come; `image_tokens`: of encoded images kept.
     """
@@ -24,7 +25,9 @@ class Limits:
     images: int = 8
     new_tokens: int = 1024
     parallel: int = 4
+    batch: int = 8
     queue: int = 32
+    kept: int = 32
     body_seconds: float = 30.0
     seconds: float = 600.0
     write_seconds: float = 30.0
@@ -37,4 +40,4 @@ class Limits:
             if "seconds" in field.name:
                 check_number(name, value, "a number of seconds above 0", least=1e-3, most=1e6)
             else:
-                check_whole(name, value, 0 if field.name in ("queue", "kv", "image_tokens") else 1)
+                check_whole(name, value, 0 if field.name in ("queue", "kept", "kv", "image_tokens") else 1)

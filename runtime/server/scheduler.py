@@ -1,11 +1,11 @@
-"""One thread a model that computes its answers in turn, a token each, so that no long answer blocks a short one."""
+"""One thread a model that computes its answers by rounds, a token each, so that no long answer blocks a short one."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -60,6 +60,11 @@ class Job:
         self._stream: AnswerStream | None = None
         self._told = 0
         self.cancelled = False
+
+    @property
+    def stream(self) -> AnswerStream | None:
+        """Its answer, from its beginning on."""
+        return self._stream
 
     def cancel(self) -> None:
         """End it, from any thread: within one token, or before the prompt's next stage."""
@@ -123,14 +128,19 @@ class Job:
         self._emit(Failed(error))
 
 
-class Scheduler:
-    """Steps the answers of one model in turn: in each round a token of every answer, and at most one new prompt.
+def _alone(_: Sequence[AnswerStream]) -> None:
+    """Every answer computes its own tokens."""
 
-    At most `parallel` answers are computed at a time; other requests wait, in their order.
+
+class Scheduler:
+    """Steps the answers of one model: in each round a token of every answer, and at most one new prompt.
+
+    At most `parallel` answers are computed at a time; other requests wait, in their order. `together` is given the
+    answers before each round, to compute ahead what they can in one pass.
     """
 
-    def __init__(self, name: str, parallel: int) -> None:
-        self._parallel = parallel
+    def __init__(self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = _alone) -> None:
+        self._parallel, self._together = parallel, together
         self._waiting = deque[Job]()
         self._active: list[Job] = []
         self._changed = threading.Condition()
@@ -167,6 +177,7 @@ class Scheduler:
 
     def _run(self) -> None:
         while self._wait():
+            self._compute_ahead()
             self._active = [job for job in self._active if job.step()]
             job = self._admit()
             if job is not None and job.begin() and job.step():
@@ -174,6 +185,13 @@ class Scheduler:
         for job in (*self._active, *self._waiting):
             job.abandon()
         self._active, self._waiting = [], deque()
+
+    def _compute_ahead(self) -> None:
+        """What fails here, each answer meets again by itself, and ends alone."""
+        try:
+            self._together([job.stream for job in self._active if job.stream is not None])
+        except Exception:
+            log.exception("answers could not be computed together")
 
     def _wait(self) -> bool:
         """Wait while there is nothing to do; False where the server ends."""

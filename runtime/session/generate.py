@@ -1,12 +1,13 @@
-"""The loop: prefill, then one token at a time. It knows no backend, text or clock."""
+"""The loop: prefill, then one token at a time; and a token of several loops at once. It knows no text or clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.backend import BatchBackend
 from vtx.runtime.session.session import Session
 
 Sample = Callable[[NDArray[np.float32]], int]
@@ -24,12 +25,38 @@ def generate(
     """Yield token ids after a prefill that gave `logits`, the end token included.
 
     Stops there, after `max_new_tokens`, or when the context is full. `check` is called before each further token and
-    may raise, to stop there.
+    may raise, to stop there. While a token is given that will be decoded, it is the session's `next_token`.
     """
     for left in reversed(range(max_new_tokens)):
         token = sample(logits)
+        ends = not left or token in end_ids or session.length + 1 >= session.capacity
+        session.next_token = None if ends else token
         yield token
-        if not left or token in end_ids or session.length + 1 >= session.capacity:
+        session.next_token = None
+        if ends:
             return
         check()
         logits = session.decode(token)
+
+
+def decode_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
+    """Run the `next_token` of each session in one pass, which reads the weights once; its next `decode` has the logits.
+
+    Each session has its own slots and positions in every stage, so they may hold different numbers of tokens and have
+    lost image tokens at different K. An exception leaves all of them as they were.
+    """
+    caches = [session.decoding_caches for session in sessions]
+    lengths = [[cache.length for cache in of_one] for of_one in caches]
+    try:
+        hidden = backend.embed(np.array([session.next_token for session in sessions], np.int64))
+        for number, stage in enumerate(zip(*caches, strict=True)):
+            positions = np.array([session.next_position(number) for session in sessions], np.int64)
+            hidden = backend.append_each(number, stage, hidden, positions)
+        logits = backend.head(hidden)
+    except BaseException:
+        for of_one, before in zip(caches, lengths, strict=True):
+            for cache, length in zip(of_one, before, strict=True):
+                cache.keep(min(length, cache.length))
+        raise
+    for session, row in zip(sessions, logits, strict=True):
+        session.decoded(row)

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.policies.policy import Policy, Removal
@@ -58,6 +58,8 @@ class Session:
         self._layouts: list[PrefixSlots] = []
         self._cuts: list[Cut] = []
         self._check: Callable[[], None] = _never
+        self.next_token: int | None = None  # what `decode` will be given next, where that is certain
+        self._ahead: NDArray[np.float32] | None = None  # logits [vocab] after it, run together with other sessions
 
     @property
     def capacity(self) -> int:
@@ -110,7 +112,7 @@ class Session:
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = _check_ends_with_text(prompt)
-        self._check = check
+        self._check, self.next_token, self._ahead = check, None, None
         try:
             prefix = self.caches.prefix
             known = prompt.prefix_key == prefix.key
@@ -125,15 +127,36 @@ class Session:
             self._check = _never
 
     def decode(self, token: int) -> NDArray[np.float32]:
-        """Run one more token and return the logits [vocab] after it."""
+        """Run one more token, where it has not run ahead, and return the logits [vocab] after it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            assert token == self._suffix[-1], "another token ran ahead"
+            return ahead
         self._check_room(self.length)
         hidden = self._backend.embed(np.array([token], np.int64))
         for number in range(len(self._stages)):
-            position = np.array([self._layouts[number].position + len(self._suffix)], np.int64)
+            position = np.array([self.next_position(number)], np.int64)
             hidden = self.caches.cache(number).append(hidden, position)
         self._suffix.append(token)
         logits: NDArray[np.float32] = self._backend.head(hidden)[0]
         return logits
+
+    # ---- decoding together with other sessions -----------------------------------------------------------------------
+
+    @property
+    def decoding_caches(self) -> list[StageCache]:
+        """Of each stage, the cache in which it decodes."""
+        return [self.caches.cache(number) for number in range(len(self._stages))]
+
+    def next_position(self, number: int) -> int:
+        """In stage `number`, of the next token."""
+        return self._layouts[number].position + len(self._suffix)
+
+    def decoded(self, logits: NDArray[np.float32]) -> None:
+        """Take over the logits [vocab] after `next_token`, which has run through the caches."""
+        assert self.next_token is not None
+        self._suffix.append(self.next_token)
+        self.next_token, self._ahead = None, logits
 
     def _check_room(self, tokens: int, vision: int = 0) -> None:
         if tokens + 1 > self.capacity:

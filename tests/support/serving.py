@@ -89,7 +89,12 @@ class Served:
 
 @contextmanager
 def serving(
-    bundles: dict[str, Path], limits: Limits | None = None, *, memory: int | None = None, **options: Any
+    bundles: dict[str, Path],
+    limits: Limits | None = None,
+    *,
+    memory: int | None = None,
+    device: str = "cpu",
+    **options: Any,
 ) -> Iterator[Served]:
     """Serve bundles, with the options of `make_app`, until the end of the block."""
     import uvicorn
@@ -97,7 +102,7 @@ def serving(
     from vtx.runtime.server.app import make_app
 
     limits = limits or Limits()
-    engines = Engines(bundles, lambda folder: load(folder, device="cpu", threads=1), limits, memory)
+    engines = Engines(bundles, lambda folder: load(folder, device=device, threads=1), limits, memory)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         make_app(engines, limits, **options), log_level="error", ws="none", timeout_graceful_shutdown=1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
+from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.failures import cache_failure, load_failure
+from vtx.runtime.backends.lanes import CACHES_OF_ONE
+from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, Ports, StageGraph
 from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
@@ -82,6 +85,7 @@ class OpenvinoBackend:
         self._context = OpenvinoCacheContext(openvino, model, self._kv, rope, score, np.dtype(key_type))
         self.kv_slot_bytes = self._context.slot_bytes
         self.stages = [self._compile_stage(spec, file) for spec, file in self._manifest.stage_files(DIALECT)]
+        self._batches: list[OpenvinoStageBatch] = []
         self._vision: OpenvinoGraph | None = None
         self._text_tower: OpenvinoGraph | None = None
         self._vision_lock = threading.Lock()
@@ -167,12 +171,31 @@ class OpenvinoBackend:
         return graph.run({names.IDS: np.ascontiguousarray(ids)})[names.TEXT_EMBEDDING]
 
     def stage(self, index: int, capacity: int) -> OpenvinoStageCache:
+        pool = self._batches[index].pool if self._batches else None
         try:
-            return OpenvinoStageCache(self._context, self.stages[index], self._manifest.stages[index], capacity)
+            return OpenvinoStageCache(self._context, self.stages[index], self._manifest.stages[index], capacity, pool)
         except MemoryError as e:
             raise cache_failure(capacity) from e
 
+    def share_caches(self, conversations: int) -> None:
+        slots = self._manifest.max_context
+        try:
+            self._batches = [
+                OpenvinoStageBatch(self._context, graph, spec, CACHES_OF_ONE * conversations, slots)
+                for graph, spec in zip(self.stages, self._manifest.stages, strict=True)
+            ]
+        except MemoryError as e:
+            raise cache_failure(CACHES_OF_ONE * conversations * slots) from e
+
+    def reaches(self, caches: Sequence[StageCache]) -> bool:
+        return all(isinstance(cache, OpenvinoStageCache) and cache.lane is not None for cache in caches)
+
+    def append_each(self, index: int, caches: Sequence[StageCache], rows: Rows, positions: Ids) -> Rows:
+        taken = [cache for cache in caches if isinstance(cache, OpenvinoStageCache)]
+        return self._batches[index].append_each(taken, rows, positions)
+
     def close(self) -> None:
+        self._batches = []
         with self._vision_lock:
             loaded = [
                 self._embed,

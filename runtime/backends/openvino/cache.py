@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.failures import run_failures
+from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
 from vtx.runtime.backends.slots import SlotCounter
@@ -45,6 +47,10 @@ class OpenvinoCacheContext:
         """Bytes of one slot of one layer, K and V of all heads."""
         return 2 * self.model.kv_heads * self.slot_width * np.dtype(KV_ARRAYS[self.kv]).itemsize
 
+    def shape(self, blocks: int) -> tuple[int, ...]:
+        """Of an array of K or V."""
+        return blocks, self.model.kv_heads, BLOCK, self.slot_width
+
     def shared(self, array: NDArray[Any]) -> Any:
         """An openvino.Tensor over a host array's own memory."""
         return self.openvino.Tensor(array, shared_memory=True)
@@ -59,17 +65,29 @@ class OpenvinoCacheContext:
 class OpenvinoStageCache(SlotCounter):
     """`StageCache` whose K and V are arrays of blocks, which an infer request over the stage's graph reads and fills.
 
-    `kv` is [layers, 2, blocks, kv_heads, slots of a block, slot width]. One token, as in decoding, runs through tensors
-    made once.
+    `kv` is [layers, 2, blocks, kv_heads, slots of a block, slot width], in the `lane` of a pool where one is given that
+    has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
     """
 
-    def __init__(self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int) -> None:
+    def __init__(
+        self,
+        context: OpenvinoCacheContext,
+        stage: StageGraph,
+        spec: StageSpec,
+        capacity: int,
+        pool: LanePool | None = None,
+    ) -> None:
         super().__init__(capacity)
         self._context, self._stage = context, stage
         self._request = stage.request()
         model, blocks = context.model, -(-capacity // BLOCK)
-        shape = (spec.layers, 2, blocks, model.kv_heads, BLOCK, context.slot_width)
-        self.kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[context.kv]))
+        lane = pool.take() if pool is not None else None
+        self.lane: int | None = None
+        if pool is not None and lane is not None:
+            self.lane, self.kv = lane.number, lane.kv[:, :, :blocks]
+            weakref.finalize(self, pool.give_back, lane.number).atexit = False
+        else:
+            self.kv = zeros_in_small_pages((spec.layers, 2, *context.shape(blocks)), np.dtype(KV_ARRAYS[context.kv]))
         for layer, (keys, values) in zip(range(spec.first, spec.last + 1), self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))

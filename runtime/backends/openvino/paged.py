@@ -11,18 +11,19 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, DeviceError
 
 BLOCK = 32  # slots of a block, by OpenVINO's CPU plugin
-PAST = "past_lens"  # slots filled before
+PAST = "past_lens"  # slots filled before, of each sequence
 BEGINS = "subsequence_begins"  # where the rows of each sequence begin, and where the last one's end
 BLOCKS = "block_indices"  # which blocks the slots of a sequence stand in
 BLOCK_BEGINS = "block_indices_begins"
-FILLED = "max_context_len"  # slots filled after
+FILLED = "max_context_len"  # slots filled after, the most of any sequence
+SCORED = "scored"  # rows of each sequence that scores are asked for: none; not an input
 HEADS_AND_ROWS = np.array([0, 2, 1, 3])  # change places
 
-_SIZES = {PAST: [1], BEGINS: [2], BLOCKS: [-1], BLOCK_BEGINS: [2], FILLED: []}
+_SIZES = {PAST: [-1], BEGINS: [-1], BLOCKS: [-1], BLOCK_BEGINS: [-1], FILLED: []}
 # What else the operator can do, and none of it is used: windows, biases; scores, blocks turned or left out.
 _BEFORE: tuple[tuple[Any, Any], ...] = ((np.int32, 0), (np.float32, []))
 _AFTER: tuple[tuple[Any, Any], ...] = (
-    (np.int32, [0]), (np.int32, []), (np.int32, []), (np.float32, []), (np.float32, []), (np.int32, 128), (np.int32, 8),
+    (np.int32, []), (np.int32, []), (np.float32, []), (np.float32, []), (np.int32, 128), (np.int32, 8),
     (np.float32, []), (np.int32, 0), (np.int32, []), (np.int32, []), (np.int32, []), (np.int32, []), (np.uint8, []),
     (np.int32, []),
 )  # fmt: skip
@@ -39,7 +40,10 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
         BundleError: attention is written in another way than vtx writes it.
 
     """
+    from openvino import opset13 as ops
+
     said = {name: _parameter(model, name, sizes, "i32") for name, sizes in _SIZES.items()}
+    said[SCORED] = ops.multiply(said[PAST], np.int32(0))
     softmaxes = [node for node in model.get_ordered_ops() if node.get_type_name() == "Softmax"]
     if len(softmaxes) != len(layers):
         raise BundleError(f"{len(softmaxes)} layers attend where {len(layers)} are said to; export the bundle again")
@@ -59,8 +63,7 @@ def _page(model: Any, layer: int, softmax: Any, heads: int, said: dict[str, Any]
     key, keys = _cache(model, names.past_key(layer), names.present_key(layer))
     value, values = _cache(model, names.past_value(layer), names.present_value(layer))
     rows = [_joined(query, heads, sizes[1]), *(_joined(x, *sizes) for x in (key, value))]
-    places = [said[name] for name in (PAST, BEGINS, BLOCKS, BLOCK_BEGINS)]
-    attention = _attention([*rows, keys, values, *places], scale, said[FILLED])
+    attention = _attention([*rows, keys, values], scale, said)
     info = attention.get_rt_info()
     info["num_k_heads"] = info["num_v_heads"] = sizes[0]
     info["k_head_size"] = info["v_head_size"] = sizes[1]
@@ -68,7 +71,7 @@ def _page(model: Any, layer: int, softmax: Any, heads: int, said: dict[str, Any]
     _lead(attended.output(0), ops.transpose(apart, HEADS_AND_ROWS).output(0))
 
 
-def _attention(first: list[Any], scale: Any, filled: Any) -> Any:
+def _attention(first: list[Any], scale: Any, said: dict[str, Any]) -> Any:
     from openvino import opset13 as ops
 
     refusal = 'this release of OpenVINO cannot attend over blocks; pip install -U "vtx-edge[openvino]"'
@@ -77,8 +80,10 @@ def _attention(first: list[Any], scale: Any, filled: Any) -> Any:
     except ImportError as e:
         raise DeviceError(refusal) from e
     before, after = ([ops.constant(np.array(x, kind)) for kind, x in unused] for unused in (_BEFORE, _AFTER))
-    inputs = [*(node.output(0) for node in first), scale, *(node.output(0) for node in (*before, filled, *after))]
-    for count in range(len(inputs), len(inputs) - len(after), -1):  # releases differ in how many of `_AFTER` they know
+    places = [said[name] for name in (PAST, BEGINS, BLOCKS, BLOCK_BEGINS)]
+    behind = [*before, said[FILLED], said[SCORED], *after]
+    inputs = [*(node.output(0) for node in (*first, *places)), scale, *(node.output(0) for node in behind)]
+    for count in range(len(inputs), len(inputs) - len(after) - 1, -1):  # how many of `_AFTER`, releases differ in
         try:
             return _PagedAttentionExtension(inputs[:count])
         except RuntimeError as e:

@@ -1,0 +1,69 @@
+"""A stage of several conversations in one run on OpenVINO: paged attention over the lanes of a pool."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.backends.failures import run_failures
+from vtx.runtime.backends.lanes import LanePool
+from vtx.runtime.backends.openvino.cache import KV_ARRAYS, OpenvinoCacheContext, OpenvinoStageCache
+from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
+from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.vision.tokens import Ids, Rows
+
+
+class OpenvinoStageBatch:
+    """The pool that caches of one stage take their lanes from, and an infer request that reaches all of it."""
+
+    def __init__(
+        self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, lanes: int, capacity: int
+    ) -> None:
+        self._context, self._stage = context, stage
+        self._blocks = -(-capacity // BLOCK)  # of a lane
+        self.pool = LanePool(spec.layers, lanes, context.shape(self._blocks), np.dtype(KV_ARRAYS[context.kv]))
+        self._request = stage.request()
+        self._lock = threading.Lock()
+        every = self.pool.kv.reshape(spec.layers, 2, *context.shape(lanes * self._blocks))
+        for layer, (keys, values) in zip(range(spec.first, spec.last + 1), every, strict=True):
+            self._request.set_tensor(names.past_key(layer), context.blocks(keys))
+            self._request.set_tensor(names.past_value(layer), context.blocks(values))
+        for name, table in context.rope.items():
+            self._request.set_tensor(name, context.shared(table))
+
+    def append_each(self, caches: Sequence[OpenvinoStageCache], rows: Rows, positions: Ids) -> Rows:
+        """Run one of `rows` [n, hidden] into each cache, at its position [n]. Returns [n, hidden]."""
+        self._stage.check_open()
+        past = np.array([cache.length for cache in caches], np.int32)
+        blocks = [self._blocks_of(cache) for cache in caches]
+        out = np.empty_like(rows)
+        inputs: dict[str, NDArray[Any]] = {
+            names.HIDDEN: np.ascontiguousarray(rows),
+            names.POSITIONS: positions[None].copy(),
+            names.HIDDEN_OUT: out,
+            PAST: past,
+            BEGINS: np.arange(len(caches) + 1, dtype=np.int32),
+            BLOCKS: np.concatenate(blocks),
+            BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
+            FILLED: np.array(past.max() + 1, np.int32),
+        }
+        with self._lock, run_failures(ENGINE, self._stage.name):
+            for name, array in inputs.items():
+                self._request.set_tensor(name, self._context.shared(array))
+            run_request(self._request)
+        for cache in caches:
+            cache.length += 1
+        return out
+
+    def _blocks_of(self, cache: OpenvinoStageCache) -> NDArray[np.int32]:
+        """The numbers in the pool of the blocks that hold a cache's slots and the next one."""
+        assert cache.lane is not None, "it lies alone"
+        assert cache.length < cache.capacity, "it is full"
+        first = cache.lane * self._blocks
+        return np.arange(first, first + cache.length // BLOCK + 1, dtype=np.int32)

@@ -1,0 +1,237 @@
+"""Answers decoded together: the ids and log probabilities of each alone, whatever stands beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+
+from tests.support.bundles import export_with
+from tests.support.exported import THREADS
+from tests.support.serving import asking, serving, user
+from tests.support.tiny import Tiny, random_image
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
+from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.errors import DeviceError
+from vtx.runtime.server.batching import Batching
+from vtx.runtime.session.sampling import Sampling
+
+DUAL = "mustdrop:gamma=0.011,alpha=1,layers=2/4/6"
+TOLERANCE = 1e-4
+ENGINES = ("openvino",)
+
+
+class Case(NamedTuple):
+    """One conversation: its question, K and reductions, and in which round it joins."""
+
+    question: str
+    k: int | None
+    reduce: str
+    tokens: int
+    joins: int = 0
+    image: int = 4
+    temperature: float = 0.0
+
+
+CASES = (
+    Case("red?", None, "none", 24),
+    Case("How many circle shapes are there?", 3, "none", 9),
+    Case("What is the colour of the square in the picture?", 5, "none", 30, image=5, temperature=0.9),
+    Case("red?", None, "fastv:k=3", 14, joins=3),
+    Case("blue?", None, DUAL, 20, joins=5),
+    Case("How many?", 5, f"{DUAL},positions=renumber", 12, joins=9, image=5),
+    Case("What is it?", 3, "none", 16, joins=12, temperature=1.3),
+)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def model(request: pytest.FixtureRequest, tiny_checkpoint: Any, tmp_path_factory: Any) -> Iterator[Model]:
+    if request.param == "openvino":
+        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
+    checkpoint = tiny_checkpoint(Tiny(image=126, context=512))
+    options = ExportOptions(str(checkpoint), (3, 5), "fp32", 256, reductions=("fastv:k=3", DUAL))
+    folder = export_with(options, tmp_path_factory.mktemp("batched") / "bundle").folder
+    with load(folder, device=request.param, threads=THREADS) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def batching(model: Model) -> Batching:
+    made = Batching(model, 4, 16)
+    assert made.obstacle is None
+    return made
+
+
+def start(model: Model, case: Case) -> AnswerStream:
+    sampling = Sampling(temperature=case.temperature, seed=len(case.question))
+    options = Options(max_new_tokens=case.tokens, ignore_eos=True, logprobs=True, sampling=sampling)
+    image = model.open(random_image(case.image, (126, 126)))
+    return image.stream(case.question, case.k, options, reduce=case.reduce)
+
+
+def run(batching: Batching, streams: Sequence[tuple[AnswerStream, int]]) -> list[Answer]:
+    """Rounds as the scheduler makes them, until all have ended; a stream joins in its round."""
+    running: list[AnswerStream] = []
+    waiting = [*streams]
+    number = 0
+    while running or waiting:
+        batching.decode(running)
+        running = [stream for stream in running if stepped(stream)]
+        joining = [stream for stream, joins in waiting if joins <= number]
+        waiting = [(stream, joins) for stream, joins in waiting if joins > number]
+        running += [stream for stream in joining if stepped(stream)]
+        number += 1
+    return [stream.answer for stream, _ in streams]
+
+
+def stepped(stream: AnswerStream) -> bool:
+    try:
+        stream.step()
+    except StopIteration:
+        return False
+    return True
+
+
+def same(answer: Answer, alone: Answer) -> None:
+    assert answer.token_ids == alone.token_ids
+    assert answer.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
+    assert (answer.text, answer.stopped) == (alone.text, alone.stopped)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model) -> list[Answer]:
+    return [start(model, case).read() for case in CASES]
+
+
+def test_conversations_of_any_k_and_reduction_that_join_and_leave_answer_as_alone(
+    model: Model, batching: Batching, alone: list[Answer]
+) -> None:
+    before = batching.tokens, batching.passes
+    answers = run(batching, [(start(model, case), case.joins) for case in CASES])
+    for answer, expected in zip(answers, alone, strict=True):
+        same(answer, expected)
+    tokens, passes = batching.tokens - before[0], batching.passes - before[1]
+    decoded = sum(case.tokens - 1 for case in CASES)
+    assert decoded - 30 < tokens < decoded, "all but those of the last one that was left, and remainders of one"
+    assert tokens / passes > 2.5
+
+
+def test_an_answer_that_is_cancelled_or_stopped_leaves_the_others_alone(
+    model: Model, batching: Batching, alone: list[Answer]
+) -> None:
+    streams = [start(model, CASES[number]) for number in (0, 1, 2)]
+    for _ in range(4):
+        batching.decode(streams)
+        assert all([stepped(stream) for stream in streams])
+    batching.decode(streams)
+    streams[0].cancel()
+    assert not stepped(streams[0])
+    answers = run(batching, [(stream, 0) for stream in streams])
+    assert answers[0].stopped == "cancelled"
+    assert answers[0].token_ids == alone[0].token_ids[: len(answers[0].token_ids)]
+    for answer, number in zip(answers[1:], (1, 2), strict=True):
+        same(answer, alone[number])
+
+
+def test_a_conversation_goes_on_after_a_token_that_ran_ahead_for_nothing(model: Model, batching: Batching) -> None:
+    image, options = model.open(random_image(4, (126, 126))), Options(max_new_tokens=8, ignore_eos=True, logprobs=True)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
+    streams = [image.resume_messages(chat, 3, options, "none"), start(model, CASES[1])]
+    for _ in range(4):
+        batching.decode(streams)
+        assert all([stepped(stream) for stream in streams])
+    batching.decode(streams)
+    streams[0].cancel()
+    same(image.resume_messages(chat, 3, options, "none").read(), image_alone(model, chat, options))
+    streams[1].cancel()
+
+
+def image_alone(model: Model, chat: Any, options: Options) -> Answer:
+    return model.open(random_image(4, (126, 126))).resume_messages(chat, 3, options, "none").read()
+
+
+def test_where_a_pass_fails_each_answer_is_computed_by_itself(
+    model: Model, batching: Batching, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = type(model.backend).append_each, [0]  # type: ignore[attr-defined]
+
+    def failing(self: Any, number: int, *rest: Any) -> Any:
+        calls[0] += 1
+        done = real(self, number, *rest)
+        if number == 1 and calls[0] % 3:
+            raise DeviceError("out of luck")
+        return done
+
+    monkeypatch.setattr(type(model.backend), "append_each", failing)
+    for answer, number in zip(run(batching, [(start(model, CASES[n]), 0) for n in (0, 1, 4)]), (0, 1, 4), strict=True):
+        same(answer, alone[number])
+    assert calls[0] > 10
+
+
+def test_logits_of_a_pass_are_those_of_each_alone(model: Model, batching: Batching) -> None:
+    """At the backend: rows at lengths across block boundaries, in caches of different capacity."""
+    backend: Any = model.backend
+    m, rng = model.manifest, np.random.default_rng(0)
+    lengths, capacities = (31, 32, 33, 1, 64), (256, 40, 256, 8, 66)
+    together, apart = [], []
+    for length, capacity in zip(lengths, capacities, strict=True):
+        prompt = rng.standard_normal((length, m.model.hidden)).astype(np.float32)
+        for caches in (together, apart):
+            caches.append(backend.stage(0, capacity))
+            caches[-1].append(prompt, np.arange(length) * 2)
+    assert backend.reaches(together)
+    for step in range(2):
+        rows = rng.standard_normal((len(lengths), m.model.hidden)).astype(np.float32)
+        positions = np.array([2 * length + 3 + step for length in lengths])
+        got = backend.append_each(0, together, rows, positions).copy()
+        alone = [cache.append(rows[n : n + 1], positions[n : n + 1])[0].copy() for n, cache in enumerate(apart)]
+        assert np.abs(got - alone).max() < 1e-5 * np.abs(got).max()
+    assert [cache.length for cache in together] == [cache.length for cache in apart] == [n + 2 for n in lengths]
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_allclose(one.keys(), other.keys(), atol=1e-5)
+
+
+def test_without_room_for_a_conversation_it_is_computed_by_itself(model: Model) -> None:
+    backend: Any = model.backend
+    made = [backend.stage(0, 8) for _ in range(40)]
+    lanes = [cache for cache in made if cache.lane is not None]
+    assert 2 <= len(lanes) <= 32
+    assert not backend.reaches(made)
+    assert len({cache.lane for cache in lanes}) == len(lanes)
+    del made, lanes
+    assert backend.stage(0, 8).lane is not None, "lanes come back"
+
+
+def test_a_server_decodes_its_clients_together_and_says_so(model: Model) -> None:
+    pytest.importorskip("uvicorn", reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
+    with (
+        serving({"tiny": model.bundle.folder}, device=model.backend.device) as served,
+        ThreadPoolExecutor(4) as clients,
+    ):
+        fields = {"reduce": "none", "max_tokens": 40, "temperature": 0.8, "seed": 3}
+        bodies = [asking(user(f"red {n}?", random_image(4)), k=(None, 3)[n % 2] or "none", **fields) for n in range(4)]
+        together = [response.json for response in clients.map(served.chat, bodies)]
+        passes = served.metrics()["vtx_batched_passes_total"]
+        alone = [served.chat(body).json for body in bodies]
+        (told,) = served.request("GET", "/v1/models").json["data"]
+        assert served.metrics()["vtx_batched_passes_total"] == passes > 10
+    assert told["vtx"]["batch"] == {"most": 4}
+    assert [one["usage"]["vtx"]["token_ids"] for one in together] == [o["usage"]["vtx"]["token_ids"] for o in alone]
+
+
+def test_a_model_that_cannot_says_why() -> None:
+    class Backend:
+        device = "abacus"
+
+    class Calculator:
+        backend = Backend()
+
+    assert Batching(cast("Model", Calculator()), 8, 4).obstacle == "abacus computes one conversation at a time"
+    assert Batching(cast("Model", Calculator()), 1, 4).obstacle == "--max-batch is 1"
