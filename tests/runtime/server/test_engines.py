@@ -20,6 +20,8 @@ from vtx.runtime.server.engines import Engines, named
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
 
+MANY = 100
+
 Load = Callable[[Path], Model]
 
 
@@ -100,30 +102,35 @@ def local(tiny_bundle: Path) -> Model:
 
 
 def test_conversations_are_found_by_their_images(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30)
+    pool = ConversationPool(local, 1 << 30, MANY)
     assert [asked(pool, local, "red?", seed) for seed in (1, 2, 1, 2, None)] == [False, False, True, True, False]
 
 
 def test_one_that_has_little_of_the_prompt_is_left_to_its_owner(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30)
+    pool = ConversationPool(local, 1 << 30, MANY)
     asked(pool, local, "what is the shape of the picture, and is there a circle?", None)
     assert not asked(pool, local, "red?", None)
     assert asked(pool, local, "what is the shape of the picture, and is there a circle?", None)
 
 
 def test_the_one_least_recently_used_leaves_when_the_bytes_are_used_up(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30)
+    pool = ConversationPool(local, 1 << 30, MANY)
     asked(pool, local, "red?", 1)
     one = pool.kept_bytes
-    pool = ConversationPool(local, int(2.5 * one))
+    pool = ConversationPool(local, int(2.5 * one), MANY)
     assert [asked(pool, local, "red?", seed) for seed in (1, 2, 1, 3, 1, 2)] == [False, False, True, False, True, False]
     assert pool.kept_bytes <= 2.5 * one
 
 
+def test_no_more_are_kept_than_may(local: Model) -> None:
+    pool = ConversationPool(local, 1 << 30, 2)
+    assert [asked(pool, local, "red?", seed) for seed in (1, 2, 3, 2, 1)] == [False, False, False, True, False]
+
+
 def test_conversations_in_use_count_too(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30)
+    pool = ConversationPool(local, 1 << 30, MANY)
     asked(pool, local, "red?", 1)
-    pool = ConversationPool(local, int(1.5 * pool.kept_bytes))
+    pool = ConversationPool(local, int(1.5 * pool.kept_bytes), MANY)
     asked(pool, local, "red?", 1)
     images = [local.prepare(random_image(2))]
     messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
@@ -135,6 +142,6 @@ def test_conversations_in_use_count_too(local: Model) -> None:
 
 
 def test_nothing_is_kept_without_room(local: Model) -> None:
-    pool = ConversationPool(local, 0)
+    pool = ConversationPool(local, 0, MANY)
     assert [asked(pool, local, "red?") for _ in range(2)] == [False, False]
     assert pool.kept_bytes == 0
