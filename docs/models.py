@@ -138,8 +138,8 @@ two K *(run, random models of eight layers: `tests/runtime/session/test_tiles.py
 
 ## What each family does not have
 
-- InternVL: towers with norms on q and k or RMS norms (InternViT-6B), other ratios than 0.5, and qwen3 text models are
-  refused by name, and so are video placeholders. The chat template must print `<IMG_CONTEXT>` for an image, as newer
+- InternVL: towers with norms on q and k or RMS norms (InternViT-6B), and other ratios than 0.5 are refused by
+  name, and so are video placeholders. The chat template must print `<IMG_CONTEXT>` for an image, as newer
   files do.
 - ViP-LLaVA has no option of its own: the regions of its prompts are drawn into the picture.
 """

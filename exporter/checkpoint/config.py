@@ -17,7 +17,7 @@ from vtx.runtime.vision.layout import Layout
 MAX_WIDTH = 1 << 20
 MAX_POSITIONS = (1 << 24) - 1
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
-TEXT_FAMILIES = ("llama", "mistral", "qwen2")
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
@@ -38,7 +38,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """A decoder of the llama family; the flags say where its families differ."""
+    """A decoder of the llama family; the flags say where its families differ.
+
+    `qk_norm`: an RMS norm over each head of the queries and keys, before they are rotated.
+    """
 
     family: str
     layers: int
@@ -56,6 +59,7 @@ class TextConfig:
     tied: bool
     rope: Rope
     max_positions: int
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +215,12 @@ def text_config_of(parsed: Any) -> TextConfig:
         eps=number(vars(config), "rms_norm_eps"),
         activation=str(config.hidden_act),
         qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
-        o_bias=family == "llama" and bool(getattr(config, "attention_bias", False)),
+        o_bias=family in ("llama", "qwen3") and bool(getattr(config, "attention_bias", False)),
         mlp_bias=family == "llama" and bool(getattr(config, "mlp_bias", False)),
         tied=bool(parsed.tie_word_embeddings),
         rope=_rope(config, head_dim),
         max_positions=min(positions, _window(config) or positions),
+        qk_norm=family == "qwen3",
     )
 
 

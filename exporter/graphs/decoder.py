@@ -1,6 +1,6 @@
 """The decoder's graphs: token embedding, stages of consecutive layers, and the head.
 
-One builder for the llama family; where llama, mistral and qwen2 differ, the flags of `TextConfig` say so.
+One builder for the llama family; where its members differ, the flags of `TextConfig` say so.
 Hidden states are [tokens, hidden], batch 1. Rotation is outside of attention, because a token's position is not
 its KV slot once image tokens have been withdrawn.
 """
@@ -37,6 +37,8 @@ def layer_tensors(c: TextConfig, layer: int) -> Shapes:
         yield f"{p}.{name}.weight", (out, into)
         if bias:
             yield f"{p}.{name}.bias", (out,)
+    for name in ("q_norm", "k_norm") if c.qk_norm else ():
+        yield f"{p}.self_attn.{name}.weight", (c.head_dim,)
 
 
 def decoder_tensors(c: TextConfig) -> Shapes:
@@ -94,12 +96,21 @@ def _attention(
 ) -> tuple[ir.Value, ir.Value]:
     """The layer's share of the residual sum, and its rotated queries."""
     q, k, v = (
-        attention.split(b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias), heads)
+        attention.split(_projected(b, c, x, name, part, heads), heads)
         for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads))
     )
     q, k = attention.rotate(q, c.heads), attention.rotate(k, c.kv_heads)
     attended = attention.join(attention.attend(q, k, v, layer))
     return b.linear(attended, f"{name}.o_proj", bias=c.o_bias), q
+
+
+def _projected(b: Builder, c: TextConfig, x: ir.Value, name: str, part: str, heads: int) -> ir.Value:
+    """The q, k or v [tokens, heads * head_dim] of a layer, each head of q and k normed where the model does so."""
+    y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)
+    if not c.qk_norm or part == "v":
+        return y
+    apart = b.dialect.norm(b, b.reshape(y, -1, heads, c.head_dim), f"{name}.{part}_norm.weight", c.eps)
+    return b.reshape(apart, -1, heads * c.head_dim)
 
 
 def _mlp(b: Builder, c: TextConfig, x: ir.Value, name: str) -> ir.Value:

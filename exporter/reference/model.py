@@ -299,6 +299,8 @@ def _decoder_layer(
 
     y = _rms(x, weights["input_layernorm.weight"], c.eps)
     q, k, v = (heads(linear(y, f"self_attn.{part}_proj")) for part in "qkv")
+    if c.qk_norm:
+        q, k = (_rms(part, weights[f"self_attn.{name}_norm.weight"], c.eps) for part, name in ((q, "q"), (k, "k")))
     q, k = _rotate(c, q, positions), _rotate(c, k, positions)
     if cache is not None:
         k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))

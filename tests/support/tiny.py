@@ -72,7 +72,7 @@ class Tiny:
     """
 
     family: Literal["llava", "llava_next", "llava_onevision", "vipllava", "internvl"] = "llava"
-    text: Literal["llama", "mistral", "qwen2"] = "llama"
+    text: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     layers: int = 8
     hidden: int = 64
     heads: int = 4
@@ -200,11 +200,13 @@ def _text_fields(tiny: Tiny) -> dict[str, Any]:
     }
     if tiny.head_dim is not None:
         fields["head_dim"] = tiny.head_dim
-    if tiny.text == "llama":
+    if tiny.text == "qwen3":  # its heads are 128 wide whatever the model is, unless told otherwise
+        fields["head_dim"] = tiny.head_dim or tiny.hidden // tiny.heads
+    if tiny.text in ("llama", "qwen3"):
         fields |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
-    else:
+    if tiny.text != "llama":
         fields["sliding_window"] = tiny.sliding_window
-    if tiny.text == "qwen2":
+    if tiny.text.startswith("qwen"):
         fields |= {"use_sliding_window": tiny.sliding_window is not None, "max_window_layers": 0}
     return fields
 

@@ -22,7 +22,7 @@ from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError, VtxError
 
 Make = Callable[..., Path]
-TEXTS = ("llama", "mistral", "qwen2")
+TEXTS = ("llama", "mistral", "qwen2", "qwen3")
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 
 
@@ -69,7 +69,7 @@ def test_the_sizes_are_read_as_they_stand(configs: Any, text: str) -> None:
     assert (config.text.heads, config.text.kv_heads, config.text.head_dim, config.text.vocab) == (4, 2, 16, 320)
     assert (config.vision.layers, config.vision.hidden, config.vision.image, config.vision.patch) == (4, 32, 56, 14)
     assert (config.layout.max_tokens, config.image_token_id, config.feature_layers) == (16, 319, (3,))
-    assert (config.text.qkv_bias, config.text.o_bias) == (text == "qwen2", False)
+    assert (config.text.qkv_bias, config.text.o_bias, config.text.qk_norm) == (text == "qwen2", False, text == "qwen3")
 
 
 def test_the_public_7b_config_is_read_with_the_defaults_it_leaves_out() -> None:

@@ -47,6 +47,7 @@ VARIANTS = {
         family="internvl", vision="internvl", text="qwen2", tokenizer="bytes", names="saved", feature_layer=-1
     ),
     "qwen2-siglip-mha": Tiny(text="qwen2", vision="siglip", kv_heads=4, vision_act="gelu"),
+    "qwen3": Tiny(text="qwen3"),
 }
 WORDS = "What is the colour of the square in the picture?"
 Get = Callable[..., Model]

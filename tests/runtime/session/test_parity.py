@@ -49,6 +49,7 @@ VARIANTS = {
     "qwen2-siglip-tied-mha": Tiny(text="qwen2", vision="siglip", select="full", tied=True, kv_heads=4, shards=2),
     "vipllava-names-as-saved": Tiny(family="vipllava", feature_layer=(-2, -1, 1), names="saved"),
     "vipllava-mha": Tiny(family="vipllava", feature_layer=(-1, 2), kv_heads=4),
+    "qwen3-clip-biases": Tiny(text="qwen3", attention_bias=True, head_dim=24),
     "qwen2-siglip-three-layers": Tiny(text="qwen2", vision="siglip", feature_layer=(1, 2, -1), vision_act="gelu"),
 }  # fmt: skip
 PROMPTS = {
@@ -62,7 +63,7 @@ PROMPTS = {
 # Of each family and tower one variant is asked about two images at every change; all is asked of all in the slow tests.
 QUICK = {
     "llama-siglip-biases", "llama-wide-heads-llama3-layers", "llama-narrow-heads-sharded", "mistral-clip-linear-new",
-    "mistral-siglip-tied", "qwen2-clip-full-no-bias", "qwen2-siglip-three-layers",
+    "mistral-siglip-tied", "qwen2-clip-full-no-bias", "qwen2-siglip-three-layers", "qwen3-clip-biases",
 }  # fmt: skip
 
 
