@@ -15,6 +15,7 @@ from vtx.exporter.commands.build import build
 from vtx.exporter.commands.calibrate import calibrate, train_gate
 from vtx.exporter.commands.chat import chat
 from vtx.exporter.commands.doctor import doctor
+from vtx.exporter.commands.evaluate import evaluate
 from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.commands.plan import plan
@@ -253,6 +254,7 @@ main.add_command(plan, "plan")
 main.add_command(serve, "serve")
 main.add_command(bench, "bench")
 main.add_command(batch, "batch")
+main.add_command(evaluate, "eval")
 main.add_command(calibrate, "calibrate")
 main.add_command(train_gate, "train-gate")
 
@@ -263,6 +265,7 @@ __all__ = [
     "calibrate",
     "chat",
     "doctor",
+    "evaluate",
     "export",
     "inspect",
     "main",

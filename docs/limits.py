@@ -106,12 +106,14 @@ TABLES = [
         ("Encoded images kept", "runtime.server.limits", "Limits.image_tokens", "bytes"),
         ("API key", "runtime.server.limits", "MAX_KEY", "characters"),
     ]),
-    ("Questions for calibration", [
+    ("Questions to measure with", [
         ("File", "exporter.data.items", "MAX_FILE", "bytes"),
         ("File that is one JSON list", "exporter.data.items", "MAX_LIST_FILE", "bytes"),
         ("Line", "exporter.data.items", "MAX_LINE", "bytes"),
         ("Images of a question", "exporter.data.items", "MAX_IMAGES", "images"),
         ("Share of questions that are skipped", "exporter.data.items", "MAX_SKIPPED", ""),
+        ("Choices of a question, in benchmarks", "exporter.evaluation.formats", "MAX_CHOICES", "choices"),
+        ("Annotators of a question, in benchmarks", "exporter.evaluation.formats", "MAX_ANSWERS", "answers"),
     ]),
     ("Files of vtx", [
         ("Report of a calibration", "exporter.calibration.report", "MAX_REPORT", "bytes"),

@@ -10,15 +10,27 @@ DRAWS = 4000
 Interval = dict[str, float]
 
 
+def resampled_sums(rows: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Sums [draws, columns] of as many rows as there are, drawn from [rows, columns] with replacement."""
+    count = len(rows)
+    block = max(1, (1 << 22) // count)
+    return np.concatenate(
+        [
+            rng.multinomial(count, np.full(count, 1 / count), min(block, DRAWS - start)) @ rows
+            for start in range(0, DRAWS, block)
+        ]
+    )
+
+
+def spread_of(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The ends of the interval of each column of [draws, columns]."""
+    low, high = np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    return low, high
+
+
 def mean_intervals(values: NDArray[np.float64]) -> list[Interval]:
     """Mean and interval of each column of [samples, columns], by resampling rows with a fixed seed."""
-    count, rng = len(values), np.random.default_rng(0)
-    block = max(1, (1 << 22) // count)
-    means = [
-        rng.multinomial(count, np.full(count, 1 / count), min(block, DRAWS - start)) @ values / count
-        for start in range(0, DRAWS, block)
-    ]
-    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    low, high = spread_of(resampled_sums(values, np.random.default_rng(0)) / len(values))
     return [
         {"mean": float(m), "low": float(a), "high": float(b)} for m, a, b in zip(values.mean(0), low, high, strict=True)
     ]
@@ -26,7 +38,25 @@ def mean_intervals(values: NDArray[np.float64]) -> list[Interval]:
 
 def share_interval(hits: int, count: int) -> Interval:
     """A share of `count` and its Wilson interval."""
-    share, z2 = hits / count, NORMAL**2 / count
+    low, high = wilson(hits / count, count)
+    return {"share": hits / count, "low": low, "high": high, "count": count}
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """The Wilson interval of a share of `count`, which need not be whole."""
+    z2 = NORMAL**2 / count
     middle = (share + z2 / 2) / (1 + z2)
     half = NORMAL * (share * (1 - share) / count + z2 / count / 4) ** 0.5 / (1 + z2)
-    return {"share": share, "low": max(0.0, middle - half), "high": min(1.0, middle + half), "count": count}
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def effective_count(hits: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
+    """How many independent questions a share over groups of them is worth: at most as many as there are.
+
+    `hits` and `counts` are those of each group. Questions about one image tend to be right or wrong together.
+    """
+    total, groups = counts.sum(), len(counts)
+    share = hits.sum() / total
+    variance = ((hits - share * counts) ** 2).sum() / total**2 * groups / max(1, groups - 1)
+    worth = share * (1 - share) / variance if variance > 0 else total
+    return float(min(total, worth))

@@ -1,0 +1,105 @@
+"""vtx-eval: benchmarks over local files. It parses, calls and prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vtx.exporter.commands.export import find_bundle
+from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
+from vtx.runtime.errors import DeviceError
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+from vtx.runtime.terminal.depth import Depth, DepthType
+
+TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
+
+
+@command(
+    epilog="vtx-eval pope coco_pope_adversarial.json --images val2014 --k none,16,8\n"
+    "vtx-eval mme MME_Benchmark_release_version --samples 400 --reduce none --reduce fastv\n"
+    "vtx-eval vqav2 questions.json --annotations annotations.json --images val2014 --samples 2000\n"
+    'vtx-eval exact questions.jsonl --instruction "Answer in one word." --json'
+)
+@click.argument("task", type=click.Choice(TASKS, case_sensitive=False))
+@click.argument("data", type=click.Path(path_type=Path))
+@bundle_option
+@click.option("--images", type=click.Path(path_type=Path), help="Where images lie [default: beside DATA].")
+@click.option("--annotations", type=click.Path(path_type=Path), help="VQAv2's answers.")
+@click.option("--split", default="test", show_default=True, help="ScienceQA's.")
+@click.option(
+    "--k", "ks", type=DepthType(several=True), default=(), metavar="K,K,...",
+    help="Prebuilt K, none, auto [default: with --reduce none, else all there are].",
+)  # fmt: skip
+@click.option(
+    "--reduce", "reduces", multiple=True, metavar="SPEC|none",
+    help="A reduction, again for more; each with every K [default: with --k none, else all there are].",
+)  # fmt: skip
+@click.option("--instruction", help='Said after each question, "" for nothing [default: the benchmark\'s].')
+@click.option("--samples", type=int, help="Questions at most, all about an image or none [default: all].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw.")
+@click.option("--max-new-tokens", type=int, default=32, show_default=True)
+@click.option("--no-times", is_flag=True, help="Leave times out: on a machine that does other work they say nothing.")
+@device_option
+@compute_option
+@threads_option
+@click.option(
+    "--out", type=click.Path(path_type=Path),
+    help="Folder for answers, report and plot [default: vtx-eval-TASK-BUNDLE].",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
+def evaluate(
+    task: str, data: Path, bundle: str | None, images: Path | None, annotations: Path | None, split: str,
+    ks: tuple[Depth, ...], reduces: tuple[str, ...], instruction: str | None, samples: int | None, seed: int,
+    max_new_tokens: int, no_times: bool, device: str, compute: str | None, threads: int | None, out: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Judge a bundle by a benchmark, at every K and with every reduction, accuracy beside cost.
+
+    TASK says what DATA is: a file of POPE, MME's directory, ScienceQA's problems.json, the questions of VQAv2 or
+    TextVQA, or lines of {"image", "question", "answer"}. An interrupted run resumes where it stopped.
+    """
+    end_on_sigterm()
+    import json
+
+    from vtx.exporter.bench.methods import find_methods
+    from vtx.exporter.common.files import write_json
+    from vtx.exporter.evaluation.ask import ask_all, check_methods, make_methods
+    from vtx.exporter.evaluation.formats import FORMATS
+    from vtx.exporter.evaluation.metrics import METRICS
+    from vtx.exporter.evaluation.plots import draw_report
+    from vtx.exporter.evaluation.questions import Where, read_questions
+    from vtx.exporter.evaluation.report import in_tables, make_report
+    from vtx.runtime.api.load import load
+    from vtx.runtime.units import duration
+
+    named = make_methods(ks or (None,), reduces or ("none",)) if ks or reduces else ()
+    folder = data if data.is_dir() else data.parent
+    where = Where(data, (images or folder).expanduser().resolve(), annotations, split)
+    questions = read_questions(FORMATS[task], where, instruction=instruction, samples=samples, seed=seed)
+    for line in questions.skipped:
+        note(f"skipped {line}")
+    path = find_bundle(bundle)
+    target = out or Path(f"vtx-eval-{task}-{path.name}")
+    with load(path, device=device, compute=compute, threads=threads) as model:
+        gates = ["auto"] if model.manifest.gates else []
+        methods = named or find_methods(model.manifest, (*model.manifest.variants, *gates))
+        check_methods(model, methods)
+        amount = f"{len(questions.questions)} questions of {questions.source}, {len(methods)} methods"
+        with bar() as report:
+            asked = ask_all(
+                model, questions, methods, max_new_tokens, target / "answers.jsonl", report=report,
+                predict=lambda seconds: note(f"{amount}; predicted: about {duration(seconds)}"),
+            )  # fmt: skip
+        for line in asked.skipped[len(questions.skipped) :]:
+            note(f"skipped {line}")
+        made = make_report(
+            task, METRICS[task], questions.source, asked, model, instruction=instruction, times=not no_times
+        )
+    write_json(target / "report.json", made)
+    try:
+        draw_report(made, target / "pareto.png")
+    except DeviceError as e:
+        note(f"no plot: {e}; run again then, nothing is asked twice")
+    click.echo(json.dumps(made, ensure_ascii=False) if as_json else in_tables(made))
+    note(f"answers, report and plot are in {target}")

@@ -1,0 +1,1 @@
+"""Benchmarks of the field over local files: their formats, their metrics, accuracy beside cost."""

@@ -1,0 +1,63 @@
+"""An evaluation as a picture: the main figure over each cost, with its interval and the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.common.plots import COLORS, GREY, draw, headline
+from vtx.exporter.evaluation.report import price
+
+AXES = {
+    "flops": ("by arithmetic", "arithmetic of tower and prompt, % of the first method"),
+    "kv_bytes": ("by memory", "KV cache after the prompt, % of the first method"),
+    "first_token_ms": ("by latency", "first token, ms, median"),
+}
+KINDS = {"withdrawal": "o", "gates": "*", "pruning": "s", "both": "^"}
+
+
+def draw_report(report: Mapping[str, Any], path: Path) -> None:
+    """Draw `make_report`'s result into `path`. Raises as `draw` does."""
+    draw(path, lambda figure: _fill(figure, report), width=4.5 * len(report["front"]) + 1, height=5)
+
+
+def _fill(figure: Any, report: Mapping[str, Any]) -> None:
+    panels = figure.subplots(1, len(report["front"]), sharey=True, squeeze=False)[0]
+    model, task = report["model"], report["task"]
+    percent = task["main"] in task["shares"]
+    for axes, (cost, front) in zip(panels, report["front"].items(), strict=True):
+        title, label = AXES[cost]
+        _points(axes, report["methods"], task["main"], cost, front, 100 if percent else 1)
+        axes.set(title=title, xlabel=label)
+        axes.margins(y=0.15)
+    panels[0].set_ylabel(f"{task['main']}{', %' if percent else ''}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
+    headline(
+        figure,
+        f"{task['name']}: answers of {model['name']} over their cost",
+        f"{task['questions']} questions about {task['images']} images of {task['source']}; "
+        f"{model['precision']} weights, {model['device']} in {model['compute']}; "
+        f"bars: {report['confidence']:.0%} intervals",
+    )
+
+
+def _points(
+    axes: Any, methods: Sequence[Mapping[str, Any]], main: str, cost: str, front: Sequence[str], factor: int
+) -> None:
+    unit = 1.0 if cost == "first_token_ms" else price(methods[0], cost) / 100
+    on_front = {
+        m["name"]: (price(m, cost) / unit, factor * m["figures"][main]["value"]) for m in methods if m["name"] in front
+    }
+    steps = [on_front[name] for name in front]
+    axes.step(*zip(*steps, strict=True), where="post", color=GREY, marker="", linewidth=1, label="Pareto front")
+    for number, method in enumerate(methods):
+        shown = method["figures"][main]
+        value, low, high = (factor * (shown[end] if shown[end] is not None else shown["value"]) for end in ENDS)
+        axes.errorbar(
+            price(method, cost) / unit, value, yerr=[[value - low], [high - value]], capsize=3,
+            fmt=KINDS[method["kind"]], color=COLORS[number % len(COLORS)], label=method["name"],
+        )  # fmt: skip
+
+
+ENDS = ("value", "low", "high")
