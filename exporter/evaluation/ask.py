@@ -15,7 +15,7 @@ from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import WorkCounter
 from vtx.exporter.data.journal import ResultJournal
 from vtx.exporter.estimate.flops import make_schedule, prefill_flops
-from vtx.exporter.evaluation.questions import Question, QuestionSet, check_skipped
+from vtx.exporter.evaluation.questions import QuestionSet, TaskQuestion, check_skipped
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
@@ -34,7 +34,7 @@ Report = Callable[[str, int, int], None]
 class Asked:
     """The questions that every method has answered, and `replies` [questions][methods]."""
 
-    questions: tuple[Question, ...]
+    questions: tuple[TaskQuestion, ...]
     methods: tuple[Method, ...]
     replies: tuple[tuple[Reply, ...], ...]
     skipped: tuple[str, ...]
@@ -66,8 +66,8 @@ def ask_all(
     """
     check_methods(model, methods)
     options = Options(max_new_tokens=max_new_tokens)
-    asker, skipped = _Asker(model, options), list(data.skipped)
-    kept, replies = list[Question](), list[tuple[Reply, ...]]()
+    asker, skipped = Asker(model, options), list(data.skipped)
+    kept, replies = list[TaskQuestion](), list[tuple[Reply, ...]]()
     with ResultJournal(journal, _identity(model, max_new_tokens)) as held:
         keys = [_keys(question, methods) for question in data.questions]
         left = [n for n, names in enumerate(keys) if not all(name in held.results for name in names)]
@@ -102,11 +102,11 @@ def _identity(model: Model, max_new_tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _keys(question: Question, methods: Sequence[Method]) -> list[str]:
+def _keys(question: TaskQuestion, methods: Sequence[Method]) -> list[str]:
     return [_key(question, method) for method in methods]
 
 
-def _key(question: Question, method: Method) -> str:
+def _key(question: TaskQuestion, method: Method) -> str:
     return f"{question.digest()} k={method.k} reduce={method.reduce}"
 
 
@@ -118,7 +118,7 @@ def _checked(reply: Reply) -> Reply:
     return reply
 
 
-class _Asker:
+class Asker:
     """Asks one question under several methods, and counts the work of each."""
 
     def __init__(self, model: Model, options: Options) -> None:
@@ -126,7 +126,7 @@ class _Asker:
         self._model, self._options = Model(model.bundle, backend, model.load_ms), options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
 
-    def __call__(self, question: Question, methods: Sequence[Method], number: int) -> dict[Method, Reply]:
+    def __call__(self, question: TaskQuestion, methods: Sequence[Method], number: int) -> dict[Method, Reply]:
         """The methods take turns at being first, so that no one of them always finds the caches cold."""
         if not methods:  # the question stands in the data twice
             return {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.data.items import MAX_FILE, MAX_IMAGES, inside, parse_line
-from vtx.exporter.evaluation.questions import Format, Question, Record, Where
+from vtx.exporter.evaluation.questions import Format, Record, TaskQuestion, Where
 from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import RequestError
@@ -83,17 +83,17 @@ def _yes_or_no(value: str) -> tuple[str]:
 # --- POPE, and plain questions --------------------------------------------------------------------
 
 
-def _pope(record: Any, where: Where) -> Question:
+def _pope(record: Any, where: Where) -> TaskQuestion:
     """{"question_id", "image", "text", "label"}, a line each."""
     fields = _fields(record)
     name = _text(fields, "image")
-    return Question(
+    return TaskQuestion(
         (inside(where.images, name),), _text(fields, "text"), _yes_or_no(_text(fields, "label")), name,
         str(fields.get("category", "")),
     )  # fmt: skip
 
 
-def _exact(record: Any, where: Where) -> Question:
+def _exact(record: Any, where: Where) -> TaskQuestion:
     """{"image": name or list, "question", "answer"}, a line each, as vtx-calibrate takes it."""
     fields = _fields(record)
     names = fields.get("image", [])
@@ -101,7 +101,7 @@ def _exact(record: Any, where: Where) -> Question:
     if not isinstance(names, list) or len(names) > MAX_IMAGES or not all(isinstance(n, str) and n for n in names):
         raise RequestError(f"its image is not a file name, or a list of at most {MAX_IMAGES} of them")
     paths, question = tuple(inside(where.images, name) for name in names), _text(fields, "question")
-    return Question(paths, question, (_text(fields, "answer"),), "\0".join(names) or question)
+    return TaskQuestion(paths, question, (_text(fields, "answer"),), "\0".join(names) or question)
 
 
 # --- MME ------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def _mme_lines(where: Where) -> Iterator[Record]:
                     yield f"{category.name}/{file.name}, line {number}", (category.name, file.stem, line)
 
 
-def _mme(record: tuple[str, str, str], where: Where) -> Question:
+def _mme(record: tuple[str, str, str], where: Where) -> TaskQuestion:
     category, stem, line = record
     question, tab, answer = line.rpartition("\t")
     if not tab:
@@ -131,7 +131,7 @@ def _mme(record: tuple[str, str, str], where: Where) -> Question:
     found = next((path for path in paths if path.is_file()), None)
     if found is None:
         raise RequestError(f"no image {shown(stem)} in {category}")
-    return Question((found,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
+    return TaskQuestion((found,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
 
 
 # --- ScienceQA ------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _science_problems(where: Where) -> Iterator[Record]:
             yield f"problem {number}", {**problem, "number": number}
 
 
-def _science(record: dict[str, Any], where: Where) -> Question:
+def _science(record: dict[str, Any], where: Where) -> TaskQuestion:
     choices = _texts(record.get("choices"), 2, MAX_CHOICES, "choices")
     right = record.get("answer")
     if not isinstance(right, int) or not 0 <= right < len(choices):
@@ -155,7 +155,7 @@ def _science(record: dict[str, Any], where: Where) -> Question:
     options = [f"{letter(n)}. {choice}" for n, choice in enumerate(choices)]
     context = [f"Context: {hint}"] if isinstance(hint, str) and hint else []
     text = "\n".join([*context, _text(record, "question"), *options])
-    return Question(paths, text, (letter(right),), number, str(record.get("subject", "")), len(choices))
+    return TaskQuestion(paths, text, (letter(right),), number, str(record.get("subject", "")), len(choices))
 
 
 def letter(index: int) -> str:
@@ -183,7 +183,7 @@ def _vqa_records(where: Where) -> Iterator[Record]:
         yield f"question {number}", {"question": question, "annotation": note, "subtype": subtype}
 
 
-def _vqa(record: dict[str, Any], where: Where) -> Question:
+def _vqa(record: dict[str, Any], where: Where) -> TaskQuestion:
     question, note = record["question"], record["annotation"]
     if note is None:
         raise RequestError("it has no annotation")
@@ -193,18 +193,18 @@ def _vqa(record: dict[str, Any], where: Where) -> Question:
     given = [a.get("answer") if isinstance(a, dict) else a for a in answers] if isinstance(answers, list) else None
     humans = _texts(given, FEWEST_ANSWERS, MAX_ANSWERS, "answers")
     path, kind = inside(where.images, name), str(note.get("answer_type", ""))
-    return Question((path,), _text(fields, "question"), humans, name, kind)
+    return TaskQuestion((path,), _text(fields, "question"), humans, name, kind)
 
 
 def _text_records(where: Where) -> Iterable[Record]:
     return [(f"question {n}", record) for n, record in enumerate(_list(_object(where.data), "data", where.data), 1)]
 
 
-def _text_vqa(record: Any, where: Where) -> Question:
+def _text_vqa(record: Any, where: Where) -> TaskQuestion:
     fields = _fields(record)
     name = f"{_text(fields, 'image_id')}.jpg"
     answers = _texts(fields.get("answers"), FEWEST_ANSWERS, MAX_ANSWERS, "answers")
-    return Question((inside(where.images, name),), _text(fields, "question"), answers, name)
+    return TaskQuestion((inside(where.images, name),), _text(fields, "question"), answers, name)
 
 
 FORMATS: dict[str, Format] = {

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from vtx.exporter.data.items import plain
 from vtx.exporter.evaluation.normalize import agreement, normalize, normalize_text
-from vtx.exporter.evaluation.questions import Question
+from vtx.exporter.evaluation.questions import TaskQuestion
 
 Counts = NDArray[np.float64]
-Judge = Callable[[Question, str], tuple[str, float]]  # what was understood, and its score from 0 to 1
+Judge = Callable[[TaskQuestion, str], tuple[str, float]]  # what was understood, and its score from 0 to 1
 Figure = Callable[[Counts], Counts]  # [..., columns] to [...]
 PERCEPTION = (
     "existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR",
@@ -49,20 +49,20 @@ class Metric:
     """How answers are judged and their scores counted."""
 
     judge: Judge
-    tally: Callable[[Sequence[Question], Sequence[tuple[str, float]]], Tally]
+    tally: Callable[[Sequence[TaskQuestion], Sequence[tuple[str, float]]], Tally]
 
 
 # --- one answer -----------------------------------------------------------------------------------
 
 
-def judge_pope(question: Question, text: str) -> tuple[str, float]:
+def judge_pope(question: TaskQuestion, text: str) -> tuple[str, float]:
     """As POPE's evaluation: "no" or "not" as a word of the first sentence is a no, anything else a yes."""
     words = text.split(".")[0].replace(",", "").lower().split()
     parsed = "no" if {"no", "not"} & set(words) else "yes"
     return parsed, float(parsed == question.answers[0])
 
 
-def judge_mme(question: Question, text: str) -> tuple[str, float]:
+def judge_mme(question: TaskQuestion, text: str) -> tuple[str, float]:
     """As MME's evaluation: yes or no among the first four letters; else "other", which is wrong."""
     given = text.lower().strip().replace(".", "")
     start = {"y": "yes", "n": "no"}.get(given, given[:4])
@@ -70,7 +70,7 @@ def judge_mme(question: Question, text: str) -> tuple[str, float]:
     return parsed, float(parsed == question.answers[0])
 
 
-def judge_choice(question: Question, text: str) -> tuple[str, float]:
+def judge_choice(question: TaskQuestion, text: str) -> tuple[str, float]:
     """A letter alone, before a full stop, colon or bracket, or after "answer is"; an answer without one is wrong."""
     given = text.strip()
     alone = given.upper() if len(given) == 1 else given
@@ -79,17 +79,17 @@ def judge_choice(question: Question, text: str) -> tuple[str, float]:
     return parsed, float(parsed == question.answers[0])
 
 
-def judge_vqa(question: Question, text: str) -> tuple[str, float]:
+def judge_vqa(question: TaskQuestion, text: str) -> tuple[str, float]:
     parsed = normalize(text)
     return parsed, agreement(parsed, [normalize(human) for human in question.answers])
 
 
-def judge_text_vqa(question: Question, text: str) -> tuple[str, float]:
+def judge_text_vqa(question: TaskQuestion, text: str) -> tuple[str, float]:
     parsed = normalize_text(text)
     return parsed, agreement(parsed, [normalize_text(human) for human in question.answers])
 
 
-def judge_exact(question: Question, text: str) -> tuple[str, float]:
+def judge_exact(question: TaskQuestion, text: str) -> tuple[str, float]:
     """Equal but for case, spaces around and the last full stop."""
     parsed = plain(text)
     return parsed, float(parsed == plain(question.answers[0]))
@@ -113,7 +113,7 @@ def _summed(keys: Sequence[Any], rows: Counts) -> tuple[list[Any], Counts]:
     return order, sums
 
 
-def tally_mean(questions: Sequence[Question], scores: Sequence[tuple[str, float]]) -> Tally:
+def tally_mean(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]]) -> Tally:
     """Accuracy: the mean score of the questions."""
     rows = np.array([[score, 1.0] for _, score in scores])
     order, counts = _summed([question.image for question in questions], rows)
@@ -124,7 +124,7 @@ def tally_mean(questions: Sequence[Question], scores: Sequence[tuple[str, float]
     )  # fmt: skip
 
 
-def tally_pope(questions: Sequence[Question], scores: Sequence[tuple[str, float]]) -> Tally:
+def tally_pope(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]]) -> Tally:
     """True and false positives, false and true negatives, "yes" being positive."""
     cells = [("yes", 1.0), ("yes", 0.0), ("no", 0.0), ("no", 1.0)]
     rows = np.array([[float(score == cell) for cell in cells] for score in scores])
@@ -140,7 +140,7 @@ def tally_pope(questions: Sequence[Question], scores: Sequence[tuple[str, float]
     return Tally(counts, np.zeros(len(order), np.int64), figures, "accuracy", frozenset(figures), answered)
 
 
-def tally_mme(questions: Sequence[Question], scores: Sequence[tuple[str, float]]) -> Tally:
+def tally_mme(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]]) -> Tally:
     """Accuracy over questions and over pairs: "plus" counts images of which both questions are answered right.
 
     A category's score is 100 for each of the two, so at most 200; the whole is the sum over categories.

@@ -15,7 +15,7 @@ Record = tuple[str, Any]  # where it stands, for messages; what stands there
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class TaskQuestion:
     """One question as it is put to the model, and its right answers.
 
     `image` names what it is about: questions about one image are resampled together. `group` is the benchmark's own
@@ -49,7 +49,7 @@ class Format:
     """How a benchmark's files are read: records, and the question of one of them."""
 
     records: Callable[[Where], Iterable[Record]]
-    question: Callable[[Any, Where], Question]
+    question: Callable[[Any, Where], TaskQuestion]
     instruction: str = ""
 
 
@@ -58,7 +58,7 @@ class QuestionSet:
     """Usable questions, and one line for each record that is not."""
 
     source: str
-    questions: tuple[Question, ...]
+    questions: tuple[TaskQuestion, ...]
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ def read_questions(
     if not where.images.is_dir():
         raise RequestError(f"the image path {where.images} is not a directory; give one with --images")
     instruction = form.instruction if instruction is None else instruction
-    questions, skipped = list[Question](), list[str]()
+    questions, skipped = list[TaskQuestion](), list[str]()
     for label, record in form.records(where):
         try:
             questions.append(_instructed(form.question(record, where), instruction))
@@ -103,17 +103,17 @@ def read_questions(
     return QuestionSet(where.data.name, tuple(drawn), tuple(skipped))
 
 
-def _instructed(question: Question, instruction: str) -> Question:
+def _instructed(question: TaskQuestion, instruction: str) -> TaskQuestion:
     if not question.text.strip():
         raise RequestError("it has no question")
     for path in question.images:
         if not path.is_file():
             raise ImageError(f"image {path.name} is not in {path.parent}")
     text = f"{question.text}\n{instruction}" if instruction else question.text
-    return Question(question.images, text, question.answers, question.image, question.group, question.choices)
+    return TaskQuestion(question.images, text, question.answers, question.image, question.group, question.choices)
 
 
-def _drawn(questions: Sequence[Question], samples: int, seed: int) -> list[Question]:
+def _drawn(questions: Sequence[TaskQuestion], samples: int, seed: int) -> list[TaskQuestion]:
     """Questions of randomly drawn images, in their order, as long as they fit into `samples`."""
     by_image: dict[str, int] = {}
     for question in questions:

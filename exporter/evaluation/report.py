@@ -14,7 +14,7 @@ from vtx.exporter.bench.series import markdown, shown, spread
 from vtx.exporter.data.intervals import CONFIDENCE, DRAWS, effective_count, resampled_sums, spread_of, wilson
 from vtx.exporter.evaluation.ask import Asked, Reply
 from vtx.exporter.evaluation.metrics import Counts, Metric, Tally
-from vtx.exporter.evaluation.questions import Question
+from vtx.exporter.evaluation.questions import TaskQuestion
 from vtx.runtime.api.model import Model
 from vtx.runtime.units import size
 
@@ -121,7 +121,7 @@ def _difference(tallies: Sequence[Tally], draws: Sequence[Counts], n: int) -> di
     return {"value": value, "low": low, "high": high}
 
 
-def _groups(metric: Metric, questions: Sequence[Question], scores: Scores) -> dict[str, Any]:
+def _groups(metric: Metric, questions: Sequence[TaskQuestion], scores: Scores) -> dict[str, Any]:
     """The main figure of each of the benchmark's own categories, where there are several."""
     names = sorted({question.group for question in questions})
     if len(names) < 2:

@@ -96,7 +96,7 @@ def test_flops_are_those_of_vtx_bench(model: Model, data: Path) -> None:
 
 def test_what_is_answered_is_not_asked_again(model: Model, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int | None]] = []
-    original: Callable[..., Any] = ask._Asker.__call__
+    original: Callable[..., Any] = ask.Asker.__call__
 
     def counting(self: Any, question: Any, methods: Any, number: int) -> Any:
         if len(asked) == 3:
@@ -105,7 +105,7 @@ def test_what_is_answered_is_not_asked_again(model: Model, data: Path, monkeypat
         return original(self, question, methods, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ask._Asker, "__call__", counting)
+        patch.setattr(ask.Asker, "__call__", counting)
         words = ["--bundle", str(model.bundle.folder), "--out", str(data.parent / "out"), "--k", "none"]
         common = ["exact", str(data), "--device", "cpu", "--max-new-tokens", str(TOKENS)]
         assert CliRunner().invoke(evaluate, [*common, *words]).exit_code != 0
@@ -116,7 +116,7 @@ def test_what_is_answered_is_not_asked_again(model: Model, data: Path, monkeypat
         asked.extend((question.text, method.k) for method in methods)
         return original(self, question, methods, number)
 
-    monkeypatch.setattr(ask._Asker, "__call__", recording)
+    monkeypatch.setattr(ask.Asker, "__call__", recording)
     resumed = run(model, data, "--k", "none")
     assert first + asked == [(question, None) for question in ASKED]
     asked.clear()

@@ -10,11 +10,11 @@ import pytest
 from vtx.exporter.data.intervals import effective_count, wilson
 from vtx.exporter.evaluation.metrics import METRICS, judge_choice, judge_mme, judge_pope
 from vtx.exporter.evaluation.normalize import agreement, normalize, normalize_text
-from vtx.exporter.evaluation.questions import Question
+from vtx.exporter.evaluation.questions import TaskQuestion
 
 
-def question(*answers: str, image: str = "a", group: str = "", choices: int = 0) -> Question:
-    return Question((Path(image),), "?", answers, image, group, choices)
+def question(*answers: str, image: str = "a", group: str = "", choices: int = 0) -> TaskQuestion:
+    return TaskQuestion((Path(image),), "?", answers, image, group, choices)
 
 
 # --- VQA's normalisation: the six steps that visualqa.org lists --------------------------------------
@@ -88,7 +88,7 @@ def test_a_choice_is_a_letter_that_stands_alone(text: str, parsed: str) -> None:
 # --- many answers ---------------------------------------------------------------------------------
 
 
-def figures(task: str, questions: list[Question], texts: list[str]) -> dict[str, float]:
+def figures(task: str, questions: list[TaskQuestion], texts: list[str]) -> dict[str, float]:
     metric = METRICS[task]
     tally = metric.tally(questions, [metric.judge(q, text) for q, text in zip(questions, texts, strict=True)])
     return {name: float(figure(tally.counts.sum(0))) for name, figure in tally.figures.items()}
