@@ -105,6 +105,8 @@ class BatchBackend(Backend, Protocol):
     def share_caches(self, conversations: int) -> None:
         """Have the caches of this many conversations lie together from now on, so that one run reaches all of them.
 
+        Caches may change places within a run, so all of them are for one thread from then on.
+
         Raises:
             DeviceError: this bundle's graphs take one conversation at a time, or there is no address space.
 

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import forget, zeros_in_small_pages
 
 CACHES_OF_ONE = 2  # that a conversation has of a stage: full and pruned
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Lane:
-    """The place of one conversation's K and V in a stage's pool; `kv` is a view of it, [layers, 2, ...]."""
+    """The place of one conversation's K and V in a stage's pool."""
 
     number: int
-    kv: NDArray[Any]
 
 
 class LanePool:
@@ -35,21 +33,32 @@ class LanePool:
 
     def __init__(self, layers: int, lanes: int, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         self.kv = zeros_in_small_pages((layers, 2, lanes, *shape), dtype, reserved=False)
-        self._free = list(reversed(range(lanes)))
+        self._free = set(range(lanes))
         self._lock = threading.Lock()
 
     def take(self) -> Lane | None:
-        """A free lane, None where there is none."""
+        """The first free lane, None where there is none."""
         with self._lock:
             if not self._free:
                 return None
-            number = self._free.pop()
-        return Lane(number, self.kv[:, :, number])
+            number = min(self._free)
+            self._free.remove(number)
+        return Lane(number)
 
-    def give_back(self, number: int) -> None:
+    def give_back(self, lane: Lane) -> None:
         """Free a lane and its memory."""
+        with self._lock:
+            self._vacate(lane.number)
+
+    def move(self, lane: Lane, number: int) -> None:
+        """Give a lane a number that is free. What it held is gone: its owner has a copy."""
+        with self._lock:
+            self._free.remove(number)
+            left, lane.number = lane.number, number
+            self._vacate(left)
+
+    def _vacate(self, number: int) -> None:
         for layer in self.kv[:, :, number]:
             for part in layer:
                 forget(part)
-        with self._lock:
-            self._free.append(number)
+        self._free.add(number)

@@ -83,25 +83,30 @@ class Ort:
 
 
 class OrtAttention:
-    """`StageAttention` with rotation outside of GroupQueryAttention, which at decode would rotate by slot."""
+    """`StageAttention` with rotation outside of GroupQueryAttention, which at decode would rotate by slot.
+
+    How many conversations the hidden states belong to, positions [batch, tokens of each] say: several with one token
+    each, whose caches are the batch of K and V, or one with any number.
+    """
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         self._b, self._c, self._kv_type = b, c, kv_type
         half = c.head_dim // 2
         self._rope = (
-            b.input(names.POSITIONS, ir.DataType.INT64, [1, "tokens"]),
+            b.input(names.POSITIONS, ir.DataType.INT64, ["batch", "each"]),
             b.input(names.COS, FLOAT, ["max_context", half]),
             b.input(names.SIN, FLOAT, ["max_context", half]),
         )
         self._slots = (
-            b.input(names.LAST_SLOT, ir.DataType.INT32, [1]),
+            b.input(names.LAST_SLOT, ir.DataType.INT32, ["batch"]),
             b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]),
         )
-        self._cache_shape = (1, c.kv_heads, "capacity", c.head_dim)
+        self._apart = b.op("Concat", b.op("Shape", self._rope[0]), b.constant([-1]), axis=0)
+        self._cache_shape = ("batch", c.kv_heads, "capacity", c.head_dim)
         self._presents: list[tuple[ir.Value, str]] = []
 
     def split(self, x: ir.Value, heads: int) -> ir.Value:
-        return self._b.op("Unsqueeze", x, self._b.constant([0]))
+        return self._b.op("Reshape", x, self._apart)
 
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
         return self._b.op("RotaryEmbedding", x, *self._rope, domain=MICROSOFT, num_heads=heads)
@@ -129,7 +134,7 @@ class OrtAttention:
         return [*skipped, *scales], attributes
 
     def join(self, x: ir.Value) -> ir.Value:
-        return self._b.op("Squeeze", x, self._b.constant([0]))
+        return self._b.reshape(x, -1, self._c.heads * self._c.head_dim)
 
     def finish(self) -> None:
         for present, name in self._presents:

@@ -65,5 +65,5 @@ class OpenvinoStageBatch:
         """The numbers in the pool of the blocks that hold a cache's slots and the next one."""
         assert cache.lane is not None, "it lies alone"
         assert cache.length < cache.capacity, "it is full"
-        first = cache.lane * self._blocks
+        first = cache.lane.number * self._blocks
         return np.arange(first, first + cache.length // BLOCK + 1, dtype=np.int32)

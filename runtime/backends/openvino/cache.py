@@ -81,11 +81,10 @@ class OpenvinoStageCache(SlotCounter):
         self._context, self._stage = context, stage
         self._request = stage.request()
         model, blocks = context.model, -(-capacity // BLOCK)
-        lane = pool.take() if pool is not None else None
-        self.lane: int | None = None
-        if pool is not None and lane is not None:
-            self.lane, self.kv = lane.number, lane.kv[:, :, :blocks]
-            weakref.finalize(self, pool.give_back, lane.number).atexit = False
+        self.lane = pool.take() if pool is not None else None
+        if pool is not None and self.lane is not None:
+            self.kv = pool.kv[:, :, self.lane.number, :blocks]
+            weakref.finalize(self, pool.give_back, self.lane).atexit = False
         else:
             self.kv = zeros_in_small_pages((spec.layers, 2, *context.shape(blocks)), np.dtype(KV_ARRAYS[context.kv]))
         for layer, (keys, values) in zip(range(spec.first, spec.last + 1), self.kv, strict=True):

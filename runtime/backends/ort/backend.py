@@ -11,7 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
+from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.failures import cache_failure
+from vtx.runtime.backends.lanes import CACHES_OF_ONE
+from vtx.runtime.backends.ort.batch import OrtStageBatch
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph, OrtLoader
 from vtx.runtime.backends.ort.library import check_release, load_onnxruntime, session_options
@@ -19,8 +22,9 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
 from vtx.runtime.bundle.tensors.rope import read_rope
+from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens, Rows
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows
 
 
 class OrtBackend:
@@ -45,6 +49,7 @@ class OrtBackend:
         self._stages = [loader.load(file, contract.stage(m, spec, "ort")) for spec, file in m.stage_files("ort")]
         self._gates = {k: light.load(file, contract.gate(m)) for k, file in m.gate_files("ort").items()}
         self._score = loader.load(graphs.score, contract.score(m, "ort")) if graphs.score else None
+        self._batches: list[OrtStageBatch] = []
         self._vision: OrtGraph | None = None
         self._text_tower: OrtGraph | None = None
         self._vision_lock = threading.Lock()
@@ -97,11 +102,33 @@ class OrtBackend:
 
     def stage(self, index: int, capacity: int) -> OrtStageCache:
         try:
+            if self._batches:
+                return self._batches[index].stage(capacity)
             return OrtStageCache(self._context, self._stages[index], self._manifest.stages[index], capacity)
         except MemoryError as e:
             raise cache_failure(capacity) from e
 
+    def share_caches(self, conversations: int) -> None:
+        if not all(graph.is_free(names.POSITIONS, 0) for graph in self._stages):
+            raise DeviceError("this bundle's graphs take one conversation at a time; export it again")
+        slots, lanes = self._manifest.max_context, CACHES_OF_ONE * conversations
+        try:
+            self._batches = [
+                OrtStageBatch(self._context, graph, spec, lanes, slots)
+                for graph, spec in zip(self._stages, self._manifest.stages, strict=True)
+            ]
+        except MemoryError as e:
+            raise cache_failure(lanes * slots) from e
+
+    def reaches(self, caches: Sequence[StageCache]) -> bool:
+        return all(isinstance(cache, OrtStageCache) and cache.lane is not None for cache in caches)
+
+    def append_each(self, index: int, caches: Sequence[StageCache], rows: Rows, positions: Ids) -> Rows:
+        taken = [cache for cache in caches if isinstance(cache, OrtStageCache)]
+        return self._batches[index].append_each(taken, rows, positions)
+
     def close(self) -> None:
+        self._batches = []
         with self._vision_lock:
             loaded = [self._embed, self._head, *self._stages, *self._gates.values(), self._score]
             loaded += [self._vision, self._text_tower]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import zeros_in_small_pages
+from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
@@ -30,6 +32,12 @@ class OrtCacheContext:
     score: OrtGraph | None
     memory: str = "cpu"
 
+    def scales_of(self, spec: StageSpec) -> dict[str, Any]:
+        """Those of K and V of a stage's layers, none where these are not int8."""
+        layers = range(spec.first, spec.last + 1)
+        wanted = {name(layer) for layer in layers for name in (names.key_scale, names.value_scale)}
+        return {name: scale for name, scale in self.kv_scales.items() if name in wanted}
+
     def value(self, array: NDArray[Any]) -> Any:
         """An OrtValue over a host array's own memory, which the caller holds."""
         return self.ort.OrtValue.ortvalue_from_numpy(array)
@@ -38,37 +46,47 @@ class OrtCacheContext:
 class OrtStageCache(SlotCounter):
     """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.
 
-    `kv` is [layers, 2, 1, kv_heads, capacity, head_dim]; `buffers` are its parts with the names they are bound by.
-    `query` [tokens, heads * head_dim] are those of the tokens last appended with it. One token, as in decoding, runs
-    through `row_binding`, made once; nothing is allocated for it.
+    `kv` is [layers, 2, 1, kv_heads, capacity, head_dim], in the `lane` of a pool where one is given that has room, else
+    in memory of its own; `buffers` are its parts with the names they are bound by. `query` [tokens, heads * head_dim]
+    are those of the tokens last appended with it. One token, as in decoding, runs through `row_binding`, made once;
+    nothing is allocated for it.
     """
 
     bound_once = True
 
-    def __init__(self, context: OrtCacheContext, stage: OrtGraph, spec: StageSpec, capacity: int) -> None:
+    def __init__(
+        self, context: OrtCacheContext, stage: OrtGraph, spec: StageSpec, capacity: int, pool: LanePool | None = None
+    ) -> None:
         super().__init__(capacity)
-        self._context, self._stage = context, stage
-        model, kv_type = context.model, np.dtype(context.kv_dtype)
-        shape = (spec.layers, 2, 1, model.kv_heads, capacity, model.head_dim)
+        self._context, self._stage, self._spec, self._pool = context, stage, spec, pool
+        self.lane = pool.take() if pool is not None else None
+        if pool is not None and self.lane is not None:
+            weakref.finalize(self, pool.give_back, self.lane).atexit = False
         self.kv: NDArray[Any]
-        self.buffers: list[tuple[str, str, Any]] = []
-        for layer, (key, value) in zip(range(spec.first, spec.last + 1), self._allocate(shape, kv_type), strict=True):
-            self.buffers.append((names.past_key(layer), names.present_key(layer), key))
-            self.buffers.append((names.past_value(layer), names.present_value(layer), value))
+        model = context.model
         self._key_scale = context.kv_scales.get(names.key_scale(spec.last))
-        scales = {name(n) for n in range(spec.first, spec.last + 1) for name in (names.key_scale, names.value_scale)}
-        self._scales = {name: scale for name, scale in context.kv_scales.items() if name in scales}  # none if not int8
+        self._scales = context.scales_of(spec)
         self.query = np.zeros((0, model.heads * model.head_dim), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
         self._row: Rows = np.zeros((1, model.hidden), np.float32)
         self._row_out: Rows = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
+        self.place()
+
+    def place(self) -> None:
+        """Bind the graph to K and V where they lie."""
+        model, capacity = self._context.model, self.capacity
+        shape = (self._spec.layers, 2, 1, model.kv_heads, capacity, model.head_dim)
+        self.buffers = named(self._spec, self._allocate(shape, np.dtype(self._context.kv_dtype)))
         self.row_binding = self._bind(self._row, self._row_position, self._row_out)
 
     def _allocate(self, shape: tuple[int, ...], kv_type: np.dtype[Any]) -> Iterator[tuple[Any, Any]]:
         """Key and value buffer of each layer, of `shape` [layers, 2, 1, kv_heads, capacity, head_dim] together."""
-        self.kv = zeros_in_small_pages(shape, kv_type)
+        if self._pool is not None and self.lane is not None:
+            self.kv = self._pool.kv[:, :, self.lane.number : self.lane.number + 1]
+        else:
+            self.kv = zeros_in_small_pages(shape, kv_type)
         for layer in self.kv:
             yield self._context.value(layer[0]), self._context.value(layer[1])
 
@@ -120,15 +138,43 @@ class OrtStageCache(SlotCounter):
         self.length = length
 
     def _bind(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> Any:
-        binding, value = self._stage.binding(), self._context.value
-        binding.bind_ortvalue_input(names.HIDDEN, value(rows))
-        binding.bind_ortvalue_input(names.POSITIONS, value(positions))
-        binding.bind_ortvalue_input(names.LAST_SLOT, value(self._last))
-        binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
-        binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
-        for name, constant in (*self._context.rope.items(), *self._scales.items()):
-            binding.bind_ortvalue_input(name, constant)
-        for past, present, buffer in self.buffers:
-            binding.bind_ortvalue_input(past, buffer)
-            binding.bind_ortvalue_output(present, buffer)
-        return binding
+        inputs: dict[str, NDArray[Any]] = {
+            names.HIDDEN: rows,
+            names.POSITIONS: positions,
+            names.LAST_SLOT: self._last,
+            names.TOTAL_SLOTS: self._total,
+        }
+        return bind(self._context, self._stage, inputs, out, self._scales, self.buffers)
+
+
+Buffers: TypeAlias = "list[tuple[str, str, Any]]"
+
+
+def named(spec: StageSpec, values: Iterable[tuple[Any, Any]]) -> Buffers:
+    """K and V of each layer of a stage, with the names that they are bound by as input and output."""
+    buffers: Buffers = []
+    for layer, (key, value) in zip(range(spec.first, spec.last + 1), values, strict=True):
+        buffers.append((names.past_key(layer), names.present_key(layer), key))
+        buffers.append((names.past_value(layer), names.present_value(layer), value))
+    return buffers
+
+
+def bind(
+    context: OrtCacheContext,
+    stage: OrtGraph,
+    inputs: Mapping[str, NDArray[Any]],
+    out: Rows,
+    scales: Mapping[str, Any],
+    buffers: Buffers,
+) -> Any:
+    """A binding of a stage's graph over host arrays, which the caller holds, and K and V."""
+    binding, value = stage.binding(), context.value
+    for name, array in inputs.items():
+        binding.bind_ortvalue_input(name, value(array))
+    binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
+    for name, constant in (*context.rope.items(), *scales.items()):
+        binding.bind_ortvalue_input(name, constant)
+    for past, present, buffer in buffers:
+        binding.bind_ortvalue_input(past, buffer)
+        binding.bind_ortvalue_output(present, buffer)
+    return binding

@@ -39,6 +39,9 @@ class OrtCudaBackend(OrtBackend):
     providers = (PROVIDER, "CPUExecutionProvider")
     memory = "cuda"
 
+    def share_caches(self, conversations: int) -> None:
+        raise DeviceError("cuda computes one conversation at a time")
+
     def stage(self, index: int, capacity: int) -> OrtCudaCache:
         try:
             return OrtCudaCache(self._context, self._stages[index], self._manifest.stages[index], capacity)

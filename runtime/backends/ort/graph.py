@@ -50,6 +50,11 @@ class OrtGraph:
     def __init__(self, name: str, session: Any) -> None:
         self.name, self._session = name, session
         self._outputs = [output.name for output in session.get_outputs()]
+        self._sizes = {each.name: each.shape for each in session.get_inputs()}
+
+    def is_free(self, name: str, axis: int) -> bool:
+        """Whether an input may have any size along an axis."""
+        return not isinstance(self._sizes[name][axis], int)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The outputs by name."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import pytest
 
 from tests.support.bundles import export_with
@@ -25,7 +24,7 @@ from vtx.runtime.session.sampling import Sampling
 
 DUAL = "mustdrop:gamma=0.011,alpha=1,layers=2/4/6"
 TOLERANCE = 1e-4
-ENGINES = ("openvino",)
+ENGINES = ("cpu", "openvino")
 
 
 class Case(NamedTuple):
@@ -173,40 +172,6 @@ def test_where_a_pass_fails_each_answer_is_computed_by_itself(
     for answer, number in zip(run(batching, [(start(model, CASES[n]), 0) for n in (0, 1, 4)]), (0, 1, 4), strict=True):
         same(answer, alone[number])
     assert calls[0] > 10
-
-
-def test_logits_of_a_pass_are_those_of_each_alone(model: Model, batching: Batching) -> None:
-    """At the backend: rows at lengths across block boundaries, in caches of different capacity."""
-    backend: Any = model.backend
-    m, rng = model.manifest, np.random.default_rng(0)
-    lengths, capacities = (31, 32, 33, 1, 64), (256, 40, 256, 8, 66)
-    together, apart = [], []
-    for length, capacity in zip(lengths, capacities, strict=True):
-        prompt = rng.standard_normal((length, m.model.hidden)).astype(np.float32)
-        for caches in (together, apart):
-            caches.append(backend.stage(0, capacity))
-            caches[-1].append(prompt, np.arange(length) * 2)
-    assert backend.reaches(together)
-    for step in range(2):
-        rows = rng.standard_normal((len(lengths), m.model.hidden)).astype(np.float32)
-        positions = np.array([2 * length + 3 + step for length in lengths])
-        got = backend.append_each(0, together, rows, positions).copy()
-        alone = [cache.append(rows[n : n + 1], positions[n : n + 1])[0].copy() for n, cache in enumerate(apart)]
-        assert np.abs(got - alone).max() < 1e-5 * np.abs(got).max()
-    assert [cache.length for cache in together] == [cache.length for cache in apart] == [n + 2 for n in lengths]
-    for one, other in zip(together, apart, strict=True):
-        np.testing.assert_allclose(one.keys(), other.keys(), atol=1e-5)
-
-
-def test_without_room_for_a_conversation_it_is_computed_by_itself(model: Model) -> None:
-    backend: Any = model.backend
-    made = [backend.stage(0, 8) for _ in range(40)]
-    lanes = [cache for cache in made if cache.lane is not None]
-    assert 2 <= len(lanes) <= 32
-    assert not backend.reaches(made)
-    assert len({cache.lane for cache in lanes}) == len(lanes)
-    del made, lanes
-    assert backend.stage(0, 8).lane is not None, "lanes come back"
 
 
 def test_a_server_decodes_its_clients_together_and_says_so(model: Model) -> None:

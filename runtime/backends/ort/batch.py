@@ -1,0 +1,137 @@
+"""A stage of several conversations in one run on onnxruntime, whose caches are a batch of K and V, lane after lane."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.backends.lanes import LanePool
+from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache, bind, named
+from vtx.runtime.backends.ort.graph import OrtGraph
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.vision.tokens import Ids, Rows
+
+BINDINGS = 32  # that a stage keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A binding over as many lanes as there are rows, and the arrays that it reads and writes."""
+
+    rows: Rows
+    positions: NDArray[np.int64]
+    last: NDArray[np.int32]
+    total: NDArray[np.int32]
+    out: Rows
+    binding: Any
+
+
+class OrtStageBatch:
+    """The pool that caches of one stage take their lanes from.
+
+    onnxruntime takes a batch of K and V as one array, so conversations that decode together must lie side by side.
+    Where they do not, caches change places: K and V of at most two are copied whenever one joins or leaves.
+    """
+
+    def __init__(self, context: OrtCacheContext, stage: OrtGraph, spec: StageSpec, lanes: int, capacity: int) -> None:
+        self._context, self._stage, self._spec, self._lanes = context, stage, spec, lanes
+        shape = (context.model.kv_heads, capacity, context.model.head_dim)
+        self.pool = LanePool(spec.layers, lanes, shape, np.dtype(context.kv_dtype))
+        self._caches = weakref.WeakValueDictionary[int, OrtStageCache]()  # by lane
+        self._runs: dict[tuple[int, int], Run] = {}
+
+    def stage(self, capacity: int) -> OrtStageCache:
+        """An empty cache, in a lane where one is free."""
+        cache = OrtStageCache(self._context, self._stage, self._spec, capacity, self.pool)
+        if cache.lane is not None:
+            self._caches[cache.lane.number] = cache
+        return cache
+
+    def append_each(self, caches: Sequence[OrtStageCache], rows: Rows, positions: Ids) -> Rows:
+        """Run one of `rows` [n, hidden] into each cache, at its position [n]. Returns [n, hidden]."""
+        lengths = np.array([cache.length for cache in caches], np.int32)
+        assert all(cache.length < cache.capacity for cache in caches), "one is full"
+        lanes = self._gather(caches)
+        order = np.argsort(lanes)
+        run = self._run(int(lanes.min()), len(caches))
+        run.rows[:], run.positions[:, 0] = rows[order], positions[order]
+        run.last[:], run.total[0] = lengths[order], lengths.max() + 1
+        self._stage.run_bound(run.binding)
+        for cache in caches:
+            cache.length += 1
+        out = np.empty_like(rows)
+        out[order] = run.out
+        return out
+
+    def _run(self, first: int, count: int) -> Run:
+        """The run over the lanes from `first` on."""
+        if (first, count) not in self._runs:
+            if len(self._runs) == BINDINGS:
+                self._runs.clear()
+            self._runs[first, count] = self._bind(first, count)
+        return self._runs[first, count]
+
+    def _bind(self, first: int, count: int) -> Run:
+        context, spec = self._context, self._spec
+        rows, out = (np.zeros((count, context.model.hidden), np.float32) for _ in range(2))
+        positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
+        inputs: dict[str, NDArray[Any]] = {
+            names.HIDDEN: rows,
+            names.POSITIONS: positions,
+            names.LAST_SLOT: last,
+            names.TOTAL_SLOTS: total,
+        }
+        kv = self.pool.kv[:, :, first : first + count]
+        buffers = named(spec, ((context.value(keys), context.value(values)) for keys, values in kv))
+        binding = bind(context, self._stage, inputs, out, context.scales_of(spec), buffers)
+        return Run(rows, positions, last, total, out, binding)
+
+    # ---- side by side ------------------------------------------------------------------------------------------------
+
+    def _gather(self, caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
+        """Bring caches into lanes that follow each other; their lanes [n]."""
+        lanes, count = _lanes(caches), len(caches)
+        if lanes.max() - lanes.min() + 1 == count:
+            return lanes
+        firsts = np.minimum(lanes, self._lanes - count)
+        inside = [((lanes >= first) & (lanes < first + count)).sum() for first in firsts]
+        first = int(firsts[np.argmax(inside)])
+        vacant = [number for number in range(first, first + count) if number not in lanes]
+        outside = [cache for cache, lane in zip(caches, lanes, strict=True) if not first <= lane < first + count]
+        for cache, number in zip(outside, vacant, strict=True):
+            self._move(cache, number)
+        return _lanes(caches)
+
+    def _move(self, cache: OrtStageCache, number: int) -> None:
+        """Move a cache to another lane; one that lies there takes its place."""
+        lane, other = cache.lane, self._caches.get(number)
+        assert lane is not None
+        left = lane.number
+        moved = [(cache, _filled(cache))]
+        if other is None:
+            self.pool.move(lane, number)
+            del self._caches[left]
+        else:
+            assert other.lane is not None
+            moved.append((other, _filled(other)))
+            lane.number, other.lane.number = number, left
+            self._caches[left] = other
+        self._caches[number] = cache
+        for one, kv in moved:
+            one.place()
+            one.kv[..., : one.length, :] = kv
+
+
+def _lanes(caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
+    return np.array([cache.lane.number for cache in caches if cache.lane is not None])
+
+
+def _filled(cache: OrtStageCache) -> NDArray[Any]:
+    """A copy of the K and V of its filled slots."""
+    return cache.kv[..., : cache.length, :].copy()
