@@ -11,6 +11,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 FUZZ ?= 20000
+# OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
+OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
 .PHONY: help setup demo test cpp cpp-sanitize test-all test-gpu test-extras test-browser test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
@@ -60,11 +62,12 @@ cpp: $(READY) ## libvtx, the C++ runtime, its tools and examples, into build/cpp
 	else \
 		export PATH="$$PATH:$$PWD/$(BIN)"; \
 		command -v cmake > /dev/null && command -v ninja > /dev/null || $(BIN)/python -m pip install --quiet cmake ninja; \
-		cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON > /dev/null && ninja -C build/cpp --quiet; \
+		cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON $(OPENVINO_CMAKE) > /dev/null && \
+		ninja -C build/cpp --quiet; \
 	fi
 
 cpp-sanitize: $(READY) ## the tests of libvtx under AddressSanitizer and UndefinedBehaviorSanitizer
-	cmake -S runtime/cpp -B build/cpp-sanitize -G Ninja -DVTX_SANITIZE=ON -DVTX_WERROR=ON > /dev/null
+	cmake -S runtime/cpp -B build/cpp-sanitize -G Ninja -DVTX_SANITIZE=ON -DVTX_WERROR=ON $(OPENVINO_CMAKE) > /dev/null
 	ninja -C build/cpp-sanitize --quiet
 	VTX_CPP_BUILD=$$PWD/build/cpp-sanitize $(BIN)/pytest tests/runtime/cpp
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vtx.runtime.backends import devices
+from vtx.runtime.backends.openvino import backend as openvino
+from vtx.runtime.backends.openvino import cache, paged
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings, text_tower
 from vtx.runtime.bundle.tensors import final_norm
@@ -39,6 +42,7 @@ def header() -> str:
     words = {name: getattr(names, name) for name in TENSORS}
     words |= {f"FILE_{name}": getattr(manifest, name) for name in FILES} | {"WEIGHT": final_norm.WEIGHT}
     words |= {f"FORM_{name}": getattr(text_settings, name) for name in ("START", "REPLY", "END")}
+    words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),
@@ -61,7 +65,11 @@ def header() -> str:
         "PATCH": names.PATCH,
         "WINDOW": names.WINDOW,
         "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"),
+        "PAGED_BLOCK": paged.BLOCK,
+        "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES,
     }
+    numbers |= {f"QUANTISED_ROWS_{weights.upper()}": rows for weights, rows in openvino.QUANTISED_ROWS.items()}
+    numbers |= {f"WIDE_{weights.upper()}": hidden for weights, hidden in devices.WIDE.items()}
     lines = [f'inline constexpr char {_camel(name)}[] = "{word}";' for name, word in (words | prefixes).items()]
     lines += [f"inline constexpr int64_t {_camel(name)} = {number};" for name, number in numbers.items()]
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")

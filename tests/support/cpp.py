@@ -27,19 +27,31 @@ def _obstacle() -> str:
 needs_cpp = pytest.mark.skipif(bool(_obstacle()), reason=_obstacle())
 
 
+needs_openvino = pytest.mark.skipif(
+    not (BUILD / "libvtx_openvino.so").exists(), reason="libvtx was built without OpenVINO: install the extra, make cpp"
+)
+
+
 def onnxruntime() -> str:
     """The directory of the library inside the wheel."""
+    return str(_wheel("onnxruntime") / "capi")
+
+
+def openvino() -> str:
+    """The directory of the library inside the wheel; of no use where that is not installed."""
+    return str(_wheel("openvino") / "libs")
+
+
+def _wheel(module: str) -> Path:
     from importlib.util import find_spec
 
-    spec = find_spec("onnxruntime")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(Path(spec.origin).parent / "capi")
+    spec = find_spec(module)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else Path("not-installed")
 
 
 def run(tool: str, *arguments: str | Path, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-    """A tool with the wheel's onnxruntime; its exit code is the caller's to look at."""
-    environment = {**os.environ, "VTX_ONNXRUNTIME": onnxruntime()}
+    """A tool with the wheels' engines; its exit code is the caller's to look at."""
+    environment = {**os.environ, "VTX_ONNXRUNTIME": onnxruntime(), "VTX_OPENVINO": openvino()}
     command = [str(BUILD / f"vtx-cpp-{tool}"), *map(str, arguments)]
     return subprocess.run(command, input=stdin, capture_output=True, env=environment)
 

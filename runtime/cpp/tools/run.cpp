@@ -26,7 +26,7 @@ constexpr char kHelp[] =
     "  --ignore-eos            Go on past end tokens, to --max-new-tokens.\n"
     "  --temperature T         0: always the most likely token [default: 0].\n"
     "  --top-p P --top-k N --seed N\n"
-    "  --device auto|cpu\n"
+    "  --device auto|cpu|openvino\n"
     "  --compute TYPE          The type of the arithmetic [default: the device's].\n"
     "  --library PATH          The engine's library: a file or a directory.\n"
     "  --threads N             [default: all cores]\n"

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.support.bundles import IGNORE, copy
-from tests.support.cpp import ask, needs_cpp, run
+from tests.support.cpp import ask, needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.export import plan_export, run_export
@@ -38,7 +38,7 @@ REDUCTIONS = (
 
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
-    options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort",), reductions=REDUCTIONS)
+    options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
     out = tmp_path_factory.mktemp("cpp") / "bundle"
     return load(run_export(plan_export(options), out, force=False, report=IGNORE).folder, device="cpu", threads=THREADS)
 
@@ -77,6 +77,17 @@ def test_answers_are_those_of_python(model: Model, pictures: list[Path], k: str,
                 want = conversation.ask(question, depth, reduce=reduce, max_new_tokens=6)
                 assert expected(answer) == expected(want.to_dict()), (picture.name, question)
                 assert answer["stopped"] == want.stopped
+
+
+@needs_openvino
+def test_answers_on_openvino_are_those_of_python_there(model: Model, pictures: list[Path]) -> None:
+    python = load(model.bundle.folder, device="openvino", threads=THREADS)
+    options = ("--device", "openvino", "--k", "5", "--reduce", "fastv:k=4", "--max-new-tokens", "6")
+    found = ask(model.bundle.folder, pictures[1], *QUESTIONS, *options)
+    with python.open(pictures[1]) as conversation:
+        for question, answer in zip(QUESTIONS, found, strict=True):
+            want = conversation.ask(question, 5, reduce="fastv:k=4", max_new_tokens=6)
+            assert expected(answer) == expected(want.to_dict())
 
 
 def test_a_chat_goes_on_as_in_python(model: Model, pictures: list[Path]) -> None:
@@ -129,7 +140,7 @@ def test_pictures_of_another_shape_fit_as_in_python(model: Model, pictures: list
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--fit", "wide"], "fit is 'wide'"),
         (["--device", "toaster"], "device 'toaster'"),
-        (["--compute", "f8"], "no device computes in 'f8'; there are: f32"),
+        (["--compute", "f8"], "no device computes in 'f8'; there are: f32, bf16"),
         (["--library", "/nowhere/libonnxruntime.so"], "onnxruntime was not found (/nowhere"),
     ],
 )

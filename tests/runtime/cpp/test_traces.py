@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bundles import IGNORE
-from tests.support.cpp import needs_cpp, output
+from tests.support.cpp import needs_cpp, needs_openvino, output
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.export import plan_export, run_export
@@ -32,13 +32,22 @@ REDUCTIONS = (
 )
 
 
-def meets(checkpoint: Path, folder: Path, precision: str, kv: str | None = None, ks: tuple[int, ...] = (3, 5)) -> int:
+FEW = REDUCTIONS[0], REDUCTIONS[2]  # where another engine or precision is in question, not the methods
+
+
+def meets(
+    checkpoint: Path, folder: Path, precision: str, *, kv: str | None = None, ks: tuple[int, ...] = (3, 5),
+    device: str = "cpu", reductions: tuple[str, ...] = REDUCTIONS,
+) -> int:  # fmt: skip
     """The number of questions compared; fails with what differs."""
-    options = ExportOptions(str(checkpoint), ks, precision, dialects=("ort",), reductions=REDUCTIONS, kv_precision=kv)
+    dialect = "plain" if device == "openvino" else "ort"
+    options = ExportOptions(
+        str(checkpoint), ks, precision, dialects=tuple({"ort", dialect}), reductions=reductions, kv_precision=kv
+    )
     bundle = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
-    model = load(bundle.folder, device="cpu", threads=THREADS)
+    model = load(bundle.folder, device=device, threads=THREADS)
     write_traces(model, folder / "python")
-    output("traces", bundle.folder, folder / "python", folder / "cpp")
+    output("traces", bundle.folder, folder / "python", folder / "cpp", device)
     checks = list(compare_traces(folder / "python", folder / "cpp", logits_limit(model.manifest, "f32")))
     assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
     return len(checks) - 1
@@ -55,5 +64,18 @@ def test_every_precision_meets_its_traces(tiny_checkpoint: Callable[..., Path], 
 
 
 @pytest.mark.slow
-def test_int8_caches_meet_their_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    assert meets(tiny_checkpoint(), tmp_path, "fp16", "int8") > 100
+@needs_openvino
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8", "int4"])
+def test_every_precision_meets_its_traces_on_openvino(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str
+) -> None:
+    reductions = REDUCTIONS if precision == "fp32" else FEW
+    checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
+    assert meets(checkpoint, tmp_path, precision, ks=(3,), device="openvino", reductions=reductions) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_int8_caches_meet_their_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str) -> None:
+    reductions = REDUCTIONS if device == "cpu" else FEW
+    assert meets(tiny_checkpoint(), tmp_path, "fp16", kv="int8", device=device, reductions=reductions) > 50

@@ -1,5 +1,6 @@
 #include "backends/engines.hpp"
 
+#include "backends/openvino/backend.hpp"
 #include "backends/ort/backend.hpp"
 
 namespace vtxcore {
@@ -7,6 +8,7 @@ namespace vtxcore {
 const std::vector<Engine>& engines() {
   static const std::vector<Engine> kEngines{
       ort_engine(),
+      openvino_engine(),
   };
   return kEngines;
 }

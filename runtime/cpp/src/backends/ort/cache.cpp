@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "base/halves.hpp"
+
 namespace vtxcore {
 namespace {
 

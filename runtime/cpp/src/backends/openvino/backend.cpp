@@ -1,0 +1,186 @@
+#include "backends/openvino/backend.hpp"
+
+#include <mutex>
+
+#include "backends/openvino/cache.hpp"
+#include "backends/tables.hpp"
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+namespace vtxcore {
+namespace {
+
+using openvino::Type;
+
+constexpr char kDialect[] = "plain";
+
+// Values of a hidden state that share a scale in products of integers, as onnxruntime does it too.
+int64_t quantised_rows(const std::string& precision) {
+  return precision == "int8" ? names::kQuantisedRowsInt8 : precision == "int4" ? names::kQuantisedRowsInt4 : 0;
+}
+
+Type kv_type(const std::string& compute, const std::string& kept) {
+  if (kept == "int8") return Type::u8;
+  return compute == "bf16" ? Type::bf16 : kept == "float32" ? Type::f32 : Type::f16;
+}
+
+class OpenvinoBackend : public Backend {
+ public:
+  OpenvinoBackend(const Bundle& bundle, const BackendOptions& options)
+      : bundle_(bundle), m_(bundle.manifest()), openvino_(options.library),
+        context_{m_, kv_type(options.compute, m_.kv_dtype), m_.kv_type(kDialect) == "float16", {}, nullptr},
+        zero_(1, static_cast<size_t>(m_.model.hidden)) {
+    device = "openvino", dialect = kDialect, compute = options.compute, library = openvino_.described();
+    kv_slot_bytes = context_.slot_bytes();
+    choose_settings(options.threads > 0 ? options.threads : cores());
+    const Graphs& graphs = m_.dialects.at(kDialect);
+    embed_ = load(graphs.embed, embed_io(m_));
+    head_ = load(graphs.head, head_io(m_), true);
+    for (size_t i = 0; i < m_.gates.size(); ++i) gates_[m_.gates[i]] = load(graphs.gates[i], gate_io(m_));
+    if (graphs.score) score_ = load(*graphs.score, score_io(m_, kDialect));
+    context_.score = score_.get();
+    std::map<std::string, Floats> tables = read_tables(bundle);
+    for (const char* name : {names::kCos, names::kSin}) context_.rope[name] = std::move(tables.at(name));
+    for (size_t i = 0; i < m_.stages.size(); ++i) compile_stage(graphs.stages[i], m_.stages[i]);
+#ifdef __GLIBC__
+    ::malloc_trim(0);  // what loading freed: weights before they were packed
+#endif
+  }
+
+  Rows embed(const Ids& ids) override {
+    return embed_->rows({names::kIds, Type::i64, {static_cast<int64_t>(ids.size())}, ids.data()}, m_.model.hidden);
+  }
+
+  Rows head(const Rows& rows) override { return head_->rows(over(rows), m_.model.vocab); }
+
+  Floats gate(int64_t k, const Rows& rows) override { return gates_.at(k)->rows(over(rows), 2).data; }
+
+  std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) override {
+    GraphIO io = vision_io(m_, kDialect);
+    OpenvinoGraph& graph = once(vision_, [&] { return compile_vision(io); });
+    auto [height, width] = m_.image.output();
+    float tau = names::kTauDefault;
+    if (auto given = extras.find(names::kTau); given != extras.end()) tau = given->second;
+    std::vector<OpenvinoInput> inputs{{names::kPixels, Type::f32, {1, 3, height, width}, pixels.data()}};
+    if (io.inputs.size() > 1) inputs.push_back({names::kTau, Type::f32, {1}, &tau});
+    std::vector<OpenvinoGraph::Output> outputs = graph.run(inputs);
+    VisionOutputs found;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const std::string& name = io.outputs[i].name;
+      if (io.outputs[i].dtype == "int64") {
+        found.whole[name] = std::move(outputs[i].whole);
+      } else if (name == names::kFeatures) {
+        found.features.width = static_cast<size_t>(m_.model.hidden);
+        found.features.data = std::move(outputs[i].floats);
+      } else {
+        found.signals[name] = std::move(outputs[i].floats);
+      }
+    }
+    return image_tokens(std::move(found));
+  }
+
+  Floats text_tower(const Ids& ids) override {
+    OpenvinoGraph& graph =
+        once(text_tower_, [&] { return load(m_.dialects.at(kDialect).text_tower.value(), text_tower_io(m_)); });
+    OpenvinoInput in{names::kIds, Type::i64, {static_cast<int64_t>(ids.size())}, ids.data()};
+    return graph.rows(in, m_.text_tower.value().width).data;
+  }
+
+  std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
+    return std::make_unique<OpenvinoStageCache>(context_, stages_[index], m_.stages[index], capacity);
+  }
+
+ private:
+  using GraphPtr = std::unique_ptr<OpenvinoGraph>;
+
+  void choose_settings(int threads) {
+    std::string able = openvino_.core().capabilities();
+    if (compute == "bf16" && able.find("BF16") == std::string::npos)
+      fail(Kind::device, "this processor computes ", able, ", not bf16; leave out --compute bf16");
+    static const std::map<Type, const char*> kWords{{Type::f32, "f32"}, {Type::f16, "f16"}, {Type::bf16, "bf16"},
+                                                    {Type::u8, "u8"}};
+    settings_ = {{"KV_CACHE_PRECISION", kWords.at(context_.kv)},
+                 {"INFERENCE_PRECISION_HINT", compute},
+                 {"DYNAMIC_QUANTIZATION_GROUP_SIZE", std::to_string(quantised_rows(m_.precision))},
+                 {"INFERENCE_NUM_THREADS", std::to_string(threads)},
+                 {"NUM_STREAMS", "1"},
+                 {"ENABLE_CPU_PINNING", "NO"}};  // or the graphs of two processes fight over the same cores
+    if (context_.kv == Type::u8) settings_["KEY_CACHE_QUANT_MODE"] = "BY_TOKEN";
+  }
+
+  OpenvinoInput over(const Rows& rows) const {
+    return {names::kHidden, Type::f32, {static_cast<int64_t>(rows.count()), m_.model.hidden}, rows.data.data()};
+  }
+
+  // With `first` the graph runs once, since the engine packs the weights of a graph of any size when it first runs.
+  GraphPtr load(const std::string& name, const GraphIO& io, bool first = false) {
+    auto model = openvino_.read(bundle_, name, io);
+    auto dropping = model->letting_go();
+    auto graph = std::make_unique<OpenvinoGraph>(name, loading(name, [&] { return model->compile(settings_); }), io);
+    if (first) graph->run({over(zero_)});
+    return graph;
+  }
+
+  // Compiled for one image, which lets the engine choose its kernels for these very sizes.
+  GraphPtr compile_vision(const GraphIO& io) {
+    const std::string& name = m_.dialects.at(kDialect).vision;
+    auto model = openvino_.read(bundle_, name, io);
+    auto [height, width] = m_.image.output();
+    loading(name, [&] { model->reshape(names::kPixels, {1, 3, height, width}); });
+    auto dropping = model->letting_go();
+    return std::make_unique<OpenvinoGraph>(name, loading(name, [&] { return model->compile(settings_); }), io);
+  }
+
+  void compile_stage(const std::string& file, const StageSpec& spec) {
+    auto model = openvino_.read(bundle_, file, stage_io(m_, kDialect, spec.query, &spec));
+    loading(file, [&] { model->page_caches(spec.first, spec.last, m_.model.heads); });
+    auto dropping = model->letting_go();
+    stages_.push_back({file, loading(file, [&] { return model->compile(settings_); })});
+    OpenvinoStageCache(context_, stages_.back(), spec, 1).append(zero_, {0}, false);
+  }
+
+  template <typename Make>
+  OpenvinoGraph& once(GraphPtr& graph, Make&& make) {
+    std::lock_guard<std::mutex> lock(late_lock_);
+    if (!graph) graph = make();
+    return *graph;
+  }
+
+  const Bundle& bundle_;
+  const Manifest& m_;
+  OpenvinoLibrary openvino_;
+  OpenvinoCacheContext context_;
+  Rows zero_;
+  std::map<std::string, std::string> settings_;
+  GraphPtr embed_, head_, score_, vision_, text_tower_;
+  std::map<int64_t, GraphPtr> gates_;
+  std::vector<OpenvinoStage> stages_;
+  std::mutex late_lock_;
+};
+
+// The least hidden size at which OpenVINO was measured to be ahead of onnxruntime.
+int64_t wide(const std::string& precision) {
+  static const std::map<std::string, int64_t> kWide{{"fp32", names::kWideFp32}, {"fp16", names::kWideFp16},
+                                                    {"bf16", names::kWideBf16}, {"int8", names::kWideInt8},
+                                                    {"int4", names::kWideInt4}};
+  return kWide.at(precision);
+}
+
+}  // namespace
+
+Engine openvino_engine() {
+  Engine engine;
+  engine.device = "openvino", engine.dialect = kDialect, engine.compute = {"f32", "bf16"};
+  engine.merit = [](const Bundle& bundle) {
+    return bundle.manifest().model.hidden >= wide(bundle.manifest().precision) ? 2 : 0;
+  };
+  engine.obstacle = [](const Bundle&, const BackendOptions& options) { return OpenvinoLibrary::obstacle(options.library); };
+  engine.open = [](const Bundle& bundle, const BackendOptions& options) -> std::unique_ptr<Backend> {
+    return std::make_unique<OpenvinoBackend>(bundle, options);
+  };
+  return engine;
+}
+
+}  // namespace vtxcore

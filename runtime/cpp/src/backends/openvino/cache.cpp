@@ -1,0 +1,189 @@
+#include "backends/openvino/cache.hpp"
+
+#include <cstring>
+
+#include "base/halves.hpp"
+
+namespace vtxcore {
+namespace {
+
+using openvino::Type;
+
+size_t blocks_of(int64_t slots) { return static_cast<size_t>((slots + names::kPagedBlock - 1) / names::kPagedBlock); }
+
+size_t planes_of(const StageSpec& spec) { return static_cast<size_t>(2 * spec.layers()); }
+
+// A slot's row of one head as numbers.
+void widen(const uint8_t* from, Type type, size_t count, float* to) {
+  if (type == Type::f32) {
+    std::memcpy(to, from, 4 * count);
+  } else if (type == Type::u8) {
+    float scale, zero;
+    std::memcpy(&scale, from, 4);
+    std::memcpy(&zero, from + 4, 4);
+    for (size_t i = 0; i < count; ++i) to[i] = (static_cast<float>(from[names::kRowScaleBytes + i]) - zero) * scale;
+  } else {
+    for (size_t i = 0; i < count; ++i) {
+      auto bits = static_cast<uint16_t>(from[2 * i] | from[2 * i + 1] << 8);
+      to[i] = type == Type::bf16 ? bfloat16_to_float(bits) : half_to_float(bits);
+    }
+  }
+}
+
+}  // namespace
+
+size_t OpenvinoCacheContext::element_bytes() const { return kv == Type::f32 ? 4 : kv == Type::u8 ? 1 : 2; }
+
+size_t OpenvinoCacheContext::slot_width() const {
+  return static_cast<size_t>(manifest.model.head_dim + (kv == Type::u8 ? names::kRowScaleBytes : 0));
+}
+
+int64_t OpenvinoCacheContext::slot_bytes() const {
+  return 2 * manifest.model.kv_heads * static_cast<int64_t>(slot_width() * element_bytes());
+}
+
+OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
+                                       const StageSpec& spec, int64_t slots)
+    : StageCache(slots),
+      context_(context),
+      stage_(stage),
+      spec_(spec),
+      heads_(static_cast<size_t>(context.manifest.model.kv_heads)),
+      blocks_(blocks_of(slots)),
+      memory_(planes_of(spec) * blocks_ * heads_ * names::kPagedBlock * head_bytes(), static_cast<size_t>(slots)),
+      block_numbers_(blocks_),
+      row_(1, static_cast<size_t>(context.manifest.model.hidden)),
+      row_out_(1, static_cast<size_t>(context.manifest.model.hidden)),
+      row_position_(1) {
+  request_ = running(stage.name, [&] { return stage.compiled->request(); });
+  for (size_t i = 0; i < blocks_; ++i) block_numbers_[i] = static_cast<int32_t>(i);
+  const Manifest& m = context.manifest;
+  Ids shape{static_cast<int64_t>(blocks_), m.model.kv_heads, names::kPagedBlock, static_cast<int64_t>(context.slot_width())};
+  running(stage.name, [&] {
+    for (int64_t layer = spec.first; layer <= spec.last; ++layer) {
+      auto plane = static_cast<size_t>(2 * (layer - spec.first));
+      set(names::kPastKey + std::to_string(layer), context.kv, shape, row(plane, 0, 0));
+      set(names::kPastValue + std::to_string(layer), context.kv, shape, row(plane + 1, 0, 0));
+    }
+    for (const auto& [name, table] : context.rope)
+      set(name, Type::f32, {m.max_context, m.model.head_dim / 2}, table.data());
+    set(names::kPagedPast, Type::i32, {1}, past_);
+    set(names::kPagedBegins, Type::i32, {2}, begins_);
+    set(names::kPagedFilled, Type::i32, {}, &filled_);
+    set(names::kPagedBlockBegins, Type::i32, {2}, block_begins_);
+  });
+}
+
+void OpenvinoStageCache::set(const std::string& name, Type type, const Ids& shape, const void* data) {
+  request_->set(name, type, shape, const_cast<void*>(data));
+}
+
+uint8_t* OpenvinoStageCache::row(size_t plane, int64_t slot, size_t head) {
+  auto at = static_cast<size_t>(slot), block = static_cast<size_t>(names::kPagedBlock);
+  size_t index = ((plane * blocks_ + at / block) * heads_ + head) * block + at % block;
+  return memory_.data() + index * head_bytes();
+}
+
+void OpenvinoStageCache::bind(const Rows& rows, const Ids& positions, Rows& out) {
+  auto count = static_cast<int64_t>(rows.count());
+  Ids shape{count, context_.manifest.model.hidden};
+  row_bound_ = false;  // until all are set
+  set(names::kHidden, Type::f32, shape, rows.data.data());
+  set(names::kPositions, Type::i64, {1, count}, positions.data());
+  set(names::kHiddenOut, Type::f32, shape, out.data.data());
+}
+
+// Tells the attention where `count` tokens go. Its buffers fit the blocks in use: more would overflow them.
+void OpenvinoStageCache::place(int64_t count) {
+  past_[0] = static_cast<int32_t>(length);
+  begins_[1] = static_cast<int32_t>(count);
+  filled_ = static_cast<int32_t>(length + count);
+  auto blocks = static_cast<int32_t>(blocks_of(filled_));
+  if (blocks != block_begins_[1]) {
+    block_begins_[1] = 0;  // until it is set
+    set(names::kPagedBlocks, Type::i32, {blocks}, block_numbers_.data());
+    block_begins_[1] = blocks;
+  }
+}
+
+Rows OpenvinoStageCache::run(const Rows& rows, const Ids& positions, bool query) {
+  Rows out;
+  running(stage_.name, [&] {
+    bool one = rows.count() == 1;
+    if (one) {
+      std::copy(rows.data.begin(), rows.data.end(), row_.data.begin());  // the memory that is bound stays
+      row_position_[0] = positions[0];
+      if (!row_bound_) bind(row_, row_position_, row_out_);
+      row_bound_ = true;
+    } else {
+      out = Rows(rows.count(), rows.width);
+      bind(rows, positions, out);
+    }
+    place(static_cast<int64_t>(rows.count()));
+    request_->run();
+    if (one) out = row_out_;
+    if (query) {
+      openvino::TensorView view = request_->get(names::kQuery);
+      const ModelSpec& model = context_.manifest.model;
+      query_ = Rows(rows.count(), static_cast<size_t>(model.heads * model.head_dim));
+      std::memcpy(query_.data.data(), view.data, 4 * query_.data.size());
+    }
+  });
+  return out;
+}
+
+Scores OpenvinoStageCache::attention(bool last_only) {
+  size_t count = query_.count(), first = last_only ? count - 1 : 0, dim = context_.slot_width();
+  if (context_.kv == Type::u8) dim -= static_cast<size_t>(names::kRowScaleBytes);
+  Rows found = keys();
+  Floats keys(found.data.size());  // [kv_heads, length, head_dim]
+  for (size_t head = 0; head < heads_; ++head)
+    for (size_t slot = 0; slot < found.count(); ++slot)
+      std::copy_n(found.row(slot) + head * dim, dim, keys.begin() + static_cast<std::ptrdiff_t>((head * found.count() + slot) * dim));
+  std::vector<uint16_t> halves;
+  if (context_.half_keys) {
+    halves.reserve(keys.size());
+    for (float value : keys) halves.push_back(float_to_half(value));
+  }
+  const void* data = context_.half_keys ? static_cast<const void*>(halves.data()) : keys.data();
+  auto total = static_cast<int32_t>(length);
+  auto outputs = context_.score->run(
+      {{names::kQuery, Type::f32, {static_cast<int64_t>(count - first), static_cast<int64_t>(query_.width)}, query_.row(first)},
+       {names::kKey, context_.half_keys ? Type::f16 : Type::f32,
+        {1, static_cast<int64_t>(heads_), length, static_cast<int64_t>(dim)}, data},
+       {names::kTotalSlots, Type::i32, {1}, &total}});
+  for (const auto& output : outputs)
+    if (static_cast<int64_t>(output.floats.size()) != length)
+      fail(Kind::bundle, context_.score->name, " gives another number of scores than slots; export the bundle again");
+  return {outputs[0].floats, outputs[1].floats};
+}
+
+Rows OpenvinoStageCache::keys() {
+  auto dim = static_cast<size_t>(context_.manifest.model.head_dim);
+  Rows out(static_cast<size_t>(length), heads_ * dim);
+  size_t plane = planes_of(spec_) - 2;  // the last layer's keys
+  for (int64_t slot = 0; slot < length; ++slot)
+    for (size_t head = 0; head < heads_; ++head)
+      widen(row(plane, slot, head), context_.kv, dim, out.row(static_cast<size_t>(slot)) + head * dim);
+  return out;
+}
+
+std::string OpenvinoStageCache::read(const Ids& slots) {
+  std::string out(planes_of(spec_) * slots.size() * heads_ * head_bytes(), '\0');
+  char* to = out.data();
+  for (size_t plane = 0; plane < planes_of(spec_); ++plane)
+    for (int64_t slot : slots)
+      for (size_t head = 0; head < heads_; ++head, to += head_bytes()) std::memcpy(to, row(plane, slot, head), head_bytes());
+  return out;
+}
+
+void OpenvinoStageCache::write(const Ids& slots, const std::string& kv, int64_t filled) {
+  const char* from = kv.data();
+  for (size_t plane = 0; plane < planes_of(spec_); ++plane)
+    for (int64_t slot : slots)
+      for (size_t head = 0; head < heads_; ++head, from += head_bytes())
+        std::memcpy(row(plane, slot, head), from, head_bytes());
+  length = filled;
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,64 @@
+// K and V of a stage on OpenVINO: blocks in arrays of ours, which the engine's paged attention reads and fills.
+#pragma once
+
+#include <map>
+#include <memory>
+
+#include "backends/allocation.hpp"
+#include "backends/backend.hpp"
+#include "backends/openvino/graph.hpp"
+
+namespace vtxcore {
+
+// What the caches of a bundle share. In u8 a row of a head is its scale, its zero point, and its numbers.
+struct OpenvinoCacheContext {
+  const Manifest& manifest;
+  openvino::Type kv;  // of K and V as they are kept
+  bool half_keys;     // whether the score graph takes keys in float16
+  std::map<std::string, Floats> rope;
+  OpenvinoGraph* score = nullptr;
+
+  size_t element_bytes() const;
+  // Array elements of one slot of one head.
+  size_t slot_width() const;
+  // Bytes of one slot of one layer, K and V of all heads.
+  int64_t slot_bytes() const;
+};
+
+// The memory is [layers, 2, blocks, kv_heads, slots of a block, slot width]. One token, as in decoding, runs through
+// tensors made once.
+class OpenvinoStageCache : public StageCache {
+ public:
+  OpenvinoStageCache(const OpenvinoCacheContext& context, const OpenvinoStage& stage, const StageSpec& spec, int64_t slots);
+
+  Scores attention(bool last_only) override;
+  Rows keys() override;
+  std::string read(const Ids& slots) override;
+  void write(const Ids& slots, const std::string& kv, int64_t filled) override;
+
+ protected:
+  Rows run(const Rows& rows, const Ids& positions, bool query) override;
+
+ private:
+  void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
+  void bind(const Rows& rows, const Ids& positions, Rows& out);
+  void place(int64_t count);
+  size_t head_bytes() const { return context_.slot_width() * context_.element_bytes(); }
+  // The bytes of a slot's row of one head; `plane` counts layers and, in each, K and V.
+  uint8_t* row(size_t plane, int64_t slot, size_t head);
+
+  const OpenvinoCacheContext& context_;
+  const OpenvinoStage& stage_;
+  const StageSpec spec_;
+  const size_t heads_, blocks_;
+  ZeroedPages memory_;
+  std::unique_ptr<openvino::Request> request_;
+  int32_t past_[1] = {}, begins_[2] = {}, block_begins_[2] = {}, filled_ = 0;
+  std::vector<int32_t> block_numbers_;
+  Rows query_;
+  Rows row_, row_out_;  // the one token of a step
+  Ids row_position_;
+  bool row_bound_ = false;
+};
+
+}  // namespace vtxcore

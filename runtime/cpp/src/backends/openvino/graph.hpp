@@ -1,0 +1,99 @@
+// OpenVINO as libvtx sees it: the library, a compiled graph and its runs, and failures that name it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backends/failures.hpp"
+#include "backends/library.hpp"
+#include "backends/openvino/bridge.hpp"
+#include "base/tensors.hpp"
+#include "bundle/bundle.hpp"
+#include "bundle/graphs.hpp"
+
+namespace vtxcore {
+
+inline constexpr char kOpenvino[] = "OpenVINO";
+
+// OpenVINO and the bridge to it. Throws Error(device) where one is missing, or where they do not belong together.
+class OpenvinoLibrary {
+ public:
+  // `path`: OpenVINO's library or its directory, as for `Library`.
+  explicit OpenvinoLibrary(const std::string& path);
+  // Why there is none here; empty where there is.
+  static std::string obstacle(const std::string& path);
+
+  openvino::Core& core() const { return *core_; }
+  // Reads the graph in the bundle's file `name` and compares it with `io`. Throws Error(bundle), Error(device).
+  std::unique_ptr<openvino::Model> read(const Bundle& bundle, const std::string& name, const GraphIO& io) const;
+  std::string described() const;
+
+ private:
+  std::string where_;
+  std::unique_ptr<openvino::Core> core_;
+};
+
+// Does `work`, whose std::exceptions become the error of a `graph` that cannot be loaded, or fails in a run.
+template <typename Work>
+auto loading(const std::string& graph, Work&& work) {
+  try {
+    return work();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    load_failure(kOpenvino, graph, error.what());
+  }
+}
+
+template <typename Work>
+auto running(const std::string& graph, Work&& work) {
+  try {
+    return work();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    run_failure(kOpenvino, graph, error.what());
+  }
+}
+
+// An input of a run.
+struct OpenvinoInput {
+  std::string name;
+  openvino::Type type;
+  Ids shape;
+  const void* data;
+};
+
+// A compiled graph with one infer request. Calls from several threads wait for each other.
+class OpenvinoGraph {
+ public:
+  OpenvinoGraph(std::string name, std::unique_ptr<openvino::Compiled> compiled, const GraphIO& io);
+
+  // The outputs in the order of their declaration, floats and whole numbers apart.
+  struct Output {
+    Ids shape;
+    Floats floats;
+    Ids whole;
+  };
+  std::vector<Output> run(const std::vector<OpenvinoInput>& inputs);
+  // The one output [.., width]. Throws Error(bundle) where it has another width.
+  Rows rows(const OpenvinoInput& input, int64_t width);
+
+  const std::string name;
+
+ private:
+  std::vector<TensorSpec> outputs_;
+  std::unique_ptr<openvino::Compiled> compiled_;
+  std::unique_ptr<openvino::Request> request_;
+  std::mutex lock_;
+};
+
+// A stage's compiled graph; each cache makes its own infer request over it.
+struct OpenvinoStage {
+  std::string name;
+  std::unique_ptr<openvino::Compiled> compiled;
+};
+
+}  // namespace vtxcore

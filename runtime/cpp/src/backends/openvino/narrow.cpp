@@ -1,0 +1,132 @@
+#include "backends/openvino/narrow.hpp"
+
+#include <sys/mman.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <fstream>
+#include <mutex>
+#include <openvino/opsets/opset13.hpp>
+#include <set>
+#include <sstream>
+#include <thread>
+
+namespace vtxcore::openvino {
+namespace {
+
+namespace ops = ov::opset13;
+using Value = ov::Output<ov::Node>;
+using NodePtr = std::shared_ptr<ov::Node>;
+
+constexpr char kMark[] = "decompression_0";  // the plugin leaves a conversion that bears this to the operator that reads it
+constexpr std::chrono::milliseconds kPause(20);  // between two looks: little is read anew meanwhile
+
+std::string kind(const Value& value) { return value.get_node()->get_type_info().name; }
+
+std::set<std::string> readers(const NodePtr& node) {
+  std::set<std::string> out;
+  for (const auto& reader : node->output(0).get_target_inputs()) out.insert(reader.get_node()->get_type_info().name);
+  return out;
+}
+
+bool is_narrow_matrix(const Value& value) {
+  bool narrow = value.get_element_type() == ov::element::f16 || value.get_element_type() == ov::element::bf16;
+  return narrow && kind(value) == "Constant" && value.get_partial_shape().size() == 2;
+}
+
+// Marks as widened, where its rows are, a table whose rows are widened once they are gathered: it stays narrow.
+void widen_table(const NodePtr& gather) {
+  auto wide = std::make_shared<ops::Convert>(gather->input_value(0), ov::element::f32);
+  wide->get_rt_info()[kMark] = "";
+  auto rows = std::make_shared<ops::Gather>(wide, gather->input_value(1), gather->input_value(2));
+  for (const auto& reader : gather->output(0).get_target_inputs())
+    for (auto& end : reader.get_node()->output(0).get_target_inputs()) end.replace_source_output(rows->output(0));
+}
+
+// Leaves out the joining of [images, rows, width] to [images * rows, width] before a product with scaled integers.
+// OpenVINO moves such a joining behind the product, and multiplies the integers by their scales when it does.
+void multiply_unshaped(const NodePtr& product) {
+  Value joined = product->input_value(0);
+  Value rows = joined.get_node()->input_value(0);
+  ov::PartialShape before = rows.get_partial_shape(), after = joined.get_partial_shape();
+  if (before.rank().is_static() && after.rank().is_static() && before.size() == 3 && after.size() == 2 &&
+      before[2] == after[1] && after[1].is_static())
+    product->input(0).replace_source_output(rows);
+}
+
+using Mapping = std::pair<uintptr_t, size_t>;  // first address and size
+
+// Each shared file mapping, never written to, that a constant of the model lies in. The model keeps them mapped as long
+// as it is there, so nothing else can come to lie at these addresses.
+std::vector<Mapping> mapped(const ov::Model& model) {
+  std::set<uintptr_t> places;
+  for (const NodePtr& node : model.get_ordered_ops())
+    if (auto constant = ov::as_type_ptr<ops::Constant>(node))
+      places.insert(reinterpret_cast<uintptr_t>(constant->get_data_ptr()));
+  std::vector<Mapping> out;
+  std::ifstream lines("/proc/self/maps");
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string bounds, rights, offset, device, inode;
+    words >> bounds >> rights >> offset >> device >> inode;
+    unsigned long long first = 0, end = 0;
+    if (rights != "r--s" || inode == "0" || std::sscanf(bounds.c_str(), "%llx-%llx", &first, &end) != 2) continue;
+    auto place = places.lower_bound(first);
+    if (place != places.end() && *place < end) out.emplace_back(first, end - first);
+  }
+  return out;
+}
+
+class Watcher : public Dropping {
+ public:
+  explicit Watcher(std::vector<Mapping> mappings) : mappings_(std::move(mappings)), thread_([this] { watch(); }) {}
+  ~Watcher() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      done_ = true;
+    }
+    woken_.notify_one();
+    thread_.join();
+    drop();
+  }
+
+ private:
+  void watch() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!woken_.wait_for(lock, kPause, [this] { return done_; })) drop();
+  }
+  void drop() {  // where it is refused, pages stay: nothing but memory is lost
+    for (auto [first, size] : mappings_) ::madvise(reinterpret_cast<void*>(first), size, MADV_DONTNEED);
+  }
+
+  std::vector<Mapping> mappings_;
+  std::mutex mutex_;
+  std::condition_variable woken_;
+  bool done_ = false;
+  std::thread thread_;
+};
+
+}  // namespace
+
+void keep_narrow(ov::Model& model) {
+  for (const NodePtr& node : model.get_ordered_ops()) {
+    std::string type = node->get_type_info().name;
+    if (type == "Convert" && is_narrow_matrix(node->input_value(0)) && readers(node) == std::set<std::string>{"MatMul"})
+      node->get_rt_info()[kMark] = "";
+    else if (type == "Gather" && is_narrow_matrix(node->input_value(0)) &&
+             readers(node) == std::set<std::string>{"Convert"})
+      widen_table(node);
+    else if (type == "MatMul" && kind(node->input_value(0)) == "Reshape" && kind(node->input_value(1)) == "Multiply")
+      multiply_unshaped(node);
+  }
+  model.validate_nodes_and_infer_types();
+}
+
+std::unique_ptr<Dropping> letting_go(const ov::Model& model) {
+  std::vector<Mapping> mappings = mapped(model);
+  if (mappings.empty()) return nullptr;
+  return std::make_unique<Watcher>(std::move(mappings));
+}
+
+}  // namespace vtxcore::openvino

@@ -1,0 +1,18 @@
+// Weights of `plain` graphs on OpenVINO: as narrow as the bundle holds them, and once in memory.
+#pragma once
+
+#include <openvino/openvino.hpp>
+
+#include "backends/openvino/bridge.hpp"
+
+namespace vtxcore::openvino {
+
+// Has matrices of float16, bfloat16 and integers stay such: who multiplies by them widens a value as it is read.
+// OpenVINO would else widen them while it compiles, and keep that in float32 beside the packed form it computes with.
+void keep_narrow(ov::Model& model);
+
+// Pages of the weights' files that are read while it lives do not stay resident. To be held while the engine packs them:
+// each page is read once, and the packed form is what it computes with. The files stay mapped.
+std::unique_ptr<Dropping> letting_go(const ov::Model& model);
+
+}  // namespace vtxcore::openvino

@@ -1,0 +1,158 @@
+#include "backends/openvino/paged.hpp"
+
+#include <openvino/opsets/opset13.hpp>
+#include <openvino/pass/sdpa_to_paged_attention.hpp>
+
+#include "bundle/names.hpp"
+
+namespace vtxcore::openvino {
+namespace {
+
+namespace ops = ov::opset13;
+using Value = ov::Output<ov::Node>;
+using NodePtr = std::shared_ptr<ov::Node>;
+
+constexpr char kCure[] = "; export the bundle again";
+// Inputs of the operator by their number: three tensors of rows, two caches, four places, the scale, and
+constexpr size_t kScaleInput = 9, kFilledInput = 12;
+
+Value constant(const std::vector<int64_t>& values) {
+  return ops::Constant::create(ov::element::i64, ov::Shape{values.size()}, values);
+}
+
+std::shared_ptr<ops::Parameter> parameter(const std::string& name, const ov::PartialShape& shape, ov::element::Type type) {
+  auto made = std::make_shared<ops::Parameter>(type, shape);
+  made->set_friendly_name(name);
+  made->output(0).set_names({name});
+  return made;
+}
+
+// A cache as models of language keep theirs: what was there before, chosen by `beam`, and the new rows behind it.
+std::pair<Value, std::shared_ptr<ops::Assign>> stateful(const char* name, const Value& rows, const Value& beam) {
+  auto info = ov::op::util::VariableInfo{ov::PartialShape{-1, 1, -1, 1}, ov::element::f32, name};
+  auto variable = std::make_shared<ov::op::util::Variable>(info);
+  auto empty = ops::Constant::create(ov::element::f32, ov::Shape{1, 1, 0, 1}, std::vector<float>{});
+  auto before = std::make_shared<ops::ReadValue>(empty, variable);
+  auto axis = ops::Constant::create(ov::element::i64, ov::Shape{}, {0});
+  auto chosen = std::make_shared<ops::Gather>(before, beam, axis);
+  auto grown = std::make_shared<ops::Concat>(ov::OutputVector{chosen, rows}, 2);
+  return {grown, std::make_shared<ops::Assign>(grown, variable)};
+}
+
+// An operator of this release's own making, with all of its inputs: whatever it can do besides is not used. Its class is
+// not among OpenVINO's public headers, but the pass that makes it is, so one is made from a model of one layer.
+NodePtr make_template() {
+  auto embeds = parameter("inputs_embeds", {-1, -1, 1}, ov::element::f32);
+  auto mask = parameter("attention_mask", {-1, -1}, ov::element::f32);
+  auto positions = parameter("position_ids", {-1, -1}, ov::element::i64);
+  auto beam = parameter("beam_idx", {-1}, ov::element::i32);
+  auto heads = std::make_shared<ops::Unsqueeze>(embeds, constant({1}));  // [batch, 1, tokens, 1]
+  auto [keys, keep_keys] = stateful("k", heads, beam);
+  auto [values, keep_values] = stateful("v", heads, beam);
+  auto bias = std::make_shared<ops::Unsqueeze>(mask, constant({1, 2}));
+  auto attention = std::make_shared<ops::ScaledDotProductAttention>(heads, keys, values, bias, false);
+  auto model = std::make_shared<ov::Model>(
+      ov::ResultVector{std::make_shared<ops::Result>(attention)}, ov::SinkVector{keep_keys, keep_values},
+      ov::ParameterVector{embeds, mask, positions, beam});
+  ov::pass::SDPAToPagedAttention().run_on_model(model);
+  for (const NodePtr& node : model->get_ordered_ops())
+    if (std::string(node->get_type_info().name) == "PagedAttentionExtension" &&
+        node->get_input_size() > kFilledInput)
+      return node;
+  throw std::runtime_error("this release of OpenVINO cannot attend over blocks; take a newer one");
+}
+
+// The two inputs of the operator that gives `value`, which must be of this kind.
+std::pair<Value, Value> inputs(const Value& value, const std::string& kind) {
+  const ov::Node* node = value.get_node();
+  if (node->get_type_info().name != kind || node->get_input_size() < 2)
+    throw std::runtime_error(std::string("a ") + node->get_type_info().name + " stands where attention has its " + kind +
+                             kCure);
+  return {node->input_value(0), node->input_value(1)};
+}
+
+class Pager {
+ public:
+  Pager(ov::Model& model, int64_t heads)
+      : model_(model), heads_(heads), template_(make_template()), past_(say(names::kPagedPast, {1})), begins_(say(names::kPagedBegins, {2})),
+        blocks_(say(names::kPagedBlocks, {-1})), block_begins_(say(names::kPagedBlockBegins, {2})), filled_(say(names::kPagedFilled, {})) {}
+
+  void page(int64_t layer, const NodePtr& softmax) {
+    auto [products, scale] = inputs(inputs(softmax->input_value(0), "Add").first, "Multiply");
+    Value query = inputs(products, "MatMul").first;
+    auto readers = softmax->output(0).get_target_inputs();
+    if (readers.size() != 1) throw std::runtime_error(std::string("attention is read more than once") + kCure);
+    NodePtr attended = readers.begin()->get_node()->shared_from_this();
+    std::string number = std::to_string(layer);
+    ov::PartialShape sizes = model_.input(names::kPastKey + number).get_partial_shape();
+    int64_t kv_heads = sizes[1].get_length(), head_dim = sizes[3].get_length();
+    auto [key, keys] = cache(names::kPastKey + number, names::kPresentKey + number);
+    auto [value, values] = cache(names::kPastValue + number, names::kPresentValue + number);
+    ov::OutputVector given = template_->input_values();
+    ov::OutputVector ours{joined(query, heads_, head_dim), joined(key, kv_heads, head_dim),
+                          joined(value, kv_heads, head_dim), keys, values, past_, begins_, blocks_, block_begins_};
+    std::copy(ours.begin(), ours.end(), given.begin());
+    given[kScaleInput] = scale;
+    given[kFilledInput] = filled_;
+    NodePtr attention = template_->clone_with_new_inputs(given);
+    auto& info = attention->get_rt_info();
+    info["num_k_heads"] = info["num_v_heads"] = kv_heads;
+    info["k_head_size"] = info["v_head_size"] = head_dim;
+    auto apart = std::make_shared<ops::Reshape>(attention->output(0), constant({1, -1, heads_, head_dim}), false);
+    auto turned = std::make_shared<ops::Transpose>(apart, constant({0, 2, 1, 3}));
+    lead(attended->output(0), turned->output(0));
+  }
+
+ private:
+  Value say(const std::string& name, const ov::PartialShape& shape) { return add(parameter(name, shape, ov::element::i32)); }
+
+  Value add(const std::shared_ptr<ops::Parameter>& made) {
+    model_.add_parameters({made});
+    return made->output(0);
+  }
+
+  // The rows that a cache grew by, [1, kv_heads, rows, head_dim], and the input that now holds them in blocks.
+  std::pair<Value, Value> cache(const std::string& past, const std::string& present) {
+    auto given = ov::as_type_ptr<ops::Parameter>(model_.input(past).get_node_shared_ptr());
+    auto result = ov::as_type_ptr<ops::Result>(model_.output(present).get_node_shared_ptr());
+    if (!given || !result) throw std::runtime_error(past + " is not a cache that grows" + kCure);
+    Value grown = result->input_value(0);
+    if (ov::is_type<ops::Convert>(grown.get_node())) grown = grown.get_node()->input_value(0);  // to the bundle's KV type
+    Value rows = inputs(grown, "Concat").second;
+    model_.remove_result(result);
+    model_.remove_parameter(given);
+    return {rows, add(parameter(past, {-1, -1, -1, -1}, ov::element::dynamic))};
+  }
+
+  // [1, heads, rows, head_dim] to [rows, heads * head_dim].
+  static Value joined(const Value& x, int64_t heads, int64_t head_dim) {
+    auto turned = std::make_shared<ops::Transpose>(x, constant({0, 2, 1, 3}));
+    return std::make_shared<ops::Reshape>(turned, constant({-1, heads * head_dim}), false);
+  }
+
+  // Lets everything that reads `old` read `now`.
+  static void lead(const Value& old, const Value& now) {
+    for (auto& reader : old.get_target_inputs()) reader.replace_source_output(now);
+  }
+
+  ov::Model& model_;
+  int64_t heads_;
+  NodePtr template_;
+  Value past_, begins_, blocks_, block_begins_, filled_;
+};
+
+}  // namespace
+
+void page_caches(ov::Model& model, int64_t first, int64_t last, int64_t heads) {
+  std::vector<NodePtr> softmaxes;
+  for (const NodePtr& node : model.get_ordered_ops())
+    if (std::string(node->get_type_info().name) == "Softmax") softmaxes.push_back(node);
+  if (static_cast<int64_t>(softmaxes.size()) != last - first + 1)
+    throw std::runtime_error(std::to_string(softmaxes.size()) + " layers attend where " + std::to_string(last - first + 1) +
+                             " are said to" + kCure);
+  Pager pager(model, heads);
+  for (int64_t layer = first; layer <= last; ++layer) pager.page(layer, softmaxes[static_cast<size_t>(layer - first)]);
+  model.validate_nodes_and_infer_types();
+}
+
+}  // namespace vtxcore::openvino
