@@ -86,7 +86,7 @@ test-browser: $(READY) ## the page of vtx-serve in a real browser; needs Debian'
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"
-	$(BIN)/pytest -m ray tests/exporter/gates/test_train_gate.py
+	$(BIN)/pytest -m ray -rs tests/exporter/gates/test_train_gate.py tests/exporter/batch/test_cluster.py
 
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .

@@ -1,10 +1,10 @@
-"""A batch answered line by line, in order, on one machine; interrupted, it goes on where it was."""
+"""A batch: its answers kept as they come, written in the order of the lines; interrupted, it goes on where it was."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +22,9 @@ from vtx.runtime.session.encoded_images import PreparedImage
 
 AHEAD = 2  # lines whose images are decoded while another is answered
 BAD = (ImageError, RequestError, TemplateError)  # a line's own fault; anything else ends the batch
+Line = Task | BadLine
 Result = dict[str, Any]
+Answers = Callable[[Sequence[Line]], Iterable[tuple[Line, Result]]]  # in any order, each line once
 Report = Callable[[str, int, int], None]
 
 
@@ -41,20 +43,21 @@ def journal_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.journal")
 
 
-def run_batch(model: Model, tasks: Tasks, out: Path, how: How, *, report: Report, tell: Callable[[str], None]) -> int:
-    """Answer all lines and write `out`, whole or not at all; returns how many lines were bad.
+def run_batch(
+    answer: Answers, folder: Path, tasks: Tasks, out: Path, how: How, *, report: Report, tell: Callable[[str], None]
+) -> int:
+    """Let `answer` answer all lines by the bundle in `folder`, and write `out`, whole or not at all.
 
-    Each answer is on disk once it is there. What an earlier run of the same lines, model and options has answered is
-    not asked again. `tell` gets a line for each bad one.
+    Returns how many lines were bad. Each answer is on disk once it is there. What an earlier run of the same lines,
+    model and options has answered is not asked again. `tell` gets a line for each bad one.
 
     Raises:
         RequestError: too many bad lines; a journal of another batch lies there.
         ExportError: the output cannot be written.
 
     """
-    model.policy(how.k, how.options, how.reduce)
     identity = {
-        "model": str(model.bundle.folder.resolve()), "lines": tasks.digest, "k": how.k, "reduce": how.reduce,
+        "model": str(folder.resolve()), "lines": tasks.digest, "k": how.k, "reduce": how.reduce,
         "options": asdict(how.options),
     }  # fmt: skip
     with ResultJournal(journal_of(out), identity) as journal:
@@ -62,7 +65,7 @@ def run_batch(model: Model, tasks: Tasks, out: Path, how: How, *, report: Report
         left = [line for line in tasks.lines if str(line.number) not in journal.results]
         done = len(tasks.lines) - len(left)
         report("lines", done, len(tasks.lines))
-        for line, result in zip(left, _answers(model, left, how), strict=True):
+        for line, result in answer(left):
             journal.add({str(line.number): result})
             if "error" in result:
                 bad += 1
@@ -74,6 +77,12 @@ def run_batch(model: Model, tasks: Tasks, out: Path, how: How, *, report: Report
     with suppress(OSError):
         journal_of(out).unlink()
     return bad
+
+
+def on_this_machine(model: Model, how: How) -> Answers:
+    """Lines answered one after the other. Raises RequestError for a K or a reduction that the bundle lacks."""
+    model.policy(how.k, how.options, how.reduce)
+    return lambda lines: zip(lines, answer_lines(model, lines, how), strict=True)
 
 
 def _check_bad(bad: int, most: int, reason: str) -> None:
@@ -97,7 +106,7 @@ def _write(out: Path, tasks: Tasks, results: Mapping[str, Result]) -> None:
 Images = tuple[PreparedImage, ...]
 
 
-def _answers(model: Model, lines: Sequence[Task | BadLine], how: How) -> Iterator[Result]:
+def answer_lines(model: Model, lines: Sequence[Line], how: How) -> Iterator[Result]:
     """The result of each line, in order. Consecutive questions about the same images share their caches."""
     conversation: Conversation | None = None
     for line, images in _prepared(model, lines):
@@ -119,10 +128,10 @@ def _answers(model: Model, lines: Sequence[Task | BadLine], how: How) -> Iterato
             yield {"id": line.id, "question": line.question, **json.loads(json.dumps(answer.to_dict()))}
 
 
-def _prepared(model: Model, lines: Sequence[Task | BadLine]) -> Iterator[tuple[Task | BadLine, Future[Images]]]:
+def _prepared(model: Model, lines: Sequence[Line]) -> Iterator[tuple[Line, Future[Images]]]:
     """Each line with its images, which another thread decodes a few lines ahead."""
     with ThreadPoolExecutor(1, "vtx-batch") as pool:
-        waiting = deque[tuple[Task | BadLine, Future[Images]]]()
+        waiting = deque[tuple[Line, Future[Images]]]()
         try:
             for line in lines:
                 paths = line.images if isinstance(line, Task) else ()

@@ -13,7 +13,8 @@ from vtx.runtime.terminal.depth import Depth, DepthType
 
 
 @command(
-    epilog="vtx-batch questions.jsonl answers.jsonl\nvtx-batch questions.jsonl answers.jsonl --images photos --k 16"
+    epilog="vtx-batch questions.jsonl answers.jsonl\nvtx-batch questions.jsonl answers.jsonl --images photos --k 16\n"
+    "vtx-batch questions.jsonl answers.jsonl --bundle /shared/llava-7b --ray-address auto"
 )
 @click.argument("questions", type=click.Path(path_type=Path))
 @click.argument("answers", type=click.Path(path_type=Path))
@@ -25,18 +26,20 @@ from vtx.runtime.terminal.depth import Depth, DepthType
 @click.option("--reduce", default="default", metavar="SPEC|none", help="[default: the bundle's first]")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True)
 @click.option("--max-bad", type=click.IntRange(0), default=100, show_default=True, help="Lines that may be skipped.")
+@click.option("--ray-address", metavar="ADDR", help="Answer on a Ray cluster: host:port, or auto.")
 @device_option
 @compute_option
 @threads_option
 def batch(
     questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
-    max_new_tokens: int, max_bad: int, device: str, compute: str | None, threads: int | None,
+    max_new_tokens: int, max_bad: int, ray_address: str | None, device: str, compute: str | None, threads: int | None,
 ) -> None:  # fmt: skip
     """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
 
     Interrupted, the same command goes on where it was. Bad lines are reported and have an "error" in ANSWERS.
     """
-    from vtx.exporter.batch.run import How, run_batch
+    from vtx.exporter.batch.cluster import Engine, answer_on_cluster
+    from vtx.exporter.batch.run import How, on_this_machine, run_batch
     from vtx.exporter.batch.tasks import read_tasks
     from vtx.runtime.api.load import load
     from vtx.runtime.api.options import Options
@@ -44,7 +47,18 @@ def batch(
     end_on_sigterm()
     how = How(k, reduce, Options(max_new_tokens), max_bad)
     tasks = read_tasks(questions, images)
-    with load(find_bundle(bundle), device=device, compute=compute, threads=threads) as model, bar() as report:
-        bad = run_batch(model, tasks, answers, how, report=report, tell=note)
+    folder = find_bundle(bundle)
+    if ray_address:
+        engine = Engine(folder.resolve(), device, compute, threads)
+        with bar() as report:
+            bad = run_batch(
+                lambda lines: answer_on_cluster(ray_address, engine, lines, how), folder, tasks, answers, how,
+                report=report, tell=note,
+            )  # fmt: skip
+    else:
+        with load(folder, device=device, compute=compute, threads=threads) as model:
+            answer = on_this_machine(model, how)
+            with bar() as report:
+                bad = run_batch(answer, folder, tasks, answers, how, report=report, tell=note)
     skipped = f", {bad} bad line{'' if bad == 1 else 's'}" if bad else ""
     note(f"{len(tasks.lines) - bad} answers in {answers}{skipped}")

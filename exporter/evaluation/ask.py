@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,8 @@ from vtx.exporter.evaluation.questions import QuestionSet, TaskQuestion, check_s
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.bundle.files import read_named
-from vtx.runtime.bundle.spec.manifest import MAX_BYTES
-from vtx.runtime.errors import BundleError, ImageError, RequestError, TemplateError
+from vtx.runtime.bundle.bundle import sha256
+from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
 
 BAD = (ImageError, RequestError, TemplateError)  # a question's own fault; anything else ends the evaluation
@@ -94,10 +92,9 @@ def ask_all(
 
 
 def _identity(model: Model, max_new_tokens: int) -> dict[str, Any]:
-    manifest = read_named(model.bundle.folder / "vtx.json", MAX_BYTES, error=BundleError)
     backend = model.backend
     return {
-        "model": hashlib.sha256(manifest).hexdigest(), "device": [backend.device, backend.compute],
+        "model": sha256(model.bundle.folder / "vtx.json"), "device": [backend.device, backend.compute],
         "--max-new-tokens": max_new_tokens,
     }  # fmt: skip
 

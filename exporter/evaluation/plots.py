@@ -10,8 +10,8 @@ from vtx.exporter.common.plots import COLORS, GREY, draw, headline
 from vtx.exporter.evaluation.report import price
 
 AXES = {
-    "flops": ("by arithmetic", "arithmetic of tower and prompt, % of the first method"),
-    "kv_bytes": ("by memory", "KV cache after the prompt, % of the first method"),
+    "flops": ("by arithmetic", "FLOPs until the first token, % of the first method"),
+    "kv_bytes": ("by memory", "KV cache, % of the first method"),
     "first_token_ms": ("by latency", "first token, ms, median"),
 }
 KINDS = {"withdrawal": "o", "gates": "*", "pruning": "s", "both": "^"}
@@ -19,7 +19,7 @@ KINDS = {"withdrawal": "o", "gates": "*", "pruning": "s", "both": "^"}
 
 def draw_report(report: Mapping[str, Any], path: Path) -> None:
     """Draw `make_report`'s result into `path`. Raises as `draw` does."""
-    draw(path, lambda figure: _fill(figure, report), width=4.5 * len(report["front"]) + 1, height=5)
+    draw(path, lambda figure: _fill(figure, report), width=4.7 * len(report["front"]) + 1.5, height=5)
 
 
 def _fill(figure: Any, report: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tests.support.exported import Models
 from tests.support.tiny import random_image
 from vtx.cli import batch
-from vtx.exporter.batch.run import How, journal_of, run_batch
+from vtx.exporter.batch.run import How, journal_of, on_this_machine, run_batch
 from vtx.exporter.batch.tasks import BadLine, read_tasks
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
@@ -50,7 +50,8 @@ def run(model: Model, file: Path, how: How = HOW) -> tuple[list[Any], list[str]]
     """The results, and what was told of bad lines."""
     told: list[str] = []
     out = file.with_name("answers.jsonl")
-    run_batch(model, read_tasks(file, None), out, how, report=lambda *_: None, tell=told.append)
+    tasks, answer = read_tasks(file, None), on_this_machine(model, how)
+    run_batch(answer, model.bundle.folder, tasks, out, how, report=lambda *_: None, tell=told.append)
     return [json.loads(line) for line in out.read_text().splitlines()], told
 
 
