@@ -14,7 +14,7 @@ FUZZ ?= 20000
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
-.PHONY: help setup demo test cpp cpp-sanitize test-all test-gpu test-extras test-browser test-ray test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
+.PHONY: help setup demo test cpp cpp-sanitize test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -87,6 +87,16 @@ test-browser: $(READY) ## the page of vtx-serve in a real browser; needs Debian'
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"
 	$(BIN)/pytest -m ray -rs tests/exporter/gates/test_train_gate.py tests/exporter/batch/test_cluster.py
+
+test-suites: $(READY) ## the plug-ins in lmms-eval and VLMEvalKit; each suite in an environment of its own, several GB
+	for suite in lmms-eval vlmevalkit; do \
+		$(PYTHON) -m venv build/$$suite && \
+		build/$$suite/bin/python -m pip install --quiet $(TORCH) && \
+		build/$$suite/bin/python -m pip install --quiet --editable ".[cpu,export,dev]" ./plugins/$$suite || exit 1; \
+	done
+	build/vlmevalkit/bin/python -m pip install --quiet ms-vlmeval
+	build/lmms-eval/bin/python -m pytest -rs tests/plugins/test_lmms_eval.py
+	build/vlmevalkit/bin/python -m pytest -rs tests/plugins/test_vlmevalkit.py
 
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .

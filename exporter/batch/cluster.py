@@ -29,7 +29,7 @@ UNTRIED = ("cuda", "tensorrt")
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class WorkerEngine:
     """What each worker loads; `threads` are all of its cores when not given."""
 
     bundle: Path
@@ -38,7 +38,9 @@ class Engine:
     threads: int | None
 
 
-def answer_on_cluster(address: str, engine: Engine, lines: Sequence[Line], how: How) -> Iterator[tuple[Line, Result]]:
+def answer_on_cluster(
+    address: str, engine: WorkerEngine, lines: Sequence[Line], how: How
+) -> Iterator[tuple[Line, Result]]:
     """The lines with their results, as they come: one worker for each machine of the cluster, on all its cores.
 
     Raises:
@@ -74,7 +76,7 @@ def answer_on_cluster(address: str, engine: Engine, lines: Sequence[Line], how: 
 class ChunkWorker:
     """Answers chunks on a worker, with a model that it loads once."""
 
-    def __init__(self, engine: Engine, digest: str, how: How, chunks: Any, cores: int) -> None:
+    def __init__(self, engine: WorkerEngine, digest: str, how: How, chunks: Any, cores: int) -> None:
         self._engine, self._digest, self._how, self._cores = engine, digest, how, cores
         self._chunks = chunks
         self._model: Model | None = None

@@ -38,7 +38,7 @@ def batch(
 
     Interrupted, the same command goes on where it was. Bad lines are reported and have an "error" in ANSWERS.
     """
-    from vtx.exporter.batch.cluster import Engine, answer_on_cluster
+    from vtx.exporter.batch.cluster import WorkerEngine, answer_on_cluster
     from vtx.exporter.batch.run import How, on_this_machine, run_batch
     from vtx.exporter.batch.tasks import read_tasks
     from vtx.runtime.api.load import load
@@ -49,7 +49,7 @@ def batch(
     tasks = read_tasks(questions, images)
     folder = find_bundle(bundle)
     if ray_address:
-        engine = Engine(folder.resolve(), device, compute, threads)
+        engine = WorkerEngine(folder.resolve(), device, compute, threads)
         with bar() as report:
             bad = run_batch(
                 lambda lines: answer_on_cluster(ray_address, engine, lines, how), folder, tasks, answers, how,

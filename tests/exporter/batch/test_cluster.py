@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.exported import Models
 from tests.support.tiny import random_image
-from vtx.exporter.batch.cluster import Engine, answer_on_cluster
+from vtx.exporter.batch.cluster import WorkerEngine, answer_on_cluster
 from vtx.exporter.batch.run import How, on_this_machine, run_batch
 from vtx.exporter.batch.tasks import read_tasks
 from vtx.runtime.api.model import Model
@@ -53,7 +53,7 @@ def run(
     model: Model, questions: Path, out: Path, address: str | None, count: Callable[[int], None] = lambda _: None
 ) -> list[dict[str, Any]]:
     """The answers without their times."""
-    engine, tasks = Engine(model.bundle.folder, "cpu", None, 1), read_tasks(questions, None)
+    engine, tasks = WorkerEngine(model.bundle.folder, "cpu", None, 1), read_tasks(questions, None)
     answer = on_this_machine(model, HOW)
     if address:
         answer = lambda lines: answer_on_cluster(address, engine, lines, HOW)  # noqa: E731
@@ -103,26 +103,10 @@ class TestCluster:
         assert shared == alone
         assert counted == list(range(LINES + 1)), "every line came once"
 
-    def test_an_interrupted_batch_asks_the_cluster_for_the_rest(
-        self, model: Model, questions: Path, cluster: Any
-    ) -> None:
-        def stop(done: int) -> None:
-            if done == LINES // 2:
-                raise KeyboardInterrupt
-
-        out = questions.with_name("out.jsonl")
-        with pytest.raises(KeyboardInterrupt):
-            run(model, questions, out, cluster.address, stop)
-        assert not out.exists()
-        counted: list[int] = []
-        found = run(model, questions, out, cluster.address, counted.append)
-        assert counted[0] == LINES // 2
-        assert found == run(model, questions, questions.with_name("alone.jsonl"), None)
-
     def test_a_worker_that_cannot_answer_ends_the_batch_with_its_reason(
         self, model: Model, questions: Path, cluster: Any
     ) -> None:
         how = How(4, "none", HOW.options, 3)
-        tasks, engine = read_tasks(questions, None), Engine(model.bundle.folder, "cpu", None, 1)
+        tasks, engine = read_tasks(questions, None), WorkerEngine(model.bundle.folder, "cpu", None, 1)
         with pytest.raises(DeviceError, match=r"cannot answer: K = 4 was not prebuilt"):
             list(answer_on_cluster(cluster.address, engine, tasks.lines, how))
