@@ -1,0 +1,96 @@
+"""vtx bundles as a model of lmms-eval: `lmms-eval --model vtx --model_args bundle=llava-7b,k=17 --tasks pope`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
+from lmms_eval.api.model import lmms
+from lmms_eval.models.registry_v2 import ModelManifest
+from tqdm import tqdm
+
+import vtx
+
+MANIFEST = ModelManifest(model_id="vtx", chat_class_path="vtx_lmms_eval.Vtx")
+MAX_NEW_TOKENS = 256  # where a task says nothing
+
+
+class Vtx(lmms):
+    """A bundle that answers one request after another.
+
+    Args:
+        bundle: the bundle's directory.
+        k: a prebuilt K, "none" or "auto"; the bundle's default when left out.
+        reduce: a spec of reductions, "none" for none; the bundle's first when left out. Commas part the arguments of
+            lmms-eval's command line, so write semicolons there: reduce=fastv:k=2;ratio=0.75.
+        device: as vtx-run takes it.
+        compute: as vtx-run takes it.
+        threads: as vtx-run takes it.
+        batch_size: 1, which lmms-eval hands over.
+        max_batch_size: not used.
+
+    """
+
+    is_simple = False
+
+    def __init__(
+        self,
+        bundle: str,
+        k: int | str = "default",
+        reduce: str = "default",
+        device: str | None = None,
+        compute: str | None = None,
+        threads: int | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if str(batch_size) != "1":
+            raise ValueError(f"batch_size is {batch_size}; vtx answers one request after another, so it must be 1")
+        self._model = vtx.load(bundle, device=device or "auto", compute=compute, threads=threads)
+        self._k, self._reduce = k, reduce.replace(";", ",")
+        self._model.policy(self._k, reduce=self._reduce)  # what the bundle lacks is refused before the first request
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        """The answers, in the order of the requests."""
+        return [self._answer(*request.args) for request in tqdm(requests, desc="vtx")]
+
+    def _answer(
+        self, _context: str, to_messages: Any, generation: dict[str, Any], document: int, task: str, split: str
+    ) -> GenerationResult:
+        messages = [_as_vtx(message) for message in to_messages(self.task_dict[task][split][document])]
+        answer = self._model.generate(messages, self._k, reduce=self._reduce, **_options(generation))
+        counts = TokenCounts(input_tokens=answer.stats.prompt_tokens, output_tokens=len(answer.token_ids))
+        return GenerationResult(answer.text, counts)
+
+    def loglikelihood(self, requests: list[Instance]) -> NoReturn:
+        """Refused: vtx gives the probabilities of its own answers, not those of given ones."""
+        raise NotImplementedError("vtx answers questions; take a task with output_type generate_until")
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> NoReturn:
+        """Refused: such tasks ask again after each answer."""
+        raise NotImplementedError("vtx answers tasks of one round; take a task with output_type generate_until")
+
+
+def _as_vtx(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of lmms-eval, in which images stand as PIL images or paths under "url"."""
+    content = []
+    for part in message["content"]:
+        if part["type"] not in ("text", "image"):
+            raise ValueError(f"the task shows a {part['type']}; vtx sees texts and images")
+        content.append(part if part["type"] == "text" else {"type": "image", "image": part["url"]})
+    return {"role": message["role"], "content": content}
+
+
+def _options(generation: dict[str, Any]) -> dict[str, Any]:
+    """What vtx knows of a task's generation_kwargs. Greedy unless the task draws: do_sample and a temperature."""
+    if generation.get("num_beams", 1) not in (None, 1):
+        raise ValueError(f"the task asks for {generation['num_beams']} beams; vtx has none, so set num_beams to 1")
+    until = generation.get("until") or []
+    options = {
+        "max_new_tokens": int(generation.get("max_new_tokens") or MAX_NEW_TOKENS),
+        "stop": [text for text in ([until] if isinstance(until, str) else until) if text],
+    }
+    if generation.get("do_sample", True) and generation.get("temperature"):
+        options |= {name: generation[name] for name in ("temperature", "top_p", "top_k") if generation.get(name)}
+    return options

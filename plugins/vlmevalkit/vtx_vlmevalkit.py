@@ -1,0 +1,67 @@
+"""vtx bundles as a model of VLMEvalKit: `vtx-vlmeval --config vtx.json`, with the options of VLMEvalKit's run.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vlmeval.vlm
+from vlmeval.vlm.base import BaseModel
+
+import vtx
+
+
+class Vtx(BaseModel):
+    """A bundle that answers one message after another; what stands in the configuration beside its class.
+
+    Args:
+        bundle: the bundle's directory.
+        k: a prebuilt K, "none" or "auto"; the bundle's default when left out.
+        reduce: a spec of reductions, "none" for none; the bundle's first when left out.
+        device: as vtx-run takes it.
+        compute: as vtx-run takes it.
+        threads: as vtx-run takes it.
+        max_new_tokens: of an answer.
+
+    """
+
+    INTERLEAVE = True
+    allowed_types = ("text", "image")
+    is_api = False
+
+    def __init__(
+        self,
+        bundle: str,
+        k: int | str = "default",
+        reduce: str = "default",
+        device: str = "auto",
+        compute: str | None = None,
+        threads: int | None = None,
+        max_new_tokens: int = 256,
+    ) -> None:
+        super().__init__()
+        self._model = vtx.load(bundle, device=device, compute=compute, threads=threads)
+        self._k, self._reduce, self._new_tokens = k, reduce, max_new_tokens
+        self._model.policy(k, reduce=reduce)  # what the bundle lacks is refused before the first question
+
+    def generate_inner(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
+        """The answer to one message: texts, and images as paths."""
+        content = [{"type": part["type"], part["type"]: part["value"]} for part in message]  # {"type": "text", "text"}
+        messages = [{"role": "user", "content": content}]
+        return self._model.generate(messages, self._k, reduce=self._reduce, max_new_tokens=self._new_tokens).text
+
+
+def register() -> None:
+    """Let configurations name the class, as VLMEvalKit looks for it: among those of `vlmeval.vlm`."""
+    vlmeval.vlm.Vtx = Vtx
+
+
+def main() -> None:
+    """VLMEvalKit's run.py with this model among its own."""
+    register()
+    from vlmeval.run import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
