@@ -277,6 +277,8 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
             "dialects": list(plan.options.dialects),
             "chat_template": plan.options.template is not None,
             **({"text_tower": plan.options.text_tower} if plan.options.text_tower else {}),
+            **({"tower": plan.options.tower} if plan.options.tower else {}),
+            **({"allow_pickle": True} if plan.options.allow_pickle else {}),
         },
         **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),

@@ -47,7 +47,8 @@ class ExportOptions:
     `calibration` records how K was chosen where it was measured. `reductions` are the specs of methods that drop image
     tokens, the first one the default; `retain` is the number of tokens that its thresholds are to keep. `aware` holds
     the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
-    text tower the bundle is to hold.
+    text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
+    `allow_pickle` has weights read that are pickles.
     """
 
     model: str = DEMO
@@ -65,6 +66,8 @@ class ExportOptions:
     retain: Retain | None = None
     aware: ActivationAware | None = None
     text_tower: str | None = None
+    tower: str | None = None
+    allow_pickle: bool = False
 
     def __post_init__(self) -> None:
         precisions = self.precisions()

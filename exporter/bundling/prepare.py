@@ -16,7 +16,8 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.family import Family
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import Checkpoint, open_checkpoint
-from vtx.exporter.checkpoint.processor import read_image_processor, read_image_settings
+from vtx.exporter.checkpoint.original.templates import TEMPLATES
+from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.data.source import Source
@@ -99,7 +100,8 @@ class Plan:
         """Warnings to show before the export begins."""
         skipped = self.options.aware.data.skipped if self.options.aware else ()
         tower = self.text_tower.warnings if self.text_tower else ()
-        return *(self.gates.warnings if self.gates else ()), *tower, *(f"skipped {line}" for line in skipped)
+        gates = self.gates.warnings if self.gates else ()
+        return *gates, *tower, *(f"skipped {line}" for line in skipped)
 
     def _graphs(self, suffix: str) -> Graphs:
         needs = self.reductions.needs
@@ -125,7 +127,8 @@ def plan_export(options: ExportOptions) -> Plan:
 
     """
     _check_libraries()
-    checkpoint = open_checkpoint(str(demo_checkpoint()) if options.model == DEMO else options.model)
+    model = str(demo_checkpoint()) if options.model == DEMO else options.model
+    checkpoint = open_checkpoint(model, tower=options.tower, allow_pickle=options.allow_pickle)
     family = find_family(checkpoint.config)
     config = read_config(checkpoint.config)
     if family.adjust is not None:
@@ -143,7 +146,7 @@ def plan_export(options: ExportOptions) -> Plan:
     text_config = checkpoint.config.get("text_config") or {}
     tokenizer, template, text = read_text(
         checkpoint.folder, config.image_token_id, text_config, checkpoint.config,
-        _template(checkpoint, options, family),
+        _template(checkpoint, options, family), original=checkpoint.original is not None,
     )  # fmt: skip
     precisions = options.precisions()
     weights = _weights(options, checkpoint, config, text_tower, reductions)
@@ -177,7 +180,8 @@ def _gates_and_ks(
 
 def _image_settings(checkpoint: Checkpoint, config: ModelConfig) -> ImageSettings:
     """The checkpoint's, which must give what its tower takes."""
-    image, side = read_image_settings(checkpoint.folder, find_family(checkpoint.config).processors), config.vision.image
+    processor = checkpoint.original.processor if checkpoint.original else read_image_processor(checkpoint.folder)
+    image, side = image_settings(processor, find_family(checkpoint.config).processors), config.vision.image
     if (image.height, image.width) != (side, side):
         raise UnsupportedModelError(
             f"the image processor gives {image.height} x {image.width} pixels, the tower takes {side} x {side}; "
@@ -213,6 +217,8 @@ def _check_text_tower(tower: TextTowerCheckpoint | None, reductions: Reductions)
 
 def _template(checkpoint: Checkpoint, options: ExportOptions, family: Family) -> str | None:
     """The chat template, with what the family's processor in transformers adds to a prompt; None: as it is found."""
+    if options.template is None and checkpoint.original is not None:
+        return checkpoint.original.template
     if family.template is None:
         return options.template
     return family.template(options.template if options.template is not None else read_template(checkpoint.folder))
@@ -252,7 +258,9 @@ def _context(requested: int | None, config: ModelConfig) -> int:
 
 
 def load_template(path: Path) -> str:
-    """The chat template in a file."""
+    """The chat template in a file, or one of original LLaVA's by its name where there is no such file."""
+    if str(path) in TEMPLATES and not path.exists():
+        return TEMPLATES[str(path)]
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
@@ -34,10 +34,18 @@ class OpenedModel(Source):
     origin: Plan | Bundle
 
 
-def open_source(model: str, bundle: Path | None = None, template: str | None = None) -> OpenedModel:
+def open_source(
+    model: str,
+    bundle: Path | None = None,
+    template: str | None = None,
+    tower: str | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> OpenedModel:
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle where one is given.
 
-    `template` is a chat template for a checkpoint without one.
+    `template` is a chat template for a checkpoint without one, `tower` the vision tower of one that only names it;
+    `allow_pickle` has weights read that are pickles.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of a kind that vtx does not read.
@@ -46,9 +54,10 @@ def open_source(model: str, bundle: Path | None = None, template: str | None = N
     """
     if bundle is not None:
         return _of_bundle(Bundle.open(bundle))
-    plan = plan_export(ExportOptions(model, precision="fp32", template=template))
+    options = ExportOptions(model, precision="fp32", template=template, tower=tower, allow_pickle=allow_pickle)
+    plan = plan_export(options)
     if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):
-        plan = plan_export(ExportOptions(model, precision="fp16", template=template))
+        plan = plan_export(replace(options, precision="fp16"))
     source = plan.source()
     return OpenedModel(**{field.name: getattr(source, field.name) for field in fields(source)}, origin=plan)
 

@@ -109,7 +109,7 @@ class ModelConfig:
     """One model: decoder, tower, projector, and how an image becomes views of the tower and tokens (`layout`).
 
     `feature_layers` are indices into the tower's hidden states, 0 the embeddings. `projector_norm_eps` is that of a
-    norm on the features, None where there is none.
+    norm on the features, None where there is none; `projector_layers` counts the projector's matrices.
     """
 
     text: TextConfig
@@ -121,6 +121,7 @@ class ModelConfig:
     image_token_id: int
     layout: Layout
     projector_norm_eps: float | None = None
+    projector_layers: int = 2
 
     @property
     def view_tokens(self) -> int:

@@ -5,7 +5,8 @@
 `function` gets `request` and returns its result; both are what JSON can hold, and files go by their paths. A `VtxError`
 that it raises is raised here again. Whatever else happens to the child (it runs out of memory or time, aborts, or
 crashes) becomes one line of `error` that names the subject and the limit. The child never loads torch and other heavy
-libraries, which parsers do not need; it starts in 0.1 s, beside what `function`'s module imports.
+libraries, which parsers do not need, except those named in `libraries`; it starts in 0.1 s, beside what `function`'s
+module imports.
 
 On Linux and macOS the limits are RLIMIT_AS, RLIMIT_CPU and RLIMIT_FSIZE, set by the child before it reads anything;
 where Python has no `resource` module (Windows) only the deadline holds.
@@ -28,8 +29,8 @@ from vtx.runtime.units import size
 
 # Isolated, so that neither the working directory nor an environment variable says what is imported.
 _START = (
-    "import json, sys; path, limits, target = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
-    "from vtx.exporter.checkpoint.confined_child import main; main(limits, target)"
+    "import json, sys; path, limits, target, libraries = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
+    "from vtx.exporter.checkpoint.confined_child import main; main(limits, target, libraries)"
 )
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -56,6 +57,7 @@ def confine(
     *,
     subject: str,
     limits: ChildLimits = ChildLimits(),
+    libraries: tuple[str, ...] = (),
     error: type[VtxError] = CheckpointError,
     cure: str = "it is damaged or hostile; get it again from somebody you trust",
 ) -> Any:
@@ -63,7 +65,7 @@ def confine(
     with tempfile.TemporaryFile("w+") as question, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
         json.dump(request, question)
         question.seek(0)
-        code = _run(target, limits, question, answer, log)
+        code = _run(target, limits, libraries, question, answer, log)
         if code is None:
             raise error(f"{subject} takes more than {limits.wall_seconds} s to read, the limit; {cure}")
         if code != 0:
@@ -78,10 +80,17 @@ def confine(
     return result["value"]
 
 
-def _run(target: str, limits: ChildLimits, question: IO[str], answer: IO[bytes], log: IO[bytes]) -> int | None:
+def _run(
+    target: str,
+    limits: ChildLimits,
+    libraries: tuple[str, ...],
+    question: IO[str],
+    answer: IO[bytes],
+    log: IO[bytes],
+) -> int | None:
     """The child's exit status, None where it was killed at the deadline."""
     path = [entry for entry in sys.path if os.path.isabs(entry)]
-    arguments = map(json.dumps, (path, asdict(limits), target))
+    arguments = map(json.dumps, (path, asdict(limits), target, libraries))
     child = subprocess.Popen(
         [sys.executable, "-I", "-c", _START, *arguments],
         stdin=question, stdout=answer, stderr=log, env=os.environ | _ENVIRONMENT,

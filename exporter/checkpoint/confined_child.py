@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
@@ -24,20 +25,24 @@ HIDDEN = {"torch", "torchvision", "tensorflow", "jax", "flax", "PIL", "sklearn",
 class _Hiding:
     """An import finder without the heavy libraries that no parser needs; transformers takes any it sees."""
 
-    def __init__(self, finder: Any) -> None:
-        self._finder = finder
+    def __init__(self, finder: Any, hidden: Collection[str]) -> None:
+        self._finder, self._hidden = finder, hidden
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        return None if name.partition(".")[0] in HIDDEN else self._finder.find_spec(name, path, target)
+        return None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, path, target)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._finder, name)
 
 
-def main(limits: dict[str, int], target: str) -> None:
-    """Run `module:function` on the JSON from stdin, and write what became of it to stdout."""
+def main(limits: dict[str, int], target: str, libraries: Collection[str]) -> None:
+    """Run `module:function` on the JSON from stdin, and write what became of it to stdout.
+
+    Of the heavy libraries it finds those named in `libraries`.
+    """
     _set_limits(limits)
-    sys.meta_path[:] = [_Hiding(finder) for finder in sys.meta_path]
+    hidden = HIDDEN.difference(libraries)
+    sys.meta_path[:] = [_Hiding(finder, hidden) for finder in sys.meta_path]
     answer = os.dup(1)
     os.dup2(2, 1)  # what a library prints is not an answer
     text = json.dumps(_result(target))

@@ -1,7 +1,8 @@
 """Opening a Hugging Face checkpoint: a directory or a hub id, checked before any weight is read.
 
-Nothing in a checkpoint is executed or unpickled. Tensors go by one canonical name each, whichever release of
-transformers wrote them: `vision.`, `projector.`, `text.` and `head.` followed by the name inside that part.
+Nothing in a checkpoint is executed, and nothing unpickled unless the user allows it. Tensors go by one canonical name
+each, whichever release of transformers wrote them: `vision.`, `projector.`, `text.` and `head.` followed by the name
+inside that part.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
+from vtx.exporter.checkpoint.original.parts import OriginalParts
+from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
 from vtx.runtime.bundle.files import Folder, read_named, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, parse_json, shown
-from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError, VtxError
+from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, UnsupportedModelError, VtxError
 
 MAX_CONFIG = 2**20
 MAX_INDEX = 8 * 2**20  # a 13B LLaVA's index is 80 kB
@@ -33,6 +36,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 _SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _WEIGHT_FILES = ["model*.safetensors"]
+_PICKLED_FILES = ["pytorch_model*.bin"]
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -57,13 +61,16 @@ class Checkpoint:
     """A sound checkpoint of which only headers have been read; `tensors` goes by canonical name.
 
     `revision` is the hub's commit where it is known. Tensors that no graph needs (rotary buffers, position ids,
-    SigLIP's pooling head) are kept, and so are names of unknown parts, as they stand.
+    SigLIP's pooling head) are kept, and so are names of unknown parts, as they stand. `original` is what a checkpoint
+    in its authors' layout does not say in Hugging Face's files; `notes` are for the user.
     """
 
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     revision: str | None
+    original: OriginalParts | None = None
+    notes: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
         """Return a sha256 over the config and every tensor's name, dtype, shape and a few bytes from its middle.
@@ -119,13 +126,34 @@ def _middle(info: TensorInfo) -> bytes:
         raise CheckpointError(f"cannot read {info.file} ({reason(cause)}); check the disk") from cause
 
 
-def open_checkpoint(model: str, *, progress: Callable[[str], None] | None = None) -> Checkpoint:
+def open_checkpoint(
+    model: str,
+    *,
+    tower: str | None = None,
+    allow_pickle: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Checkpoint:
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
-    The config is judged before weights are downloaded. Raises `CheckpointError` for what is damaged, hostile,
-    incomplete or out of reach, `UnsupportedModelError` for another model, `DeviceError` without huggingface_hub.
+    `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` weights that are pickles are
+    read, in a confined process. The config is judged before weights are downloaded.
+
+    Raises:
+        CheckpointError: what is damaged, hostile, incomplete or out of reach.
+        UnsupportedModelError: another model.
+        RequestError: a `tower` for a checkpoint that has its own.
+        DeviceError: huggingface_hub is not installed.
+
     """
-    return open_model(model, _check_model, canonical_name, progress=progress)
+    found = open_model(model, _check_model, canonical_name, allow_pickle=allow_pickle, progress=progress)
+    layout = find_family(found.config).original
+    if layout is not None:
+        from vtx.exporter.checkpoint.original.opening import complete
+
+        return complete(found, layout, tower, allow_pickle=allow_pickle)
+    if tower is not None:
+        raise RequestError("--tower is for checkpoints that only name their tower; this one holds it, leave it out")
+    return found
 
 
 def open_model(
@@ -133,6 +161,7 @@ def open_model(
     judge: Callable[[Mapping[str, Any]], None],
     rename: Callable[[str], str],
     *,
+    allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """As `open_checkpoint`, of a kind of model whose config `judge` accepts, its tensors called as `rename` says."""
@@ -140,8 +169,9 @@ def open_model(
         folder = Path(model).resolve()
         config = _config(folder, judge)
     else:
-        folder, config = _download(model, judge, progress or (lambda line: None))
-    return Checkpoint(folder, config, _canonical(_source_tensors(folder), rename), _revision(folder))
+        folder, config = _download(model, judge, progress or (lambda line: None), allow_pickle=allow_pickle)
+    tensors, notes = _source_tensors(folder, allow_pickle=allow_pickle)
+    return Checkpoint(folder, config, _canonical(tensors, rename), _revision(folder), notes=notes)
 
 
 def canonical_name(name: str) -> str:
@@ -228,13 +258,15 @@ def _canonical(sources: Mapping[str, TensorInfo], rename: Callable[[str], str]) 
     return tensors
 
 
-def _source_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """Return every tensor of the checkpoint by the name its file gives it."""
+def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+    """Every tensor of the checkpoint by the name its file gives it, and what the user should know of the files."""
     files = checkpoint_files(folder)
     if files.exists(SINGLE):
-        return _tensors(files, SINGLE)
+        return _tensors(files, SINGLE), ()
     if files.exists(INDEX):
-        return _sharded_tensors(files, _weight_map(files))
+        return _sharded_tensors(files, _weight_map(files, INDEX, ".safetensors"), INDEX), ()
+    if allow_pickle and (files.exists(PICKLE_INDEX) or files.exists(PICKLE)):
+        return _pickles(files)
     _refuse_pickles(folder)
     raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}, and vtx reads no other form of weights")
 
@@ -243,9 +275,21 @@ def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"the weights are a pickle ({shown(pickles[0])}), which can run code and is never opened; on a machine "
-            "that trusts it, load it with transformers and call save_pretrained(..., safe_serialization=True)"
+            f"the weights are a pickle ({shown(pickles[0])}), which can run code and is not opened; take a checkpoint "
+            "in safetensors, or have vtx-export read the tensors alone in a confined process with --allow-pickle"
         )
+
+
+def _pickles(files: Folder) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+    whole = not files.exists(PICKLE_INDEX)
+    placed = {} if whole else _weight_map(files, PICKLE_INDEX, ".bin")
+    shards = [PICKLE] if whole else sorted(set(placed.values()))
+    found = pickled_tensors(files, shards)
+    note = (
+        f"the weights are {len(shards)} pickled file{'s' * (len(shards) > 1)} in {files.path}; --allow-pickle lets a "
+        "confined process read tensors out of them, and nothing else"
+    )
+    return found[PICKLE] if whole else _sharded_tensors(files, placed, PICKLE_INDEX, found), (note,)
 
 
 def _tensors(files: Folder, name: str) -> dict[str, TensorInfo]:
@@ -253,38 +297,45 @@ def _tensors(files: Folder, name: str) -> dict[str, TensorInfo]:
         return header_of(file, files.path / name).tensors
 
 
-def _weight_map(files: Folder) -> dict[str, str]:
-    entries = json_object(files.read(INDEX, MAX_INDEX), INDEX).get("weight_map")
+def _weight_map(files: Folder, index: str, suffix: str) -> dict[str, str]:
+    entries = json_object(files.read(index, MAX_INDEX), index).get("weight_map")
     if not isinstance(entries, dict) or not entries:
-        raise CheckpointError(f"{INDEX} has no weight_map; download it again")
+        raise CheckpointError(f"{index} has no weight_map; download it again")
     for tensor, shard in entries.items():
-        if not isinstance(shard, str) or not _is_plain_path(shard):
+        if not isinstance(shard, str) or not is_plain_path(shard):
             raise CheckpointError(
-                f"{INDEX} puts tensor {shown(tensor)} into {shown(str(shard))}, which is not a file name inside it"
+                f"{index} puts tensor {shown(tensor)} into {shown(str(shard))}, which is not a file name inside it"
             )
-        if not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{INDEX} names {shown(shard)}; vtx reads .safetensors and opens nothing else")
+        if not shard.endswith(suffix):
+            raise CheckpointError(f"{index} names {shown(shard)}; vtx reads {suffix} there and opens nothing else")
     return entries
 
 
-def _is_plain_path(name: str) -> bool:
+def is_plain_path(name: str) -> bool:
+    """Whether a checkpoint's own name for a file or folder leads downwards only."""
     parts = name.split("/")
     return name.isprintable() and not re.search(r"[\\:]", name) and not {"", ".", ".."} & set(parts)
 
 
-def _sharded_tensors(files: Folder, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
+def _sharded_tensors(
+    files: Folder,
+    weight_map: Mapping[str, str],
+    index: str,
+    found: Mapping[str, Mapping[str, TensorInfo]] | None = None,
+) -> dict[str, TensorInfo]:
+    """The tensors of all shards, which `found` has read already or are safetensors."""
     tensors: dict[str, TensorInfo] = {}
     shard_of: dict[str, str] = {}
     for shard, count in sorted(Counter(weight_map.values()).items()):
         if not files.exists(shard):
-            raise CheckpointError(f"{shard} is missing, {INDEX} puts {count} tensors there; download it again")
-        for name, info in _tensors(files, shard).items():
+            raise CheckpointError(f"{shard} is missing, {index} puts {count} tensors there; download it again")
+        for name, info in (found[shard] if found else _tensors(files, shard)).items():
             if name in tensors:
                 raise CheckpointError(f"tensor {shown(name)} is both in {shard_of[name]} and in {shard}; keep one")
             tensors[name], shard_of[name] = info, shard
     for name, shard in weight_map.items():
         if shard_of.get(name) != shard:
-            raise CheckpointError(f"tensor {shown(name)} is not in {shard}, where {INDEX} puts it; download it again")
+            raise CheckpointError(f"tensor {shown(name)} is not in {shard}, where {index} puts it; download it again")
     return tensors
 
 
@@ -305,7 +356,7 @@ def _revision(folder: Path) -> str | None:
 
 
 def _download(
-    model: str, judge: Callable[[Mapping[str, Any]], None], progress: Callable[[str], None]
+    model: str, judge: Callable[[Mapping[str, Any]], None], progress: Callable[[str], None], *, allow_pickle: bool
 ) -> tuple[Path, dict[str, Any]]:
     """Fetch settings, judge the config, then fetch the weights of the same commit."""
     if os.path.exists(model):
@@ -316,7 +367,8 @@ def _download(
     folder = _snapshot(model, None, _SETTINGS_FILES)
     config = _config(folder, judge)
     progress(f"fetching the weights of {model}, commit {folder.name[:12]}")
-    return _snapshot(model, folder.name, _WEIGHT_FILES), config
+    wanted = [*_WEIGHT_FILES, *(_PICKLED_FILES if allow_pickle else ())]
+    return _snapshot(model, folder.name, wanted), config
 
 
 def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:

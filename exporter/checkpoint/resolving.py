@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from vtx.exporter.checkpoint.forms import IrregularError, derive_forms
 from vtx.exporter.checkpoint.length_bound import length_bound
+from vtx.exporter.checkpoint.original.tokenizer import original_tokenizer
 from vtx.exporter.checkpoint.tokenizer_limits import check_spec
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
@@ -30,7 +31,8 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     `folder` holds the files, `name` is what messages call it; `end_ids` None: where the tokenizer says.
     Raises `CheckpointError`, `TemplateError`.
     """
-    loaded = _load(Path(request["folder"]), request["name"])
+    load = original_tokenizer if request.get("original") else _load
+    loaded = load(Path(request["folder"]), request["name"])
     text = loaded.backend_tokenizer.to_str()
     spec = json.loads(text)
     check_spec(spec)

@@ -25,7 +25,11 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
         select=config.select,
     )
     projector = ProjectorSpec(
-        text.hidden, config.projector_activation, config.projector_bias, config.projector_norm_eps
+        text.hidden,
+        config.projector_activation,
+        config.projector_bias,
+        config.projector_norm_eps,
+        config.projector_layers,
     )
     sizes = _declared(text, ModelSpec) | {"rope": RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies)}
     return ModelSpec(**sizes, name=name, intermediate=text.ffn, tower=tower, projector=projector)
@@ -48,6 +52,7 @@ def config_of(manifest: Manifest) -> ModelConfig:
         projector_activation=m.projector.activation,
         projector_bias=m.projector.bias,
         projector_norm_eps=m.projector.norm_eps,
+        projector_layers=m.projector.layers,
         image_token_id=manifest.text.image_token_id,
         layout=read_layout(manifest.layout, tower),
     )

@@ -38,12 +38,20 @@ def read_text(
     top_config: Mapping[str, Any],
     template: str | None = None,
     limits: ChildLimits = LIMITS,
+    *,
+    original: bool = False,
 ) -> tuple[str, str, TextSettings]:
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
     The tokenizer is the one transformers' AutoTokenizer makes of the checkpoint's data files, without any code of the
     checkpoint; `template` replaces the checkpoint's. A question about an image is tried, so that what cannot be asked
-    is refused here. Raises `CheckpointError`, `TemplateError`.
+    is refused here. `original`: the tokenizer is a tokenizer.model without an image token, which gets one.
+
+    Raises:
+        CheckpointError: what is damaged, hostile, or does not fit together.
+        TemplateError: a chat template that cannot be used.
+        UnsupportedModelError: a tokenizer.model of another kind.
+
     """
     template = template if template is not None else read_template(folder)
     with TemporaryDirectory(prefix="vtx-tokenizer-") as name:
@@ -59,6 +67,7 @@ def read_text(
             "image_token_id": image_token_id,
             "end_ids": _end_ids(folder, text_config, top_config),
             "template": template,
+            "original": original,
         }
         resolved = _resolved(request, limits, f"the tokenizer or the chat template of {folder.name or folder}")
     return resolved["tokenizer"], template, Strict().read(TextSettings, resolved["settings"], "text")

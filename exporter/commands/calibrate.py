@@ -145,13 +145,13 @@ def _show_calibration(report: CalibrationReport) -> None:
             click.echo(f"chosen: K = {p.k} ({p.full_layers} full layers); {', '.join(shown)}")
 
 
-def calibrated(model: str, data: str, template: str | None) -> dict[str, Any]:
+def calibrated(data: str, model: str, template: str | None, tower: str | None, *, allow_pickle: bool) -> dict[str, Any]:
     """The K that a calibration on `data` chooses, or that an earlier one chose, and what to record of it."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.report import Choosing, chosen, find_report, read_choice
     from vtx.exporter.calibration.source import open_source
 
-    source = open_source(model, None, template)
+    source = open_source(model, None, template, tower, allow_pickle=allow_pickle)
     if earlier := find_report(Path(data)):
         choice = read_choice(earlier, source.fingerprint)
     else:

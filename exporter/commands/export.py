@@ -80,7 +80,15 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
 @click.option(
     "--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION]."
 )
-@click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
+@click.option(
+    "--chat-template", type=click.Path(path_type=Path),
+    help="A Jinja file, for a checkpoint without one; or one of original LLaVA's by name, as llava_v1.",
+)  # fmt: skip
+@click.option(
+    "--tower", metavar="PATH",
+    help="Directory or Hugging Face id of the vision tower, for a checkpoint that only names one.",
+)  # fmt: skip
+@click.option("--allow-pickle", is_flag=True, help="Read pickled weights too: tensors alone, in a confined process.")
 @click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto takes all of them.")
 @click.option(
     "--calibration", metavar="DATA",
@@ -125,7 +133,7 @@ def export(
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
     gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
     retain: float | None, max_memory: int | None, force: bool, as_json: bool, activation_aware: bool,
-    sign: Path | None, text_tower: str | None,
+    sign: Path | None, text_tower: str | None, tower: str | None, allow_pickle: bool,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
@@ -145,15 +153,19 @@ def export(
     demo = model == library.DEMO
     retained = None if retain is None else _retain(retain, calibration, demo=demo)
     aware = _aware(calibration, demo=demo) if activation_aware else None
-    chosen = calibrated(model, calibration, template) if calibration is not None and one_k else None
+    chosen = None
+    if calibration is not None and one_k:
+        chosen = calibrated(calibration, model, template, tower, allow_pickle=allow_pickle)
     ks = (chosen["k"],) if chosen else ks
     options = library.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
-        head_precision, kv_precision, retained, aware, text_tower,
+        head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
     plan = library.plan_export(options)
+    for line in plan.checkpoint.notes:
+        note(line)
     for warning in plan.warnings:
         note(f"warning: {warning}")
     library.check_memory(plan.prediction, max_memory)

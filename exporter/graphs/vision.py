@@ -43,12 +43,17 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
     if c.projector_norm_eps is not None:
         yield "projector.norm.weight", (width,)
         yield "projector.norm.bias", (width,)
-    for name, into in (("linear_1", width), ("linear_2", c.text.hidden)):
-        yield f"projector.{name}.weight", (c.text.hidden, into)
+    for number, name in enumerate(projector_layers(c)):
+        yield f"{name}.weight", (c.text.hidden, c.text.hidden if number else width)
         if c.projector_bias:
-            yield f"projector.{name}.bias", (c.text.hidden,)
+            yield f"{name}.bias", (c.text.hidden,)
     if c.layout.newline:
         yield NEWLINE, (c.text.hidden,)
+
+
+def projector_layers(c: ModelConfig) -> list[str]:
+    """The canonical names of the projector's matrices; an activation stands between each two."""
+    return [f"projector.linear_{number}" for number in range(1, c.projector_layers + 1)]
 
 
 def feature_width(c: ModelConfig) -> int:
@@ -99,8 +104,9 @@ def build_vision(
     hidden = b.reshape(_shuffled(b, c, features), -1, feature_width(c))
     if c.projector_norm_eps is not None:
         hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
-    hidden = activate(b, b.linear(hidden, "projector.linear_1", bias=c.projector_bias), c.projector_activation)
-    hidden = b.linear(hidden, "projector.linear_2", bias=c.projector_bias)
+    for number, name in enumerate(projector_layers(c)):
+        hidden = activate(b, hidden, c.projector_activation) if number else hidden
+        hidden = b.linear(hidden, name, bias=c.projector_bias)
     leaving = merges and b.dialect.sizes_from_values
     out = b.to_float32(b.reshape(hidden, *((1, -1) if leaving else (-1, c.view_tokens)), c.text.hidden))
     count = "tokens" if leaving else c.view_tokens

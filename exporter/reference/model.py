@@ -21,7 +21,7 @@ from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.encoder import LAYER_SCALES
-from vtx.exporter.graphs.vision import NEWLINE, vision_tensors
+from vtx.exporter.graphs.vision import NEWLINE, projector_layers, vision_tensors
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
@@ -104,8 +104,10 @@ class Reference:
             chosen = blocks.transpose(2, 3).reshape(len(x), side**2, -1)
         if c.projector_norm_eps is not None:
             chosen = self._layer_norm(chosen, "projector.norm", c.projector_norm_eps)
-        hidden = _activate(self._linear(chosen, "projector.linear_1"), c.projector_activation)
-        return self._linear(hidden, "projector.linear_2").flatten(0, 1)
+        for number, matrix in enumerate(projector_layers(c)):
+            chosen = _activate(chosen, c.projector_activation) if number else chosen
+            chosen = self._linear(chosen, matrix)
+        return chosen.flatten(0, 1)
 
     def hidden(
         self,

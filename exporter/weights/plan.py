@@ -18,6 +18,7 @@ from vtx.exporter.weights.quantize import Scheme
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import TensorInfo, layout
 
+WHOLE = ".safetensors"  # pickled files are never taken whole
 MOST_UNUSED = 2  # a file larger than this multiple of the needed bytes is rewritten without the rest
 
 
@@ -95,7 +96,12 @@ def plan_weights(
         forms = [precisions.stored(tensor, info.shape, info.dtype) for tensor, info in tensors]
         as_it_is = all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
         used, size = sum(info.nbytes for _, info in tensors), source.stat().st_size
-        if as_it_is and size <= used * MOST_UNUSED and not any(tensor in scaled for tensor, _ in tensors):
+        if (
+            source.suffix == WHOLE
+            and as_it_is
+            and size <= used * MOST_UNUSED
+            and not any(tensor in scaled for tensor, _ in tensors)
+        ):
             entries = tuple(WeightEntry(tensor, info, info.dtype, info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, size))
         else:

@@ -14,6 +14,7 @@ VALUES = {
     "kv_precision": "--kv-precision",
     "max_context": "--max-context",
     "text_tower": "--text-tower",
+    "tower": "--tower",
 }
 MAX_COMMAND = 2000  # characters
 
@@ -48,6 +49,8 @@ def _options(options: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterato
     for key, option in VALUES.items():
         if isinstance(value := options.get(key), str | int) and not isinstance(value, bool):
             yield from (option, str(value))
+    if options.get("allow_pickle") is True:
+        yield "--allow-pickle"
     reductions = options.get("reduce")
     for spec in reductions if isinstance(reductions, list) else []:
         yield from ("--reduce", str(spec))

@@ -33,12 +33,15 @@ def export(
     max_context: int | None = None,
     force: bool = False,
     reductions: tuple[str, ...] = (),
+    allow_pickle: bool = False,
 ) -> Bundle:
     """Export a checkpoint to `out`, without a command around it."""
     from vtx.exporter.bundling.export import plan_export, run_export
     from vtx.exporter.bundling.options import ExportOptions
 
-    options = ExportOptions(str(checkpoint), ks, precision, max_context, reductions=reductions)
+    options = ExportOptions(
+        str(checkpoint), ks, precision, max_context, reductions=reductions, allow_pickle=allow_pickle
+    )
     return run_export(plan_export(options), out, force=force, report=IGNORE)
 
 

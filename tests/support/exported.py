@@ -46,7 +46,8 @@ class Models:
     def _make(self, tiny: Tiny, ks: tuple[int, ...], precision: str, reductions: tuple[str, ...]) -> Model:
         self._made += 1
         folder = self._folder / f"bundle-{self._made}"
-        bundle = export(self._checkpoints(tiny), folder, ks, precision, reductions=reductions)
+        checkpoint = self._checkpoints(tiny)
+        bundle = export(checkpoint, folder, ks, precision, reductions=reductions, allow_pickle=tiny.pickled)
         return load(bundle.folder, device="cpu", threads=THREADS)
 
 

@@ -51,6 +51,8 @@ ARCHITECTURES = {
     "llava_onevision": "LlavaOnevisionForConditionalGeneration",
     "vipllava": "VipLlavaForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
+    "llava_llama": "LlavaLlamaForCausalLM",
+    "llava_mistral": "LlavaMistralForCausalLM",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -71,7 +73,9 @@ class Tiny:
     writes them, "new" as 5's state_dict has them. `layers`, `head_dim` and the like speak of the text model.
     """
 
-    family: Literal["llava", "llava_next", "llava_onevision", "vipllava", "internvl"] = "llava"
+    family: Literal[
+        "llava", "llava_next", "llava_onevision", "vipllava", "internvl", "llava_llama", "llava_mistral"
+    ] = "llava"
     text: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     layers: int = 8
     hidden: int = 64
@@ -106,6 +110,8 @@ class Tiny:
     template_place: Literal["jinja", "chat_template.json", "tokenizer_config", "processor_config"] = "jinja"
     tokenizer: Literal["bytes", "metaspace"] = "metaspace"
     eos: int | tuple[int, ...] = 2
+    aspect: Literal["pad", "anyres"] | None = None  # of the original layout
+    pickled: bool = False
 
     @property
     def image_token(self) -> str:
@@ -139,6 +145,10 @@ class Tiny:
 def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
     """Write the checkpoint into `folder`, made if need be, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
+    if tiny.family in ("llava_llama", "llava_mistral"):
+        from tests.support.original import make_original
+
+        return make_original(folder, tiny, seed)
     image_token = _write_tokenizer(folder, tiny)
     config = _config(tiny, image_token)
     written = _hub_config(tiny, image_token) if tiny.names == "hub" else _new_config(config, tiny)

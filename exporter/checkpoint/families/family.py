@@ -22,6 +22,7 @@ from vtx.exporter.checkpoint.config import (
     vision_config_of,
 )
 from vtx.exporter.checkpoint.families.processors import ImageProcessor
+from vtx.exporter.checkpoint.original.parts import OriginalLayout
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 
@@ -36,7 +37,7 @@ class Family:
     `read` makes of `config.json` what the graphs need. `processors` are the image processors it may have, `tensors`
     pairs of a pattern and what it becomes in canonical names, for names that other families do not have.
     `adjust` adds what the image processor's file says, `template` what transformers' processor does to a prompt beside
-    the chat template.
+    the chat template. A family with an `original` layout, its authors', is recognised by its `architecture` alone.
     """
 
     model_type: str
@@ -46,6 +47,7 @@ class Family:
     tensors: tuple[tuple[str, str], ...] = ()
     adjust: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig] | None = None
     template: Callable[[str], str] | None = None
+    original: OriginalLayout | None = None
 
 
 def read_llava_like(config: Mapping[str, Any], kind: str, layout: MakeLayout) -> ModelConfig:

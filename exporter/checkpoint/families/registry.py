@@ -41,7 +41,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
     kind, listed = config.get("model_type"), config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     for family in FAMILIES:
-        if kind == family.model_type and (not names or names == [family.architecture]):
+        of_kind = kind == family.model_type or (family.original is not None and names)
+        if of_kind and (not names or names == [family.architecture]):
             return family
     reason = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
     original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)

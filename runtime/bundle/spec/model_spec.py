@@ -89,13 +89,15 @@ class TowerSpec:
 class ProjectorSpec:
     """Two matrices with an activation between: [intermediate, tower features] and [hidden, intermediate].
 
-    `norm_eps` is that of a norm on the tower's features, None where there is no norm.
+    `norm_eps` is that of a norm on the tower's features, None where there is no norm. `layers`: other than two
+    matrices, an activation between each two of them.
     """
 
     intermediate: int
     activation: str
     bias: bool
     norm_eps: float | None = later(None)
+    layers: int = later(2)
 
     def __post_init__(self) -> None:
         _check_sizes("model.projector", self)

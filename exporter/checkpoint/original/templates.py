@@ -1,0 +1,51 @@
+"""The conversation formats of original LLaVA, as chat templates. The system texts are published with the models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_VICUNA = (
+    "A chat between a curious {0} and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the {0}'s questions."
+)
+_LLAMA_2 = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
+_TEXTS = "{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+_IMAGES = "{% for part in m['content'] if part['type'] == 'image' %}{{ image_token }}\n{% endfor %}"
+_NO_SYSTEM, _END = "{% if messages[0]['role'] != 'system' %}", "{% endif %}"
+
+
+def _template(opening: str, system: str, user: str, assistant: str, reply: str) -> str:
+    """What stands first where no system text is given, then a text per role, and what an answer begins with."""
+    return (
+        f"{_NO_SYSTEM}{opening}{_END}{{% for m in messages %}}"
+        f"{{% if m['role'] == 'system' %}}{system}{{% elif m['role'] == 'user' %}}{user}{{% else %}}{assistant}{_END}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{reply}{_END}"
+    )
+
+
+def _speakers(system: str) -> str:
+    """USER: and ASSISTANT: in turn, the answers ended by the end token."""
+    user, assistant = f"USER: {_IMAGES}{_TEXTS} ", f"ASSISTANT: {_TEXTS}{{{{ eos_token }}}}"
+    return _template(f"{system} ", f"{_TEXTS} ", user, assistant, "ASSISTANT:")
+
+
+def _instructions(system: str, between: str) -> str:
+    """Questions in [INST], the system text inside the first; `between` stands before later ones."""
+    block = "[INST] <<SYS>>\n{}\n<</SYS>>\n\n"
+    later = "{% if not loop.first and messages[loop.index0 - 1]['role'] == 'assistant' %}" + between + "[INST] " + _END
+    user, assistant = f"{later}{_IMAGES}{_TEXTS} [/INST]", f" {_TEXTS} {{{{ eos_token }}}}"
+    return _template(block.format(system) if system else "[INST] ", block.format(_TEXTS), user, assistant, "")
+
+
+TEMPLATES: Mapping[str, str] = MappingProxyType(
+    {
+        "vicuna_v1": _speakers(_VICUNA.format("user")),
+        "llava_v1": _speakers(_VICUNA.format("human")),
+        "llava_llama_2": _instructions(_LLAMA_2, "{{ bos_token }}"),
+        "mistral_instruct": _instructions("", ""),
+    }
+)

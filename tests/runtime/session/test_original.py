@@ -1,0 +1,118 @@
+"""Original-layout LLaVA against transformers' LLaVA of the same weights, and the original way to cut prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.exported import Models, greedy, prompt
+from tests.support.original import counterpart
+from tests.support.reference import Inputs, Reference
+from tests.support.tiny import Message, Tiny, prompt_messages, random_image
+from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID
+from vtx.runtime.api.options import Options
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
+
+STEPS = 6
+TOLERANCE = 2e-5
+WIDE, HIGH = (150, 60), (40, 90)
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions. USER: {}{} ASSISTANT:"
+)
+PAD = Tiny(family="llava_llama", aspect="pad", pickled=True, shards=2, context=1024)
+ANYRES = Tiny(family="llava_mistral", text="mistral", aspect="anyres", kv_heads=4, context=1024)
+PROMPTS = {PAD: VICUNA, ANYRES: "[INST] {}{} [/INST]"}
+IDS = ["pad, pickled, grouped", "anyres, multi-head"]
+QUESTION = "What is  the picture?"
+
+
+def judged(judge: Reference, tiny: Tiny, messages: list[Message], images: list[Image.Image]) -> Inputs:
+    """The prompt as the original makes it: cut at its images, each piece tokenised alone, a BOS in front of the first.
+
+    Pixels come from transformers' port of the original's padding, or of its tiles.
+    """
+    folder = Path(judge.model.name_or_path).parent
+    cut = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    text = PROMPTS[tiny].format("<image>\n" * len(images), QUESTION)
+    inputs = [_pictures(judge, tiny, [image]) for image in images]
+    ids = [1]
+    for number, piece in enumerate(text.split("<image>")):
+        if number:
+            ids += [judge.image_token] * inputs[number - 1].pop("count")
+        ids += cut.encode(piece)
+    together = _pictures(judge, tiny, images)
+    together.pop("count")
+    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long), **together}
+
+
+def _pictures(judge: Reference, tiny: Tiny, images: list[Image.Image]) -> dict[str, Any]:
+    if tiny.aspect == "pad":
+        from transformers import LlavaImageProcessorPil
+
+        settings = judge.processor.image_processor.to_dict()
+        names = ("size", "crop_size", "image_mean", "image_std")
+        processor = LlavaImageProcessorPil(do_pad=True, **{name: settings[name] for name in names})
+        found = dict(processor(images, return_tensors="pt"))
+        return {"pixel_values": found["pixel_values"], "count": len(images) * tiny.vision_tokens}
+    found = judge.inputs(prompt_messages("x", len(images)), images)
+    count = int((found.pop("input_ids") == judge.image_token).sum())
+    found.pop("attention_mask")
+    return found | {"count": count}
+
+
+@pytest.fixture(scope="module")
+def judges(tiny_checkpoint: Callable[..., Path]) -> Callable[[Tiny], Reference]:
+    """Transformers' model of the same weights, beside a copy of the original's tokenizer.model."""
+
+    def judge(tiny: Tiny) -> Reference:
+        theirs, ours = tiny_checkpoint(counterpart(tiny)), tiny_checkpoint(tiny)
+        (theirs.parent / "tokenizer.model").write_bytes((ours / "tokenizer.model").read_bytes())
+        return Reference(theirs)
+
+    return judge
+
+
+@pytest.mark.parametrize("tiny", [PAD, ANYRES], ids=IDS)
+def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
+    models: Models, judges: Callable[[Tiny], Reference], tiny: Tiny
+) -> None:
+    model, judge = models(tiny, (3, 5)), judges(tiny)
+    for shapes in ((WIDE,), (HIGH,), (HIGH, WIDE)):
+        images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
+        messages = prompt_messages(QUESTION, len(images))
+        inputs, asked = judged(judge, tiny, messages, images), prompt(model, messages, images)
+        wanted_ids = [IMAGE_TOKEN_ID if id == judge.image_token else id for id in inputs["input_ids"][0].tolist()]
+        assert asked.ids.tolist() == wanted_ids
+        ids, logits = judge.generate_hf(inputs, STEPS)
+        for k in (None, 3, 5):
+            wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
+            assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
+            assert found.ids == wanted.ids
+            np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+            assert list(found.done.slots) == judge.kv_slots(inputs, k)
+            if k is None:
+                assert found.ids == ids
+                np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("k", [None, 5])
+def test_later_questions_equal_fresh_runs(models: Models, k: int | None) -> None:
+    model, options = models(ANYRES, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
+    questions = ("red?", "What is the picture?", "red?")
+    with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as conversation:
+        later = [conversation.ask(question, k, options) for question in questions]
+    for question, answer in zip(questions, later, strict=True):
+        with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as fresh:
+            alone = fresh.ask(question, k, options)
+        assert answer.token_ids == alone.token_ids
+        assert answer.logprobs is not None
+        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
+    assert [answer.stats.reused_image for answer in later] == [False, True, True]
