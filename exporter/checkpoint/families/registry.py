@@ -46,7 +46,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
             return family
     reason = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
     original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)
-    hint = ". This is the original LLaVA layout; take the -hf checkpoint" if original else ""
+    hint = ". It is of the original LLaVA layout with a decoder that is not built; take the -hf checkpoint" * original
     raise UnsupportedModelError(
         f"the checkpoint is model_type {shown(str(kind))} ({shown(', '.join(names))[1:-1] or 'no architecture'}); "
         f"vtx exports {', '.join(family.architecture for family in FAMILIES)}{reason}{hint}"
