@@ -119,30 +119,31 @@ Video files are not read.
 
 ## Original LLaVA
 
-`llava_llama` and `llava_mistral` are LLaVA as its authors publish it: LLaVA-1.5 and 1.6, and other models of that layout,
-VILA 1.0 among them. Its files lack what Hugging Face's layout has, so an export finds it elsewhere:
+`llava_llama` and `llava_mistral` are LLaVA as its authors publish it: LLaVA-1.5 and 1.6, and other models of that
+layout, VILA 1.0 among them. Its files lack what Hugging Face's layout has, so an export finds it elsewhere:
 
-- **The tower** is a checkpoint of its own, which `mm_vision_tower` only names. It is `--tower PATH`; else a folder of that
-  name inside the checkpoint; else the Hugging Face id of that name. A path elsewhere on this machine is not followed. The
-  export says which tower was taken. Where `unfreeze_mm_vision_tower` is set and the checkpoint holds the tower's weights,
-  those count.
-- **Pickled weights** (`pytorch_model-*.bin`) are not opened unless you say `--allow-pickle`. Then a confined process opens
-  them by `torch.load(weights_only=True, mmap=True)`, which builds tensors and calls nothing that a file names. It reports
-  where each tensor lies; the export reads the bytes from there, so memory stays bounded.
-- **The tokenizer** is a `tokenizer.model`. It becomes a tokenizer.json by transformers' converter, with sentencepiece's own
-  treatment of spaces; the ids equal sentencepiece's on 200,000 characters of 13 scripts *(run:
+- **The tower** is a checkpoint of its own, which `mm_vision_tower` only names. It is `--tower PATH`; else a folder of
+  that name inside the checkpoint; else the Hugging Face id of that name. A path elsewhere on this machine is not
+  followed. The export says which tower was taken. Where `unfreeze_mm_vision_tower` is set and the checkpoint holds
+  the tower's weights, those count.
+- **Pickled weights** (`pytorch_model-*.bin`) are not opened unless you say `--allow-pickle`. Then a confined process
+  opens them by `torch.load(weights_only=True, mmap=True)`, which builds tensors and calls nothing that a file names.
+  It reports where each tensor lies; the export reads the bytes from there, so memory stays bounded.
+- **The tokenizer** is a `tokenizer.model`. It becomes a tokenizer.json by transformers' converter, with
+  sentencepiece's own treatment of spaces; the ids equal sentencepiece's on 200,000 characters of 13 scripts *(run:
   `tests/exporter/checkpoint/original/`)*, and each export compares some samples. The original has no image token:
   `<unk>`, which text never becomes, stands for one. As in the original, the text before and after each image is
   tokenised by itself.
-- **Prompts.** `vicuna_v1` unless you name another: `--chat-template llava_v1`, `llava_llama_2` or `mistral_instruct` (the one
-  of `llava_mistral`), or a file. Formats whose answers end in text, not in a token (`llava_v0`, `mpt`), are not there.
-- **Images.** `image_aspect_ratio` `pad`, `anyres` (with `mm_patch_merge_type` `spatial_unpad`) or none. `anyres` takes the list
-  of resolutions as (width, height) and rounds down without Hugging Face's rounding, so a few shapes give other numbers of
-  tokens than the -hf checkpoint does. Projectors are `linear` and `mlpNx_gelu`.
+- **Prompts.** `vicuna_v1` unless you name another: `--chat-template llava_v1`, `llava_llama_2` or `mistral_instruct`
+  (the one of `llava_mistral`), or a file. Formats whose answers end in text, not in a token (`llava_v0`, `mpt`), are
+  not there.
+- **Images.** `image_aspect_ratio` `pad`, `anyres` (with `mm_patch_merge_type` `spatial_unpad`) or none. `anyres`
+  takes the list of resolutions as (width, height) and rounds down without Hugging Face's rounding, so a few shapes
+  give other numbers of tokens than the -hf checkpoint does. Projectors are `linear` and `mlpNx_gelu`.
 - Prompts end where the original cuts them off, at `tokenizer_model_max_length`.
 
-Token ids and logits equal transformers' model of the same weights, and the plain statement of VTW at two K *(run, random
-models of eight layers: `tests/runtime/session/test_original.py`)*.
+Token ids and logits equal transformers' model of the same weights, and the plain statement of VTW at two K *(run,
+random models of eight layers: `tests/runtime/session/test_original.py`)*.
 
 ## Images in tiles
 

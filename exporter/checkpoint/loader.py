@@ -25,7 +25,7 @@ from vtx.exporter.checkpoint.original.parts import OriginalParts
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
 from vtx.runtime.bundle.files import Folder, read_named, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, parse_json, shown
-from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, UnsupportedModelError, VtxError
+from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError, VtxError
 
 MAX_CONFIG = 2**20
 MAX_INDEX = 8 * 2**20  # a 13B LLaVA's index is 80 kB
@@ -126,36 +126,6 @@ def _middle(info: TensorInfo) -> bytes:
         raise CheckpointError(f"cannot read {info.file} ({reason(cause)}); check the disk") from cause
 
 
-def open_checkpoint(
-    model: str,
-    *,
-    tower: str | None = None,
-    allow_pickle: bool = False,
-    progress: Callable[[str], None] | None = None,
-) -> Checkpoint:
-    """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
-
-    `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` weights that are pickles are
-    read, in a confined process. The config is judged before weights are downloaded.
-
-    Raises:
-        CheckpointError: what is damaged, hostile, incomplete or out of reach.
-        UnsupportedModelError: another model.
-        RequestError: a `tower` for a checkpoint that has its own.
-        DeviceError: huggingface_hub is not installed.
-
-    """
-    found = open_model(model, _check_model, canonical_name, allow_pickle=allow_pickle, progress=progress)
-    layout = find_family(found.config).original
-    if layout is not None:
-        from vtx.exporter.checkpoint.original.opening import complete
-
-        return complete(found, layout, tower, allow_pickle=allow_pickle)
-    if tower is not None:
-        raise RequestError("--tower is for checkpoints that only name their tower; this one holds it, leave it out")
-    return found
-
-
 def open_model(
     model: str,
     judge: Callable[[Mapping[str, Any]], None],
@@ -164,7 +134,16 @@ def open_model(
     allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Checkpoint:
-    """As `open_checkpoint`, of a kind of model whose config `judge` accepts, its tensors called as `rename` says."""
+    """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
+
+    `judge` accepts its config, or raises, before weights are downloaded; `rename` says how its tensors are called. With
+    `allow_pickle` weights that are pickles are read, in a confined process.
+
+    Raises:
+        CheckpointError: what is damaged, hostile, incomplete or out of reach.
+        DeviceError: huggingface_hub is not installed.
+
+    """
     if os.path.isdir(model):
         folder = Path(model).resolve()
         config = _config(folder, judge)
@@ -233,7 +212,8 @@ def _config(folder: Path, judge: Callable[[Mapping[str, Any]], None]) -> dict[st
     return config
 
 
-def _check_model(config: Mapping[str, Any]) -> None:
+def check_model(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a model of another family, or a quantised one."""
     find_family(config)
     for part in (config, config.get("text_config"), config.get("vision_config")):
         if isinstance(part, dict) and part.get("quantization_config"):

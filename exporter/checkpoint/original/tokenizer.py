@@ -57,7 +57,8 @@ def original_tokenizer(folder: Path, name: str) -> Any:
         bos, eos = (str(getattr(converted, f"{kind}_token")) for kind in ("bos", "eos"))
         spec["post_processor"] = _beginning(bos, spec["model"]["vocab"][bos])
         backend = Tokenizer.from_str(json.dumps(spec))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
+        make: Any = PreTrainedTokenizerFast
+        tokenizer = make(tokenizer_object=backend, bos_token=bos, eos_token=eos)
     for sample in _SAMPLES:
         wanted, found = judge.encode(sample), tokenizer.encode(sample, add_special_tokens=False)
         if wanted != found:
@@ -91,7 +92,7 @@ def check_kind(proto: Any) -> None:
 
 def _spelled(spec: dict[str, Any], *, prefix: bool) -> dict[str, Any]:
     """The tokenizer.json with sentencepiece's own treatment of spaces, and the image token for <unk>."""
-    steps = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     spec["normalizer"], spec["pre_tokenizer"] = {"type": "Sequence", "normalizers": steps}, None
     vocab = spec["model"]["vocab"]

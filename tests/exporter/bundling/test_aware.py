@@ -27,8 +27,8 @@ from vtx.exporter.bundling import build
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ActivationAware, ExportOptions
+from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.data.items import Data, Item
 from vtx.exporter.data.prompts import messages
 from vtx.exporter.estimate import forecast as forecasting

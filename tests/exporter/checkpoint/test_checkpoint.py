@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.loader import (
     INDEX,
     SINGLE,
     canonical_name,
     check_finite,
     checkpoint_files,
-    open_checkpoint,
     read_json_object,
 )
 from vtx.runtime.bundle.safetensors import read_bits, read_header

@@ -21,8 +21,8 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.calibration.source import open_source
+from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.data.items import Item
 from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.sizes import model_size

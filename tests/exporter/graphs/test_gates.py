@@ -21,8 +21,8 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.load import load

@@ -11,8 +11,8 @@ import torch
 
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.loader import open_checkpoint
 from vtx.exporter.reference import model as streamed
 
 TOLERANCE = 5e-5

@@ -14,8 +14,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.support.original import TOWER, write_json
 from tests.support.tiny import Tiny
+from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.loader import Checkpoint, open_checkpoint
+from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.exporter.checkpoint.original.tokenizer import check_kind, original_tokenizer
 from vtx.runtime.bundle.safetensors import read_tensor

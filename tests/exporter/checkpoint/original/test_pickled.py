@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.support.tiny import Tiny
-from vtx.exporter.checkpoint.loader import checkpoint_files, open_checkpoint
+from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.loader import checkpoint_files
 from vtx.exporter.checkpoint.original.pickled import PICKLE, pickled_tensors
 from vtx.exporter.checkpoint.original.pickled_child import tensors_of
 from vtx.runtime.bundle.safetensors import read_bits

@@ -1,15 +1,48 @@
-"""A checkpoint in its authors' layout, completed by its vision tower and by what Hugging Face's files would say."""
+"""Opening a model: its checkpoint, and for a layout of its authors' the tower that it names.
+
+Such a checkpoint is completed by what Hugging Face's files would say, so that nothing else knows of the difference.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.exporter.checkpoint.assembly.towers import find_tower
+from vtx.exporter.checkpoint.families.registry import find_family
+from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name, check_model, open_model
 from vtx.exporter.checkpoint.original.parts import OriginalLayout, OriginalParts
-from vtx.exporter.checkpoint.original.towers import find_tower
-from vtx.runtime.errors import UnsupportedModelError
+from vtx.runtime.errors import RequestError, UnsupportedModelError
 
 TOWER = "vision."
+
+
+def open_checkpoint(
+    model: str,
+    *,
+    tower: str | None = None,
+    allow_pickle: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Checkpoint:
+    """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
+
+    `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` weights that are pickles are
+    read, in a confined process. The config is judged before weights are downloaded.
+
+    Raises:
+        CheckpointError: what is damaged, hostile, incomplete or out of reach.
+        UnsupportedModelError: another model.
+        RequestError: a `tower` for a checkpoint that has its own.
+        DeviceError: huggingface_hub is not installed.
+
+    """
+    found = open_model(model, check_model, canonical_name, allow_pickle=allow_pickle, progress=progress)
+    layout = find_family(found.config).original
+    if layout is not None:
+        return complete(found, layout, tower, allow_pickle=allow_pickle)
+    if tower is not None:
+        raise RequestError("--tower is for checkpoints that only name their tower; this one holds it, leave it out")
+    return found
 
 
 def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, *, allow_pickle: bool) -> Checkpoint:
