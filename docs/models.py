@@ -168,8 +168,8 @@ two K *(run, random models of eight layers: `tests/runtime/session/test_tiles.py
   `cdpruner:text=tower` is refused for both: CLIP's text tower goes with images in one piece.
 - A patch index counts on from tile to tile, in their order; a newline has -2. `--show-tokens` draws the first tile,
   which for LLaVA-NeXT is the squeezed image. A token that LLaVA-OneVision made of four has the index of the nearest.
-- `--max-tiles N` (`max_tiles`) allows at most N tiles, the squeezed image counted: 1 is that image alone. Where a
-  prompt does not fit, the error names the N that does.
+- `--max-tiles N` (`max_tiles`) of vtx-run, vtx-chat, vtx-bench and vtx-serve allows at most N tiles, the squeezed image
+  counted: 1 is that image alone. Where a prompt does not fit, the error names the N that does.
 - `--fit` is refused: tiles show all of any shape, as in training.
 
 ## What each family does not have

@@ -13,7 +13,7 @@ import click
 
 from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.libraries import exporter
-from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
+from vtx.exporter.commands.options import bundle_option, compute_option, device_option, max_tiles_option, threads_option
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import DepthType
@@ -91,6 +91,7 @@ class Output:
 @device_option
 @compute_option
 @threads_option
+@max_tiles_option
 @click.option("--json", "as_json", is_flag=True, help="All figures as one JSON object on stdout, and no tables.")
 @click.option(
     "--out", "target", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.json",
@@ -101,7 +102,7 @@ def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
     new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
     device: str, compute: str | None, threads: int | None, as_json: bool, target: Path | None,
-    plot: Path | None, budgets: str | None,
+    plot: Path | None, budgets: str | None, max_tiles: int | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
 
@@ -131,14 +132,14 @@ def bench(
     output, shares = Output(as_json, target, plot), parse_budgets(budgets) if budgets else ()
     if methods:
         questions = _data(data, images, samples)
-        model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads)
+        model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
         interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, threads, output, shares)
     else:
         text = QUESTION if question is None else question
         options = BenchOptions(
             image or _square(golden_image()), text, prompt_tokens, new_tokens, repeats, warmup, threads
         )
-        model = load(find_bundle(bundle), device=device, compute=compute, threads=threads)
+        model = load(find_bundle(bundle), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
         interrupted = _measure(model, options, _chosen(ks, model.manifest), output)
     if interrupted:
         raise KeyboardInterrupt

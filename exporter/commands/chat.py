@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
+from vtx.exporter.commands.options import bundle_option, compute_option, device_option, max_tiles_option, threads_option
 from vtx.exporter.common.demo import about
 from vtx.runtime.errors import VtxError
 from vtx.runtime.terminal.console import command, note, say
@@ -44,9 +44,10 @@ HISTORY = 1000  # lines
 @device_option
 @compute_option
 @threads_option
+@max_tiles_option
 def chat(
     image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, device: str,
-    compute: str | None, threads: int | None,
+    compute: str | None, threads: int | None, max_tiles: int | None,
 ) -> None:  # fmt: skip
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.load import load
@@ -54,7 +55,7 @@ def chat(
 
     if image:
         load_image(image)  # a wrong name is told before a bundle is loaded
-    model = load(find_bundle(bundle), device=device, compute=compute, threads=threads)
+    model = load(find_bundle(bundle), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
     talk = _Talk(model, image, k, reduce, max_new_tokens)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")

@@ -18,6 +18,10 @@ compute_option = click.option(
     "--compute", type=click.Choice(COMPUTE, case_sensitive=False),
     help="Arithmetic: bf16 with openvino, f16 with tensorrt [default: the device's first].",
 )  # fmt: skip
+max_tiles_option = click.option(
+    "--max-tiles", type=int, metavar="N",
+    help="For models that see images in tiles: at most so many of an image, the whole image in one tile counted.",
+)  # fmt: skip
 threads_option = click.option("--threads", type=int, help="[default: all cores]")
 
 

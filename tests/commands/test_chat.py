@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -76,3 +77,10 @@ def test_an_image_that_is_not_there_is_told_before_a_bundle_is_looked_for(tmp_pa
     done = CliRunner().invoke(cli.chat, [str(tmp_path / "no.png"), "--bundle", str(tmp_path / "no bundle")])
     assert (done.exit_code, done.stdout) == (1, "")
     assert "no.png' does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("command", [cli.chat, cli.bench])
+def test_tiles_are_refused_where_the_bundles_images_have_none(bundle: Path, command: click.Command) -> None:
+    done = CliRunner().invoke(command, ["--bundle", str(bundle), "--max-tiles", "2"])
+    assert done.exit_code == 1
+    assert "max_tiles has no effect here" in done.output
