@@ -110,7 +110,7 @@ def run(
     names = [*images, *more]
     formats = image_formats.split(",")
     pictures = _read(names, formats, reduce)
-    folder = find_bundle(bundle)
+    folder = find_bundle(bundle, (k,))
     model = load(
         folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature,
         fit=fit, max_tiles=max_tiles, image_formats=formats,

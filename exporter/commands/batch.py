@@ -47,7 +47,7 @@ def batch(
     end_on_sigterm()
     how = How(k, reduce, Options(max_new_tokens), max_bad)
     tasks = read_tasks(questions, images)
-    folder = find_bundle(bundle)
+    folder = find_bundle(bundle, (k,))
     if ray_address:
         engine = WorkerEngine(folder.resolve(), device, compute, threads)
         with bar() as report:

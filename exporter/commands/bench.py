@@ -139,7 +139,7 @@ def bench(
         options = BenchOptions(
             image or _square(golden_image()), text, prompt_tokens, new_tokens, repeats, warmup, threads
         )
-        model = load(find_bundle(bundle), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
+        model = load(find_bundle(bundle, ks), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
         interrupted = _measure(model, options, _chosen(ks, model.manifest), output)
     if interrupted:
         raise KeyboardInterrupt

@@ -55,7 +55,7 @@ def chat(
 
     if image:
         load_image(image)  # a wrong name is told before a bundle is loaded
-    model = load(find_bundle(bundle), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
+    model = load(find_bundle(bundle, (k,)), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
     talk = _Talk(model, image, k, reduce, max_new_tokens)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.depth import Depth, DepthType
 from vtx.runtime.terminal.last import home, remember, remembered
+
+DEMO_K = 16  # of the bundle that a first question makes
 
 if TYPE_CHECKING:
     from vtx.exporter.bundling.export import Plan
@@ -273,17 +275,25 @@ def _show_retained(bundle: Bundle) -> None:
     note(f"           {bundle.manifest.reductions[0]}")
 
 
-def find_bundle(named: str | None) -> Path:
-    """The bundle to use: the one named, else the one exported last, else the demo, exported now."""
+def find_bundle(named: str | None, ks: Iterable[Depth] = ()) -> Path:
+    """The bundle to use: the one named, else the one exported last, else the demo, exported now.
+
+    `ks` are those that the command was asked for: no demo is exported for a K that it will not have.
+    """
     if named:
         return Path(named)
     if last := remembered():
         if os.path.isfile(last / "vtx.json"):  # unlike Path.is_file it raises nothing
             return last
         note(f"the bundle exported last, {last}, is gone")
-    library = exporter()
     out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
     if not (out / "vtx.json").is_file():
+        if absent := [k for k in ks if k not in (None, "default", DEMO_K)]:
+            raise click.UsageError(
+                f"no bundle yet, and the demo model's, which would be exported now, has only K = none and {DEMO_K}, "
+                f"not {absent[0]}; leave out --k, or make a bundle first: vtx-export --k {DEMO_K} ..."
+            )
+        library = exporter()
         note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")
-        export_with_bar(library.plan_export(library.ExportOptions(ks=(16,))), out, force=True)
+        export_with_bar(library.plan_export(library.ExportOptions(ks=(DEMO_K,))), out, force=True)
     return out

@@ -128,6 +128,14 @@ def test_a_wrong_argument_is_told_before_a_bundle_is_looked_for(words: list[str]
     assert not list(home.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("command", "words"), [("run", ["--text-only", "q", "--k", 99]), ("bench", ["--k", "none,auto"])]
+)
+def test_no_demo_is_exported_for_a_k_that_it_will_not_have(command: str, words: list[str], home: Path) -> None:
+    assert "has only K = none and 16, not" in " ".join(fails(command, *words, code=2).split())
+    assert not list(home.iterdir())
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("words", [["inspect", "{bundle}"], ["run", "--bundle", "{bundle}", "--text-only", "q"]])
 def test_a_full_disk_under_stdout_is_one_line(bundle: Path, words: list[str]) -> None:
