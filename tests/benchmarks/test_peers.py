@@ -67,6 +67,7 @@ def answer_at_3(folder: Path, checkpoint: Path) -> tuple[int, ...]:
         return conversation.ask(asked.asked, 3, Options(max_new_tokens=NEW, ignore_eos=True)).token_ids
 
 
+@pytest.mark.slow
 def test_a_rival_that_cannot_be_prepared_stands_in_the_table_with_its_reason(tmp_path: Path) -> None:
     nothing = tmp_path / "no-checkpoint"
     nothing.mkdir()

@@ -88,6 +88,7 @@ def test_the_server_answers_survives_a_client_that_leaves_and_stops_with_one_the
     assert (out, errors, server.returncode) == ("stopped\n", "", 0)
 
 
+@pytest.mark.slow
 def test_an_installed_package_brings_a_policy(tmp_path: Path, tiny_checkpoint: Any) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(SAMPLES / "vtx-policy-every", source)

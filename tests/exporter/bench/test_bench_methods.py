@@ -199,6 +199,7 @@ def gated(
     return request.param, made.folder
 
 
+@pytest.mark.sampled(2)
 def test_gates_are_asked_where_there_are_any(gated: tuple[bool, Path], data: Path, tmp_path: Path) -> None:
     fires, folder = gated
     done = vtx_bench("--bundle", str(folder), "--data", str(data), "--out", str(tmp_path / "out.json"))
@@ -210,6 +211,7 @@ def test_gates_are_asked_where_there_are_any(gated: tuple[bool, Path], data: Pat
         assert found["gates"][figure] == same[figure]
 
 
+@pytest.mark.sampled(2)
 def test_the_time_with_gates_is_measured_as_well(gated: tuple[bool, Path], tmp_path: Path) -> None:
     fires, folder = gated
     words = ["--bundle", str(folder), "--repeats", "1", "--threads", str(THREADS), "--out", str(tmp_path / "out.json")]
@@ -374,7 +376,7 @@ def test_questions_without_a_known_answer_do_not_count_where_others_have_one() -
         (["--methods", "--data", "none.jsonl"], 1, "none.jsonl"),
         (["--methods", "--samples", "0"], 1, "--samples is 0"),
         (["--methods", "--new-tokens", "0"], 1, "max_new_tokens is 0"),
-        (["--methods", "--k", "4"], 1, "K = 4 was not prebuilt"),
+        (["--methods", "--k", "4", "--samples", "1"], 1, "K = 4 was not prebuilt"),
         (["--methods", "--image", "a.jpg"], 2, "--methods asks the questions of --data"),
         (["--methods", "--prompt-tokens", "100"], 2, "--methods asks the questions of --data"),
         (["--methods", "--budgets", "200"], 1, "--budgets is '200'; each must be above 0 and at most 100"),

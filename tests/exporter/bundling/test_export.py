@@ -213,6 +213,7 @@ def test_a_name_with_wildcards_is_only_a_name(tiny_checkpoint: Make, tmp_path: P
 # ---- interrupted in the process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 @pytest.mark.parametrize("phase", ["weights", "reference", "checksums"])

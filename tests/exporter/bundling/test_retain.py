@@ -56,6 +56,7 @@ def mean(bundle: Bundle, spec: str) -> float:
     return float(np.mean(kept))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [25, 45, 75])
 def test_the_thresholds_found_keep_what_was_asked_for(
     tiny_checkpoint: Checkpoints, tmp_path: Path, tokens: int

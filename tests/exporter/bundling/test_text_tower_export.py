@@ -88,6 +88,7 @@ def test_int8_bundles_answer_by_it_as_well(options: ExportOptions, tmp_path: Pat
     assert stats.vision_tokens == 4
 
 
+@pytest.mark.slow
 def test_another_tower_is_another_export(
     options: ExportOptions, clip: Path, tmp_path: Path, reference: Callable[..., Reference]
 ) -> None:
@@ -175,6 +176,7 @@ GROWING = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("damage", "kind", "message"),
     [

@@ -58,6 +58,7 @@ HOSTILE: dict[str, tuple[Callable[[Spec], None], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path) -> None:
     top = write_checkpoint(tmp_path)
@@ -85,6 +86,7 @@ def test_hostile_templates_are_refused_with_the_limit(
         read(tmp_path, top, limits=limits)
 
 
+@pytest.mark.slow
 def test_templates_that_were_slow_to_compile_are_resolved(tmp_path: Path) -> None:
     for number, expression in enumerate(("[::1]" * 150, "|lower" * 100)):
         folder = tmp_path / str(number)

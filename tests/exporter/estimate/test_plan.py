@@ -181,6 +181,7 @@ TINIES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_bundle_gives_the_sizes_of_its_checkpoint(
@@ -209,6 +210,7 @@ def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Callable[..., Pa
 HEADERS = 32_768  # of a tiny bundle's weight files, at most
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 @pytest.mark.parametrize(("precision", "vision", "head"), [
     ("fp32", None, None), ("fp16", "fp32", None), ("int8", None, None), ("int4", None, None), ("int4", "int4", "fp16"),

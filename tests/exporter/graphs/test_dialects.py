@@ -66,6 +66,7 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
     return get
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
@@ -129,6 +130,7 @@ def test_a_tower_gives_what_transformers_does(
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("count", [1, 2, 40])
@@ -158,6 +160,7 @@ def test_only_the_dialect_of_onnxruntime_uses_its_operators(dialect_models: Get,
         assert {node.domain for node in model.graph.node} == {""}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("asked", PRECISIONS.values(), ids=list(PRECISIONS))
 def test_a_dialect_computes_what_the_stored_weights_say(

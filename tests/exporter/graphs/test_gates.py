@@ -158,6 +158,7 @@ def test_the_graph_uses_the_exact_gelu(gated: Callable[..., Model]) -> None:
 # ---- decisions and answers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [*KS, None])
 def test_the_first_gate_that_fires_decides_wherever_it_stands(
     gated: Callable[..., Model], reference: References, first: int | None
@@ -174,6 +175,7 @@ def test_the_first_gate_that_fires_decides_wherever_it_stands(
         assert [d.k for d in answer.stats.gate or ()] == [k for k in KS if first is None or k <= first]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_gates_decide_and_answer_as_plain_pytorch(
     gated: Callable[..., Model], reference: References, seed: int

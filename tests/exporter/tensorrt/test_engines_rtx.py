@@ -78,6 +78,7 @@ def test_a_bundle_for_reductions_becomes_engines(dialect: str, precision: str, t
     assert {graphs.vision, graphs.score} <= set(fingerprint.read_engines(bundle, "sm89").engines)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_network_that_is_built_keeps_types_and_caches(precision: str, bundles: Callable[[str], Bundle]) -> None:
     bundle = bundles(precision)
@@ -113,6 +114,7 @@ def test_a_graph_that_tensorrt_cannot_build_is_one_error(bundle: Bundle, tmp_pat
         build(request, lambda *_: None)
 
 
+@pytest.mark.slow
 def test_a_build_tells_of_its_phases(bundle: Bundle, tmp_path: Path) -> None:
     graph = bundle.manifest.dialects["trt"].stages[0]
     job = next(job for job in plan(bundle, "sm89").jobs if job.graph.name == graph)

@@ -249,6 +249,7 @@ def test_an_unread_turn_does_not_count(model: Model) -> None:
 # --- turns ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokenizer", ["metaspace", "bytes"])
 @pytest.mark.parametrize("k", DEPTHS)
 def test_turns_equal_one_prompt_with_the_whole_history(

@@ -234,6 +234,7 @@ def test_later_questions_and_other_depths_answer_as_a_fresh_session(
         assert [int(row.argmax()) for row in found] == wanted.ids
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 def test_reductions_answer_in_any_order_as_in_a_conversation_of_their_own(
     made: Callable[..., Made], device: str

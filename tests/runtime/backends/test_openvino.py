@@ -88,6 +88,7 @@ def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], L
 # --- parity ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 2, 0], ids=["one-image", "two-images", "text-only"])
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
@@ -106,6 +107,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
         assert list(found.done.slots) == judge.kv_slots(inputs, k)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "compute", "tolerance"),
     [("fp16", "f32", FP16_TOLERANCE), ("fp32", "bf16", BF16_TOLERANCE), ("fp16", "bf16", BF16_TOLERANCE)],

@@ -155,6 +155,7 @@ def test_a_missing_key_at_any_level_is_refused(sound: dict[str, Any]) -> None:
             assert key in refuse(changed), (way, key)
 
 
+@pytest.mark.slow
 def test_a_value_of_another_type_is_refused(sound: dict[str, Any]) -> None:
     wrong: dict[type, list[Any]] = {
         int: ["1", None, 1.5, True, [], {}],

@@ -94,6 +94,7 @@ def test_a_cache_that_shrinks_after_the_prompt_shows_its_survivors_only(traces: 
     assert len(tensors["0.positions.1"]) == len(tensors["0.ids"])
 
 
+@pytest.mark.slow
 def test_traces_of_a_runtime_agree_with_themselves_written_again(model: Model, traces: Path, tmp_path: Path) -> None:
     write_traces(model, tmp_path / "again")
     checks = judged(model, traces, tmp_path / "again")
@@ -146,6 +147,7 @@ def test_engines_meet_each_other_for_every_kind_of_policy_at_every_precision(
         assert not others or limits[1]
 
 
+@pytest.mark.slow
 def test_another_choice_is_refused_on_the_same_engine_and_beyond_the_share(
     model: Model, traces: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_another_choice_is_refused_on_the_same_engine_and_beyond_the_share(
     assert [check.passed for check in (*checked(0.2), *checked(0.1), *checked(0.0))] == [True, False, False]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [0, 3])
 @pytest.mark.parametrize("name", ["ids", "is_vision", "kept.0", "positions.1", "positions.8", "decoded.8"])
 def test_one_altered_whole_number_is_refused_by_name(
@@ -195,6 +198,7 @@ def test_logits_beyond_the_limit_are_refused_and_those_within_are_not(
     assert ": second" in found[0]
 
 
+@pytest.mark.slow
 def test_another_greedy_token_is_refused_unless_it_is_as_likely(model: Model, traces: Path, tmp_path: Path) -> None:
     def least(tensors: dict[str, Any]) -> None:
         tensors["0.tokens"][1] = tensors["0.logits"][1].argmin()

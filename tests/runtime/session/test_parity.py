@@ -146,6 +146,7 @@ def test_the_answer_reports_what_it_kept(
     assert (stats.prompt_tokens, stats.vision_tokens) == (slots[0], 16)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_an_fp16_bundle_stays_within_its_tolerance(
     models: Models, reference: Callable[..., Reference], tiny: Tiny

@@ -164,6 +164,7 @@ def test_mustdrop_behind_it(case: Case, way: str, positions: str) -> None:
     equal(*ask(case, method, share=0.3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str, Any]) -> None:
     talk, kept = Talk(case.model), []

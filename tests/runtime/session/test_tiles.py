@@ -48,6 +48,7 @@ VARIANTS |= {
 QUESTION = "What is the colour of the square in the picture?"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shapes", [(WIDE,), (HIGH,), (HIGH, WIDE)], ids=["wide", "high", "both"])
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
@@ -101,6 +102,7 @@ CASES += [(ONEVISION, name) for name in ("fastv", "dart")]
 CASES += [(INTERNVL, name) for name in ("fastv", "cdpruner", "dart", "dart before layer 1")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tiny", "name"), CASES, ids=[f"{tiny.family}, {name}" for tiny, name in CASES])
 def test_reductions_equal_the_statement(
     models: Models, reference: Callable[..., Reference], tiny: Tiny, name: str
