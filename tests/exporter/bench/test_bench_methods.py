@@ -420,11 +420,11 @@ def test_an_interruption_keeps_the_questions_that_every_method_answered(
 ) -> None:
     picture, calls = Model.prepare, list[None]()
 
-    def stop(self: Model, source: Any) -> Any:
+    def stop(self: Model, source: Any, *rest: Any, **how: Any) -> Any:
         calls.append(None)
         if len(calls) == 2 + after:  # the first belongs to the forecast
             raise KeyboardInterrupt
-        return picture(self, source)
+        return picture(self, source, *rest, **how)
 
     monkeypatch.setattr(Model, "prepare", stop)
     target = tmp_path / "out.json"
