@@ -1,149 +1,284 @@
-"""What conversations side by side cost: tokens per second of 1, 2, 4 and 8 clients of vtx-serve, and a short question
-beside a long answer. And what a batch would cost: a decode step of 1, 2, 4 and 8 rows, whose weights are read once.
+"""Tokens per second of 1, 2, 4 and 8 conversations at a time: vtx-serve decoding them together, vtx-serve decoding them
+in turn, and llama.cpp's server where its programs are given. And what a short question waits beside a long answer.
 
-    python benchmarks/serving.py BUNDLE
+    python -m benchmarks.serving                            vtx alone, at the shape 1b, int8
+    python -m benchmarks.serving --llama BUILD/bin          beside llama.cpp's server, from the same weights
 
-Client counts take turns within each round. The step of a batch is that of as many new rows of one conversation: the
-same matrix products as those of a batch, with attention over one cache instead of several.
+All servers hold the model at the same time and are asked in turn; each round is kept in --work, and the same command
+goes on after the last one. No round begins after --minutes. Run it from the root of the repository. `--llama` is a
+folder with llama-server and llama-quantize; their source is part of llama-cpp-python's source distribution
+(vendor/llama.cpp). The conversion takes the gguf package.
 """
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
-import socket
-import threading
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from common import parser, report
+from benchmarks.common import parser, report
+from benchmarks.make_checkpoint import SHAPES, write_config, write_tokenizer, write_weights
 
-import vtx
 from vtx.exporter.bench.series import shown, spread
-from vtx.runtime.server.engines import Engines
-from vtx.runtime.server.limits import Limits
+from vtx.exporter.data.journal import ResultJournal
+from vtx.runtime.host.machine import cores
 
 CLIENTS = (1, 2, 4, 8)
-SLOTS = 640  # filled when a step is measured: an image of LLaVA-1.5 and a question
+CONTEXT = 1024  # slots of a conversation
+WAIT_SECONDS = 180.0  # for a server to load
+ANSWER_SECONDS = 300.0
+GGUF = {"int8": "q8_0", "int4": "q4_0"}
+TOGETHER, IN_TURN, LLAMA = "vtx-serve, together", "vtx-serve, in turn", "llama.cpp's server"
+SERVE = "from vtx.cli import serve; serve()"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' + message['content'] + ' ' }}{% endfor %}ASSISTANT:"
+)
+
+
+def main() -> None:
+    given = arguments()
+    given.work.mkdir(parents=True, exist_ok=True)
+    checkpoint = made_checkpoint(given.work / f"checkpoint-{given.shape}", given.shape)
+    commands = vtx_commands(
+        given, made_bundle(given.work / f"bundle-{given.shape}-{given.precision}", checkpoint, given)
+    )
+    if given.llama is not None:
+        commands[LLAMA] = llama_command(given, made_gguf(given, checkpoint))
+    about = {
+        "model": given.shape, "precision": given.precision, "device": given.device, "compute": given.compute,
+        "threads": given.threads, "tokens": given.tokens, "sides": list(commands),
+    }  # fmt: skip
+    with ResultJournal(given.work / "serving.jsonl", about) as journal:
+        if len(journal.results) < given.rounds:
+            measure(commands, journal, given)
+        rounds = list(journal.results.values())
+    if not rounds:
+        sys.exit("no round was finished; give it more --minutes")
+    show(about, rounds, list(commands), given.json)
+
+
+def arguments() -> argparse.Namespace:
+    args = parser(__doc__ or "")
+    args.add_argument("--shape", choices=list(SHAPES), default="1b")
+    args.add_argument("--precision", choices=list(GGUF), default="int8")
+    args.add_argument("--device", default="auto", help="of vtx [%(default)s]")
+    args.add_argument("--compute", help="of vtx [its default]")
+    args.add_argument("--threads", type=int, default=cores())
+    args.add_argument("--tokens", type=int, default=32, help="of an answer [%(default)s]")
+    args.add_argument("--rounds", type=int, default=5, help="in all, those of an earlier run included [%(default)s]")
+    args.add_argument("--minutes", type=float, default=12, help="no round begins after these [%(default)s]")
+    args.add_argument("--llama", type=Path, metavar="FOLDER", help="with llama-server and llama-quantize")
+    args.add_argument("--work", type=Path, default=Path("build/serving"), help="models, and rounds [%(default)s]")
+    given = args.parse_args()
+    given.work = given.work.resolve()
+    return given
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def made_checkpoint(folder: Path, shape: str) -> Path:
+    if not (folder / "model.safetensors.index.json").exists():
+        folder.mkdir(exist_ok=True)
+        write_config(folder, SHAPES[shape])
+        write_tokenizer(folder, SHAPES[shape])
+        write_weights(folder, SHAPES[shape])
+    return folder
+
+
+def made_bundle(folder: Path, checkpoint: Path, given: argparse.Namespace) -> Path:
+    if not (folder / "vtx.json").exists():
+        words = ["--model", str(checkpoint), "--out", str(folder), "--precision", given.precision, "--k", "9"]
+        program = "from vtx.cli import export; export()"
+        subprocess.run([sys.executable, "-c", program, *words, "--max-context", str(CONTEXT)], check=True)
+    return folder
+
+
+def made_gguf(given: argparse.Namespace, checkpoint: Path) -> Path:
+    kind = GGUF[given.precision]
+    made, plain, partial = (given.work / f"{given.shape}-{name}.gguf" for name in (kind, "f16", "partial"))
+    if not made.exists():
+        from benchmarks.peers import gguf_files
+
+        gguf_files.write_text(checkpoint, plain, full=False, template=TEMPLATE)
+        subprocess.run([given.llama / "llama-quantize", plain, partial, kind], check=True, stdout=subprocess.DEVNULL)
+        plain.unlink()
+        partial.rename(made)
+    return made
+
+
+# ---- servers -------------------------------------------------------------------------------------
+
+
+def vtx_commands(given: argparse.Namespace, bundle: Path) -> dict[str, list[str]]:
+    most = str(max(CLIENTS))
+    common = [sys.executable, "-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", most]
+    common += ["--threads", str(given.threads), "--device", given.device]
+    common += ["--compute", given.compute] if given.compute else []
+    return {TOGETHER: [*common, "--max-batch", most], IN_TURN: [*common, "--max-batch", "1"]}
+
+
+def llama_command(given: argparse.Namespace, model: Path) -> list[str]:
+    """Continuous batching over as many conversations; its default is one slot's cache for each of them."""
+    most, port = max(CLIENTS), free_port()
+    words = ["--model", model, "--host", "127.0.0.1", "--port", port, "--parallel", most, "--ctx-size", most * CONTEXT]
+    words += ["--threads", given.threads, "--threads-batch", given.threads, "--jinja"]
+    return [str(given.llama / "llama-server"), *map(str, words)]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as at:
+        port: int = at.getsockname()[1]
+        return port
 
 
 @contextmanager
-def serving(bundle: Path, threads: int | None) -> Iterator[tuple[int, Engines]]:
-    """The port of a server of `bundle`, and its engines."""
-    import uvicorn
+def running(command: Sequence[str], log: Path) -> Iterator[tuple[int, int]]:
+    """The port and process id of a server that answers, ended with the block."""
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as server:
+        try:
+            yield port_of(server, command, log), server.pid
+        finally:
+            server.terminate()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
-    from vtx.runtime.server.app import make_app
 
-    limits = Limits(parallel=max(CLIENTS), new_tokens=4096)
-    engines = Engines({"model": bundle}, lambda folder: vtx.load(folder, device="cpu", threads=threads), limits)
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(engines, limits), log_level="error", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
+def port_of(server: subprocess.Popen[bytes], command: Sequence[str], log: Path) -> int:
+    """Its port, once it answers."""
+    end = time.monotonic() + WAIT_SECONDS
+    told = int(command[command.index("--port") + 1])
+    while time.monotonic() < end and server.poll() is None:
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text(errors="replace"))
+        port = told or (int(found[1]) if found else 0)
+        if port and answers(port):
+            return port
+        time.sleep(0.5)
+    raise RuntimeError(f"{Path(command[0]).name} did not start; {log} says: {log.read_text(errors='replace')[-500:]}")
+
+
+def answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        yield listening.getsockname()[1], engines
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
     finally:
-        server.should_exit = True
-        thread.join()
+        connection.close()
+
+
+# ---- asking --------------------------------------------------------------------------------------
 
 
 def ask(port: int, question: str, tokens: int) -> tuple[float, float]:
-    """Seconds to the first token of a streamed answer, and to its end."""
-    body = {"model": "model", "messages": [{"role": "user", "content": question}], "max_tokens": tokens, "k": "none",
-            "reduce": "none", "ignore_eos": True, "stream": True}  # fmt: skip
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    start, first = time.perf_counter(), 0.0
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    assert response.status == 200, response.read()
-    while response.readline():
-        first = first or time.perf_counter()
-    connection.close()
-    return first - start, time.perf_counter() - start
+    """Seconds to the first piece of a streamed answer of exactly `tokens`, and to its end."""
+    body = {
+        "model": "model", "messages": [{"role": "user", "content": question}], "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
+    try:
+        start, first, usage = time.perf_counter(), 0.0, None
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {response.read()[:300]!r}")
+        while line := response.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            first = first or time.perf_counter()
+            usage = json.loads(line[6:]).get("usage") or usage
+        end = time.perf_counter()
+    finally:
+        connection.close()
+    if usage is None or usage["completion_tokens"] != tokens:
+        raise RuntimeError(f"{tokens} tokens were asked for, the answer's usage is {usage}")
+    return first - start, end - start
+
+
+def question(number: int) -> str:
+    """One of which no server knows the beginning."""
+    return f"{time.time_ns()} {number}: what is there to see?"
 
 
 def side_by_side(port: int, clients: int, tokens: int) -> float:
-    """Tokens per second of all clients together."""
+    """Tokens per second of all clients together, prompts included."""
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(lambda n: ask(port, f"question {n} of {time.time_ns()}", tokens), range(clients)))
+        list(pool.map(lambda number: ask(port, question(number), tokens), range(clients)))
     return clients * tokens / (time.perf_counter() - start)
 
 
 def beside_a_long_one(port: int, tokens: int) -> float:
-    """Seconds to the end of an answer of 4 tokens while one of many runs."""
+    """Seconds to the end of an answer of 4 tokens while one of `tokens` runs."""
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(ask, port, f"a long answer {time.time_ns()}", tokens)
-        time.sleep(0.2)
-        _, seconds = ask(port, f"a short one {time.time_ns()}", 4)
+        long = pool.submit(ask, port, question(0), tokens)
+        time.sleep(0.5)
+        _, seconds = ask(port, question(1), 4)
         long.result()
     return seconds
 
 
-def step_ms(model: vtx.Model, rows: Sequence[int], repeats: int) -> dict[int, list[float]]:
-    """Milliseconds in which a decode step of so many rows runs through all stages and the head."""
-    manifest, backend = model.manifest, model.backend
-    slots = min(SLOTS, manifest.max_context - max(rows))
-    hidden = np.random.default_rng(0).standard_normal((max(rows), manifest.model.hidden)).astype(np.float32)
-    prompt = np.random.default_rng(1).standard_normal((slots, manifest.model.hidden)).astype(np.float32)
-    caches = [backend.stage(number, manifest.max_context) for number in range(len(manifest.stages))]
-    for cache in caches:
-        cache.append(prompt, np.arange(slots))
-
-    def step(count: int) -> None:
-        state = hidden[:count]
-        for cache in caches:
-            cache.keep(slots)
-            state = cache.append(state, np.arange(slots, slots + count))
-        backend.head(state)
-
-    return alternating({count: lambda count=count: timed(lambda: step(count)) for count in rows}, repeats)
+# ---- rounds --------------------------------------------------------------------------------------
 
 
-def timed(call: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    call()
-    return 1000 * (time.perf_counter() - start)
+def measure(commands: dict[str, list[str]], journal: ResultJournal, given: argparse.Namespace) -> None:
+    """Rounds until there are enough, or until the time is over."""
+    end = time.monotonic() + 60 * given.minutes
+    with ExitStack() as stack:
+        ports = {}
+        for number, (side, command) in enumerate(commands.items()):
+            ports[side], _ = stack.enter_context(running(command, given.work / f"server-{number}.log"))
+            ask(ports[side], question(0), 4)  # warms up
+        while len(journal.results) < given.rounds and time.monotonic() < end:
+            number = len(journal.results)
+            journal.add({f"round {number}": one_round(ports, number, given.tokens)})
+            print(f"round {number + 1} of {given.rounds}", file=sys.stderr, flush=True)
 
 
-def alternating(calls: dict[int, Callable[[], float]], repeats: int) -> dict[int, list[float]]:
-    """What each call gives, one of each in turn; the first round warms up."""
-    rounds = [{name: call() for name, call in calls.items()} for _ in range(repeats + 1)][1:]
-    return {name: [one[name] for one in rounds] for name in calls}
+def one_round(ports: dict[str, int], number: int, tokens: int) -> dict[str, Any]:
+    """Every side with every number of clients, each side beginning in its turn."""
+    sides = list(ports)
+    order = [*sides[number % len(sides) :], *sides[: number % len(sides)]]
+    rates: dict[str, dict[str, float]] = {side: {} for side in sides}
+    for clients in CLIENTS:
+        for side in order:
+            rates[side][str(clients)] = side_by_side(ports[side], clients, tokens)
+    short = {side: [ask(ports[side], question(0), 4)[1], beside_a_long_one(ports[side], 2 * tokens)] for side in order}
+    return {"tokens_per_s": rates, "short_s": short}
 
 
-def main() -> None:
-    args = parser(__doc__ or "")
-    args.add_argument("bundle", type=Path)
-    args.add_argument("--threads", type=int)
-    args.add_argument("--tokens", type=int, default=48)
-    args.add_argument("--rounds", type=int, default=5)
-    given = args.parse_args()
-    with serving(given.bundle, given.threads) as (port, engines):
-        sides = {n: lambda n=n: side_by_side(port, n, given.tokens) for n in CLIENTS}
-        rates = alternating(sides, given.rounds)
-        short = alternating(
-            {0: lambda: 1000 * ask(port, "alone", 4)[1], 1: lambda: 1000 * beside_a_long_one(port, given.tokens)},
-            given.rounds,
-        )
-        steps = step_ms(engines.loaded[0].model, CLIENTS, 3 * given.rounds)
-    table = [["", "figure", "against one"]]
-    for count, values in rates.items():
-        table.append([f"{count} clients, tokens/s in all", shown(spread(values)), ratio(values, rates[1])])
-    table.append(["a question of 4 tokens alone, ms", shown(spread(short[0]), 0), ""])
-    table.append(["the same beside a long answer, ms", shown(spread(short[1]), 0), ratio(short[1], short[0])])
-    for count, values in steps.items():
-        table.append([f"a step of {count} rows, ms", shown(spread(values), 1), ratio(values, steps[1])])
-    figures = {
-        "tokens_per_s": {n: spread(values) for n, values in rates.items()},
-        "short_ms": spread(short[0]), "short_beside_ms": spread(short[1]),
-        "step_ms": {n: spread(values) for n, values in steps.items()},
-    }  # fmt: skip
-    report({"bundle": given.bundle.name, "tokens": given.tokens, **figures}, table, given.json)
+def show(about: dict[str, Any], rounds: Sequence[dict[str, Any]], sides: Sequence[str], target: Path | None) -> None:
+    def of(side: str, clients: int) -> list[float]:
+        return [one["tokens_per_s"][side][str(clients)] for one in rounds]
+
+    table = [["", *sides]]
+    for clients in CLIENTS:
+        table.append([f"{clients} at a time, tokens/s", *(shown(spread(of(side, clients)), 1) for side in sides)])
+    for clients in CLIENTS[1:]:
+        table.append([f"{clients} at a time, by one", *(ratio(of(side, clients), of(side, 1)) for side in sides)])
+    for clients in CLIENTS:
+        in_turn = of(IN_TURN, clients)
+        table.append([f"{clients} at a time, by vtx in turn", *(ratio(of(side, clients), in_turn) for side in sides)])
+    for place, what in enumerate(("4 tokens alone, s", "4 tokens beside a long answer, s")):
+        times: Callable[[str], list[float]] = lambda side, place=place: [r["short_s"][side][place] for r in rounds]  # noqa: E731
+        table.append([what, *(shown(spread(times(side))) for side in sides)])
+    print(f"{about}, {len(rounds)} rounds\n")
+    report({**about, "rounds": rounds}, table, target)
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> str:

@@ -1,10 +1,12 @@
 """A LLaVA checkpoint as llama.cpp reads it: a text model and an `mmproj` file, written with the gguf package.
 
-No vocabulary is written: the harness feeds ids. Names and layouts are those that llama.cpp's loaders ask for.
+A vocabulary is written only for a server: the harness feeds ids. Names and layouts are those that llama.cpp's loaders
+ask for.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,11 @@ TOWER = {
 }
 
 
-def write_text(checkpoint: Path, target: Path, *, full: bool) -> None:
-    """The decoder; matrices in float32 where `full`, else float16, vectors in float32."""
+def write_text(checkpoint: Path, target: Path, *, full: bool, template: str | None = None) -> None:
+    """The decoder; matrices in float32 where `full`, else float16, vectors in float32.
+
+    With a chat `template` the tokenizer is written, too: bytes without merges, as `make_checkpoint.py` makes it.
+    """
     import gguf
 
     c = tensors.config(checkpoint)["text_config"]
@@ -65,11 +70,36 @@ def write_text(checkpoint: Path, target: Path, *, full: bool) -> None:
     out.add_rope_dimension_count(c["hidden_size"] // heads)
     out.add_rope_freq_base(float(c.get("rope_theta", 10_000.0)))
     out.add_file_type(gguf.LlamaFileType.ALL_F32 if full else gguf.LlamaFileType.MOSTLY_F16)
-    out.add_tokenizer_model("none")
+    if template is None:
+        out.add_tokenizer_model("none")
+    else:
+        add_tokenizer(out, checkpoint, template)
     for name, values in tensors.read(checkpoint):
         if name.startswith(tensors.TEXT):
             add_text_tensor(out, name.removeprefix(tensors.TEXT), values, (heads, kv_heads), full)
     finish(out)
+
+
+def add_tokenizer(out: Any, checkpoint: Path, template: str) -> None:
+    import gguf
+
+    written = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    if written["model"]["merges"]:
+        raise ValueError("only a tokenizer without merges is written")
+    size = tensors.config(checkpoint)["text_config"]["vocab_size"]
+    special = {token["id"]: token["content"] for token in written["added_tokens"]}
+    names = {id: name for name, id in written["model"]["vocab"].items()} | special
+    kinds = [gguf.TokenType.CONTROL if id in special else gguf.TokenType.NORMAL for id in range(size)]
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("gpt-2")
+    out.add_token_list([names.get(id, f"<unused-{id}>") for id in range(size)])
+    out.add_token_types(kinds)
+    out.add_token_merges(["\u0100 \u0101"])  # llama.cpp wants one; bytes 0 and 1 are in no text
+    ids = {name: id for id, name in special.items()}
+    out.add_bos_token_id(ids["<s>"])
+    out.add_eos_token_id(ids["</s>"])
+    out.add_add_bos_token(True)
+    out.add_chat_template(template)
 
 
 def add_text_tensor(out: Any, name: str, values: Any, heads: tuple[int, int], full: bool) -> None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vtx.runtime.policies.methods.gate import Decision
 from vtx.runtime.session.reduction_report import ReductionReport
+from vtx.runtime.session.sampling import Likely
+
+
+class Progress(NamedTuple):
+    """Tokens of an answer that is being made, with their log probabilities and the most likely ones where asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[Likely, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,8 @@ class Answer:
 
     `stopped` is "end" (an end token), "stop" (a stop string), "length" (`max_new_tokens`), "context" (no KV slot
     left), "timeout" or "cancelled"; the last two leave the text as far as it had come. `logprobs` are the natural
-    logarithms of the tokens' probabilities as the model gives them, before sampling; None where not asked for.
+    logarithms of the tokens' probabilities as the model gives them, before sampling, and `top_logprobs` the most likely
+    tokens in each place with theirs, (id, log probability); None where not asked for.
     `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` says on one line.
     """
 
@@ -68,6 +78,7 @@ class Answer:
     stats: Stats = field(repr=False)
     stopped: str
     logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[Likely, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -78,4 +89,5 @@ class Answer:
         facts |= dataclasses.asdict(self.stats)
         facts |= facts.pop("reduced") or {}
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
+        facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
         return facts if facts["gate"] is not None else {k: v for k, v in facts.items() if k != "gate"}

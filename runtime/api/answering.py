@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.api.answer import Answer, Stats
+from vtx.runtime.api.answer import Answer, Progress, Stats
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.text_output import TextOutput
 from vtx.runtime.api.turns import Ended, Request
@@ -25,7 +25,7 @@ from vtx.runtime.session.encoded_images import EncodedImages
 from vtx.runtime.session.generate import generate
 from vtx.runtime.session.reduction_report import reduced
 from vtx.runtime.session.result import PrefillResult, Selection
-from vtx.runtime.session.sampling import Sampler, log_probability
+from vtx.runtime.session.sampling import Likely, Sampler, log_probability, most_likely
 from vtx.runtime.session.session import Prompt, Session
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class AnswerInProgress:
         self.session: Session | None = None  # while it decodes
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._likely: list[Likely] = []
         self._output = TextOutput(model.text.stream(), question.options.stop)
 
     def pieces(self) -> Generator[str]:
@@ -100,15 +101,17 @@ class AnswerInProgress:
         finally:
             self.session = None
 
-    def progress(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The tokens so far from number `start` on, and their log probabilities where they were asked for."""
-        return tuple(self._ids[start:]), tuple(self._logprobs[start:])
+    def progress(self, start: int) -> Progress:
+        """The tokens so far from number `start` on."""
+        return Progress(tuple(self._ids[start:]), tuple(self._logprobs[start:]), tuple(self._likely[start:]))
 
     def end(self, stopped: str) -> None:
         """Set the answer to what there is."""
         if self.answer is None:
-            logprobs = tuple(self._logprobs) if self._question.options.logprobs else None
-            self.answer = Answer(self._output.text, tuple(self._ids), self._stats(), stopped, logprobs)
+            options = self._question.options
+            logprobs = tuple(self._logprobs) if options.logprobs else None
+            likely = tuple(self._likely) if options.top_logprobs else None
+            self.answer = Answer(self._output.text, tuple(self._ids), self._stats(), stopped, logprobs, likely)
 
     def _prompt(self, images: EncodedImages) -> Prompt:
         question, model, check = self._question, self._model, self.request.check
@@ -131,6 +134,8 @@ class AnswerInProgress:
             token = sampler(logits)
             if options.logprobs:
                 self._logprobs.append(log_probability(logits, token))
+            if options.top_logprobs:
+                self._likely.append(most_likely(logits, options.top_logprobs))
             return token
 
         limit, check = options.max_new_tokens, self.request.check

@@ -14,6 +14,7 @@ from vtx.runtime.session.sampling import Sampling
 K = int | str | None
 DEFAULT = "default"
 MAX_STOPS = 16
+MAX_LIKELY = 20  # tokens that log probabilities are given of in one place
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Options:
         gate_threshold: with K "auto", the probability above which the image is withdrawn.
         stop: strings at whose first occurrence the answer ends; they are not part of its text.
         logprobs: give the log probability of each token of the answer.
+        top_logprobs: with it, that of so many of the most likely tokens in its place.
         timeout: seconds from the first read of an answer, waiting for others included, to its end; None: no limit.
 
     Raises:
@@ -41,6 +43,7 @@ class Options:
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     timeout: float | None = None
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -50,6 +53,11 @@ class Options:
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"sampling is {self.sampling!r:.40}; it must be a vtx.Sampling")
         check_number("the gate threshold", self.gate_threshold, "a probability from 0 to 1", least=0, most=1)
+        check_whole("top_logprobs", self.top_logprobs, 0)
+        if self.top_logprobs > MAX_LIKELY:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}; at most {MAX_LIKELY} are given")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs} without logprobs; ask for logprobs, too")
         object.__setattr__(self, "stop", _stops(self.stop))
         if self.timeout is not None:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
@@ -64,6 +72,7 @@ class OptionKeywords(TypedDict, total=False):
     gate_threshold: float
     stop: str | tuple[str, ...] | list[str]
     logprobs: bool
+    top_logprobs: int
     timeout: float | None
     temperature: float
     top_p: float

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.turns import Reader, Request
 from vtx.runtime.errors import RequestError
 from vtx.runtime.session.session import Session
@@ -28,8 +28,8 @@ class Answering(Protocol):
         """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
         ...
 
-    def progress(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The tokens so far from number `start` on, and their log probabilities where they were asked for."""
+    def progress(self, start: int) -> Progress:
+        """The tokens so far from number `start` on."""
         ...
 
     def end(self, stopped: str) -> None:
@@ -83,8 +83,8 @@ class AnswerStream:
             ready = session is not None and session.next_token is not None and not self._request.cancelled
             yield session if ready else None
 
-    def progress(self, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The tokens so far from number `start` on, and their log probabilities where they were asked for.
+    def progress(self, start: int = 0) -> Progress:
+        """The tokens so far from number `start` on.
 
         For the thread that reads; a piece of text can take several tokens.
         """

@@ -231,7 +231,7 @@ async def _stream(reply: Reply, events: AsyncIterator[Piece | Done], objects: Ob
             await reply.begin_events()
             await reply.event(objects.chunk({"role": "assistant", "content": ""}))
         if isinstance(event, Piece):
-            await reply.event(objects.chunk({"content": event.text}, event.token_ids, event.logprobs))
+            await reply.event(objects.chunk({"content": event.text}, event.progress))
             continue
         answer = event.answer
         await reply.event(objects.chunk({}, finish=FINISHED[answer.stopped]))

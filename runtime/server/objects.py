@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.model import Model
 
 FINISHED = {"end": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -29,20 +28,21 @@ class Objects:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {
             "index": 0, "message": message, "finish_reason": FINISHED[answer.stopped],
-            "logprobs": self._logprobs(answer.token_ids, answer.logprobs or ()),
+            "logprobs": self._logprobs(
+                Progress(answer.token_ids, answer.logprobs or (), answer.top_logprobs or ())
+            ),
         }  # fmt: skip
         return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage(answer)}
 
     def chunk(
         self,
         delta: dict[str, Any],
-        ids: Sequence[int] = (),
-        logprobs: Sequence[float] = (),
+        progress: Progress | None = None,
         *,
         finish: str | None = None,
     ) -> dict[str, Any]:
         """What came with one token, or at the beginning or end."""
-        shown = self._logprobs(ids, logprobs) if ids else None
+        shown = self._logprobs(progress) if progress is not None and progress.token_ids else None
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": shown}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
@@ -54,7 +54,7 @@ class Objects:
         """Token counts, and under `vtx` what `vtx-run --json` prints of the answer, without its text."""
         prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
         facts = answer.to_dict()
-        for name in ("text", "logprobs"):
+        for name in ("text", "logprobs", "top_logprobs"):
             facts.pop(name, None)
         return {
             "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
@@ -65,12 +65,18 @@ class Objects:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.name}
 
-    def _logprobs(self, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(self, progress: Progress) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        return {"content": [self._token(id, value) for id, value in zip(ids, values, strict=True)], "refusal": None}
+        tops = progress.top_logprobs or ((),) * len(progress.token_ids)
+        tokens = zip(progress.token_ids, progress.logprobs, tops, strict=True)
+        content = [
+            {**self._token(id, value), "top_logprobs": [self._token(*one) for one in likely]}
+            for id, value, likely in tokens
+        ]
+        return {"content": content, "refusal": None}
 
     def _token(self, id: int, logprob: float) -> dict[str, Any]:
         text = self.model.text.decode([id])
         whole = None if "\ufffd" in text else list(text.encode())  # part of a character has no text of its own
-        return {"token": text, "logprob": logprob, "bytes": whole, "top_logprobs": []}
+        return {"token": text, "logprob": logprob, "bytes": whole}

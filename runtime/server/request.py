@@ -22,7 +22,7 @@ DEFAULT_TOKENS = Options().max_new_tokens
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Fields that may be given with the value that changes nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "top_logprobs": (0,),
+    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "tools": ([],), "tool_choice": ("none", "auto"),
 }  # fmt: skip
 
@@ -106,13 +106,15 @@ def _read(fields: _Fields, limits: Limits) -> ChatRequest:
         seed=fields.take("seed", None, lambda value: _sampling(seed=value)),
         repetition_penalty=fields.take("repetition_penalty", 1.0, lambda value: _sampling(repetition_penalty=value)),
     )
+    logprobs = fields.take("logprobs", False, lambda value: _flag("logprobs", value))
     options = Options(
         max_new_tokens=tokens,
         ignore_eos=fields.take("ignore_eos", False, lambda value: _flag("ignore_eos", value)),
         sampling=sampling,
         gate_threshold=fields.take("gate_threshold", 0.5, lambda value: _gate_threshold(value)),
         stop=fields.take("stop", (), lambda value: Options(stop=value).stop),
-        logprobs=fields.take("logprobs", False, lambda value: _flag("logprobs", value)),
+        logprobs=logprobs,
+        top_logprobs=fields.take("top_logprobs", 0, lambda value: _top_logprobs(value, logprobs=logprobs)),
         timeout=limits.seconds,
     )
     stream = fields.take("stream", False, lambda value: _flag("stream", value))
@@ -142,6 +144,10 @@ def _gate_threshold(value: Any) -> None:
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {value!r:.40}; it must be true or false")
+
+
+def _top_logprobs(value: Any, *, logprobs: bool) -> None:
+    Options(logprobs=logprobs, top_logprobs=value)
 
 
 def _k(value: Any) -> None:

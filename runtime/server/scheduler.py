@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import VtxError
 from vtx.runtime.server.refusal import Refusal
@@ -20,11 +20,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text that became certain with one more token, and the tokens' log probabilities where asked for."""
+    """The text that became certain with one more token, and the tokens since the last piece."""
 
     text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +111,10 @@ class Job:
         self._emit(Failed(shutting_down()))
 
     def _tell(self, text: str, stream: AnswerStream) -> None:
-        ids, logprobs = stream.progress(self._told)
-        self._told += len(ids)
-        if text or ids:
-            self._emit(Piece(text, ids, logprobs))
+        progress = stream.progress(self._told)
+        self._told += len(progress.token_ids)
+        if text or progress.token_ids:
+            self._emit(Piece(text, progress))
 
     def _finish(self, stream: AnswerStream) -> None:
         answer = stream.answer

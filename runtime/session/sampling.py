@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import RequestError
 
 LEAST_PENALTY = 1e-3
+Likely: TypeAlias = tuple[tuple[int, float], ...]  # token ids, the likeliest first, with their log probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,13 @@ def log_probability(logits: NDArray[np.float32], token: int) -> float:
     """The natural logarithm of a token's probability under logits [vocab], as the model gives them."""
     scores = logits.astype(np.float64) - float(logits.max())
     return float(scores[token] - np.log(np.exp(scores).sum()))
+
+
+def most_likely(logits: NDArray[np.float32], count: int) -> Likely:
+    """The `count` most likely tokens under logits [vocab], the likeliest first, with their log probabilities."""
+    scores = logits.astype(np.float64) - float(logits.max())
+    scores -= np.log(np.exp(scores).sum())
+    return tuple((int(token), float(scores[token])) for token in np.argsort(-scores, kind="stable")[:count])
 
 
 def _nucleus(odds: NDArray[np.float64], top_p: float) -> NDArray[np.float64]:

@@ -144,6 +144,24 @@ def test_log_probabilities_come_for_each_token(served: Served, local: Model, str
     assert [token["token"] for token in content] == [local.text.decode([id]) for id in answer.token_ids]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_most_likely_tokens_come_with_their_log_probabilities(served: Served, local: Model, stream: bool) -> None:
+    fields = {"logprobs": True, "temperature": 3.0, "seed": 5}
+    response = served.chat(asking(user("red?", IMAGE), **NONE, **fields, top_logprobs=4, stream=stream))
+    answer = expected(local, user("red?", IMAGE), **fields, top_logprobs=4)
+    choices = [c for event in response.events for c in event["choices"]] if stream else response.json["choices"]
+    content = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert answer.top_logprobs is not None
+    for token, likely in zip(content, answer.top_logprobs, strict=True):
+        given = token["top_logprobs"]
+        assert [one["token"] for one in given] == [local.text.decode([id]) for id, _ in likely]
+        values = [one["logprob"] for one in given]
+        assert values == pytest.approx([value for _, value in likely], abs=1e-4)
+        assert values == sorted(values, reverse=True)
+        assert token["logprob"] <= values[0] + 1e-9
+    assert any(token["logprob"] < token["top_logprobs"][0]["logprob"] - 1e-6 for token in content), "drawn, not greedy"
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_either_name_limits_the_tokens(served: Served, name: str) -> None:
     body = {"model": "tiny", "messages": [user("red?")], "ignore_eos": True, name: 3}

@@ -63,7 +63,9 @@ def part(url: Any) -> dict[str, Any]:
         ({"n": 2}, 400, "n", "does not do"),
         ({"n": True}, 400, "n", "does not do"),
         ({"tools": [{"type": "function"}]}, 400, "tools", "does not do"),
-        ({"top_logprobs": 3}, 400, "top_logprobs", "does not do"),
+        ({"top_logprobs": 3}, 400, "top_logprobs", "ask for logprobs, too"),
+        ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "20"),
+        ({"top_logprobs": True, "logprobs": True}, 400, "top_logprobs", "whole number"),
         ({"temprature": 1}, 400, "temprature", "there is no field 'temprature'"),
     ],
 )
@@ -150,7 +152,8 @@ def test_mutilated_bodies_end_in_an_answer_or_a_refusal_and_harm_nobody(served: 
 @pytest.mark.parametrize("value", [None, True, 0, -1, 1.5, "", "x", [], {}, [None], {"a": None}, 10**400])
 def test_no_value_of_any_field_ends_in_an_error_of_the_server(served: Served, value: Any) -> None:
     names = ["model", "messages", "k", "reduce", "gate_threshold", "temperature", "top_p", "top_k", "seed", "stop",
-             "stream", "logprobs", "max_tokens", "stream_options", "n", "repetition_penalty", "ignore_eos"]  # fmt: skip
+             "stream", "logprobs", "top_logprobs", "max_tokens", "stream_options", "n", "repetition_penalty",
+             "ignore_eos"]  # fmt: skip
     bodies = [{**GOOD, name: value} for name in names]
     bodies += [
         asking({"role": "user", "content": value}),

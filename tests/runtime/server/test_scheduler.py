@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.serving import WAIT
+from vtx.runtime.api.answer import Progress
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.server.scheduler import Done, Event, Failed, Job, Piece, Scheduler
 
@@ -35,8 +36,8 @@ class Script:
             raise RuntimeError(self.name)
         return self.name
 
-    def progress(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        return tuple(range(start, self._steps)), ()
+    def progress(self, start: int) -> Progress:
+        return Progress(tuple(range(start, self._steps)))
 
     def cancel(self) -> None:
         self._tokens = self._steps
