@@ -76,7 +76,8 @@ def evaluate(
     named = make_methods(ks or (None,), reduces or ("none",)) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
     where = Where(data, (images or folder).expanduser().resolve(), annotations, split)
-    questions = read_questions(FORMATS[task], where, instruction=instruction, samples=samples, seed=seed)
+    said = FORMATS[task].instruction if instruction is None else instruction
+    questions = read_questions(FORMATS[task], where, instruction=said, samples=samples, seed=seed)
     for line in questions.skipped:
         note(f"skipped {line}")
     path = find_bundle(bundle)
@@ -93,9 +94,7 @@ def evaluate(
             )  # fmt: skip
         for line in asked.skipped[len(questions.skipped) :]:
             note(f"skipped {line}")
-        made = make_report(
-            task, METRICS[task], questions.source, asked, model, instruction=instruction, times=not no_times
-        )
+        made = make_report(task, METRICS[task], questions.source, asked, model, instruction=said, times=not no_times)
     write_json(target / "report.json", made)
     try:
         draw_report(made, target / "pareto.png")

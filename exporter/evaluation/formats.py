@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.data.items import MAX_FILE, MAX_IMAGES, inside, parse_line
-from vtx.exporter.evaluation.questions import Format, Record, TaskQuestion, Where
+from vtx.exporter.evaluation.questions import Format, Record, TaskQuestion, Where, is_there
 from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import RequestError
@@ -128,7 +128,7 @@ def _mme(record: tuple[str, str, str], where: Where) -> TaskQuestion:
     folders = [f"{category}/images", category]
     names = [f"{folder}/{stem}{ending}" for folder in folders for ending in IMAGE_ENDINGS]
     paths = [inside(where.images, name) for name in names]
-    found = next((path for path in paths if path.is_file()), None)
+    found = next((path for path in paths if is_there(path)), None)
     if found is None:
         raise RequestError(f"no image {shown(stem)} in {category}")
     return TaskQuestion((found,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)

@@ -107,10 +107,18 @@ def _instructed(question: TaskQuestion, instruction: str) -> TaskQuestion:
     if not question.text.strip():
         raise RequestError("it has no question")
     for path in question.images:
-        if not path.is_file():
+        if not is_there(path):
             raise ImageError(f"image {path.name} is not in {path.parent}")
     text = f"{question.text}\n{instruction}" if instruction else question.text
     return TaskQuestion(question.images, text, question.answers, question.image, question.group, question.choices)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path, whose name may be no name at all, is a file."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _drawn(questions: Sequence[TaskQuestion], samples: int, seed: int) -> list[TaskQuestion]:

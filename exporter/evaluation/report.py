@@ -24,7 +24,7 @@ Scores = Sequence[tuple[str, float]]
 
 
 def make_report(
-    task: str, metric: Metric, source: str, asked: Asked, model: Model, *, instruction: str | None, times: bool
+    task: str, metric: Metric, source: str, asked: Asked, model: Model, *, instruction: str, times: bool
 ) -> dict[str, Any]:
     """The whole report, ready for JSON.
 

@@ -51,6 +51,8 @@ BAD: list[tuple[Any, str]] = [
     ({**POPE, "image": "../../etc/passwd"}, "lies outside"),
     ({**POPE, "image": "/etc/passwd"}, "lies outside"),
     ({**POPE, "image": "missing.jpg"}, "is not in"),
+    ({**POPE, "image": "x" * 5000}, "is not in"),
+    ({**POPE, "image": "a\0b.jpg"}, "not a file name"),
     ({**POPE, "label": "maybe"}, "neither yes nor no"),
     ({**POPE, "text": 5}, "no text"),
     ([POPE], "is not an object"),
