@@ -2,9 +2,12 @@
 
     python benchmarks/make_checkpoint.py 1b build/llava-1b
     python benchmarks/make_checkpoint.py llava-1.5-7b build/llava-7b
+    python benchmarks/make_checkpoint.py llava-next-7b build/llava-next-7b
+    python benchmarks/make_checkpoint.py internvl3-8b build/internvl3-8b
 
-Float16 safetensors shards under the public hub's tensor names, with a byte-level tokenizer of the full vocabulary
-size, CLIP processor settings and a chat template. The answers are noise; shapes, sizes and speeds are real.
+Float16 safetensors shards, with a byte-level tokenizer of the full vocabulary size, image processor settings and a chat
+template. Tensors have the public hub's names for LLaVA-1.5, and for other families the names that vtx gives them, which
+its exporter takes as they are. The answers are noise; shapes, sizes and speeds are real.
 """
 
 from __future__ import annotations
@@ -32,18 +35,22 @@ TEMPLATE = (
     "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] + ' ' }}{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-IMAGE_TOKEN = 32000
+IMAGE_TOKENS = {"internvl": "<IMG_CONTEXT>"}
+PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the decoder; the tower is CLIP-L/336 throughout."""
+    """Sizes of the decoder; the tower is CLIP-L/336, for InternVL InternViT-300M."""
 
     layers: int
     hidden: int
     ffn: int
     heads: int
     vocab: int = 32064
+    family: str = "llava"
+    kv_heads: int | None = None
+    image_token: int = 32000
     tower: tuple[int, int, int, int] = (24, 1024, 4096, 16)  # layers, hidden, ffn, heads
 
 
@@ -51,6 +58,8 @@ SHAPES = {
     "1b": Shape(16, 2048, 5504, 16),
     "llava-1.5-7b": Shape(32, 4096, 11008, 32),
     "llava-1.5-13b": Shape(40, 5120, 13824, 40),
+    "llava-next-7b": Shape(32, 4096, 11008, 32, family="llava_next"),
+    "internvl3-8b": Shape(28, 3584, 18944, 28, 151674, "internvl", 4, 151667),
 }
 
 
@@ -94,6 +103,15 @@ def text_tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "language_model.lm_head.weight", (s.vocab, s.hidden)
 
 
+def canonical_tensors(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Every tensor that an export of the written configuration needs."""
+    from vtx.exporter.checkpoint.families.registry import read_config
+    from vtx.exporter.graphs import decoder, vision
+
+    config = read_config(json.loads((folder / "config.json").read_text()))
+    return [*vision.vision_tensors(config), *decoder.decoder_tensors(config.text)]
+
+
 def blocks(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Iterator[NDArray[np.float16]]:
     """Random values of a tensor, flat, a bounded number at a time; norms near one, matrices by their fan-in."""
     count = int(np.prod(shape))
@@ -118,7 +136,7 @@ def shards(tensors: list[tuple[str, tuple[int, ...]]]) -> list[list[tuple[str, t
 
 
 def write_weights(folder: Path, s: Shape) -> None:
-    parts = shards([*vision_tensors(s), *text_tensors(s)])
+    parts = shards([*vision_tensors(s), *text_tensors(s)] if s.family == "llava" else canonical_tensors(folder))
     rng, weight_map = np.random.default_rng(0), {}
     for number, part in enumerate(parts, 1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
@@ -139,16 +157,17 @@ def write_weights(folder: Path, s: Shape) -> None:
 def write_tokenizer(folder: Path, s: Shape) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {char: 3 + i for i, char in enumerate(alphabet)}
-    vocab |= {f"<filler-{i}>": i for i in range(len(vocab), IMAGE_TOKEN)}
+    vocab |= {f"<filler-{i}>": i for i in range(len(vocab), s.image_token)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>", "<image>", "<pad>")])
+    added = "<unk>", "<s>", "</s>", IMAGE_TOKENS.get(s.family, "<image>"), "<pad>", "<img>", "</img>"
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in added])
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", IMAGE_TOKENS.get(s.family, "<image>")))
 
 
 def write_config(folder: Path, s: Shape) -> None:
@@ -157,15 +176,25 @@ def write_config(folder: Path, s: Shape) -> None:
               "intermediate_size": ffn, "num_attention_heads": heads, "image_size": 336, "patch_size": 14,
               "projection_dim": 768}  # fmt: skip
     text = {"model_type": "llama", "num_hidden_layers": s.layers, "hidden_size": s.hidden, "intermediate_size": s.ffn,
-            "num_attention_heads": s.heads, "num_key_value_heads": s.heads, "vocab_size": s.vocab,
+            "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads or s.heads, "vocab_size": s.vocab,
             "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}  # fmt: skip
     config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "torch_dtype": "float16",
-              "image_token_index": IMAGE_TOKEN, "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
-              "projector_hidden_act": "gelu", "vision_config": vision, "text_config": text}  # fmt: skip
-    write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+              "image_token_index": s.image_token, "vision_feature_layer": -2, "projector_hidden_act": "gelu",
+              "vision_feature_select_strategy": "default", "vision_config": vision, "text_config": text}  # fmt: skip
     image = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 336},
              "crop_size": {"height": 336, "width": 336}}  # fmt: skip
+    if s.family == "llava_next":
+        config |= {"architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next",
+                   "image_grid_pinpoints": PINPOINTS}  # fmt: skip
+        image["image_processor_type"] = "LlavaNextImageProcessor"
+    if s.family == "internvl":
+        config = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl",
+                  "image_token_id": s.image_token, "vision_config": {"model_type": "internvl_vision"},
+                  "text_config": text | {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}}  # fmt: skip
+        image = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448},
+                 "min_patches": 1, "max_patches": 12}  # fmt: skip
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
     write_json(folder / "preprocessor_config.json", image)
     processor = {"processor_class": "LlavaProcessor", "patch_size": 14, "vision_feature_select_strategy": "default",
                  "num_additional_image_tokens": 1, "image_token": "<image>"}  # fmt: skip
