@@ -18,7 +18,7 @@ from vtx.runtime.strict import plain
 from vtx.runtime.vision.layout_spec import spec_of
 
 PAGE = Path(__file__).with_suffix(".md")
-CPP_MANIFEST = Path(__file__).parents[1] / "runtime/cpp/src/bundle/manifest.cpp"
+CPP = Path(__file__).parents[1] / "runtime/cpp/src"
 HEAD = f"""# Models
 
 What vtx exports, family by family. A family is what a checkpoint's `architectures` and `model_type` say; it has one
@@ -71,11 +71,13 @@ def _tokens(_: Family, config: ModelConfig) -> str:
 
 def _cpp(_: Family, config: ModelConfig) -> str:
     """Whether libvtx reads the manifest: what it does not know it refuses by name."""
-    known, layout = CPP_MANIFEST.read_text(encoding="utf-8"), spec_of(config.layout).name
-    if f'name != "{layout}"' not in known:
-        return f"no: the layout `{layout}` is refused by name"
-    spec = model_spec(config, "")
-    later = sorted({*plain(spec.tower), *plain(spec.projector)} - {*re.findall(r'"(\w+)"', known)})
+    layout, spec = spec_of(config.layout), model_spec(config, "")
+    file = CPP / f"vision/layouts/{layout.name}.cpp"
+    if not file.exists():
+        return f"no: the layout `{layout.name}` is refused by name"
+    known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
+    fields = {*plain(spec.tower), *plain(spec.projector), *layout.parameters}
+    later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     return f"no: `{'`, `'.join(later)}` of the manifest is refused by name" if later else "yes"
 
 

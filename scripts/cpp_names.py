@@ -12,10 +12,11 @@ from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.openvino import cache, paged
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings, text_tower
-from vtx.runtime.bundle.tensors import final_norm
+from vtx.runtime.bundle.tensors import final_norm, newline
 from vtx.runtime.prompt import messages, text
 from vtx.runtime.session import sampling
-from vtx.runtime.vision import limits
+from vtx.runtime.vision import limits, tokens
+from vtx.runtime.vision.layouts import anyres
 
 FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
 HEAD = """\
@@ -32,7 +33,7 @@ TENSORS = (
     "LOGITS", "ODDS", "QUERY", "KEY", "KEY_SCALE", "ATTENTION_SUM", "ATTENTION_MAX", "TAU", "PATCH_INDEX", "MERGED",
     "SIMILARITY", "CLS_ATTENTION", "CLS_ATTENTION_LAST", "CLIP_PATCHES", "TEXT_EMBEDDING",
 )  # fmt: skip
-FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "KV_SCALES")
+FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "KV_SCALES")
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
           "MAX_SCANS", "MAX_SCAN_BLOCKS")  # fmt: skip
 
@@ -40,7 +41,10 @@ LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_R
 def header() -> str:
     """The text of names.hpp."""
     words = {name: getattr(names, name) for name in TENSORS}
-    words |= {f"FILE_{name}": getattr(manifest, name) for name in FILES} | {"WEIGHT": final_norm.WEIGHT}
+    words |= {f"FILE_{name}": getattr(manifest, name) for name in FILES} | {
+        "WEIGHT": final_norm.WEIGHT,
+        "NEWLINE_TENSOR": newline.NEWLINE_TENSOR,
+    }
     words |= {f"FORM_{name}": getattr(text_settings, name) for name in ("START", "REPLY", "END")}
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     prefixes = {
@@ -60,6 +64,9 @@ def header() -> str:
         "MAX_ID": text_settings.MAX_ID,
         "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE,
         "QUICK_BYTES": QUICK_BYTES,
+        "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS,
+        "MAX_TILES": anyres.MAX_TILES,
+        "NEWLINE": tokens.NEWLINE,
         "CLASS_TOKEN": names.CLASS_TOKEN,
         "GONE": names.GONE,
         "PATCH": names.PATCH,

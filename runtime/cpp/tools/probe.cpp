@@ -2,7 +2,9 @@
 //
 //   tokenize FILE             texts on stdin, a JSON string a line; ids, their text, and the pieces of streaming it
 //   resize W H W2 H2 FILTER   RGB on stdin, resized RGB on stdout
+//   buffer FORMAT W H STRIDE  a buffer of rgb8, bgr8, rgba8, bgra8, gray8 or nv12 on stdin, its RGB on stdout
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
+//   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
 //   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
 //   specs                     specs on stdin, one a line; the canonical one, or the error
 //   parse KIND FILE           reads a manifest, safetensors, tokenizer or image file; prints ok or the error
@@ -10,15 +12,17 @@
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <map>
 #include <random>
 
 #include "base/json.hpp"
-#include "bundle/manifest.hpp"
+#include "bundle/bundle.hpp"
+#include "bundle/sha256.hpp"
 #include "bundle/safetensors.hpp"
 #include "policies/policy.hpp"
 #include "prompt/tokenizer.hpp"
 #include "session/random.hpp"
-#include "vision/picture.hpp"
+#include "vision/layout.hpp"
 
 namespace {
 
@@ -53,10 +57,34 @@ void resize(char** values) {
   std::cout.write(reinterpret_cast<const char*>(out.data.data()), static_cast<std::streamsize>(out.data.size()));
 }
 
+void buffer(char** values) {
+  static const std::map<std::string, PixelFormat> kFormats{
+      {"rgb8", PixelFormat::rgb8},   {"bgr8", PixelFormat::bgr8},   {"rgba8", PixelFormat::rgba8},
+      {"bgra8", PixelFormat::bgra8}, {"gray8", PixelFormat::gray8}, {"nv12", PixelFormat::nv12}};
+  std::string bytes = read(std::cin);
+  int width = std::stoi(values[1]), height = std::stoi(values[2]);
+  size_t stride = std::stoul(values[3]);
+  auto data = reinterpret_cast<const uint8_t*>(bytes.data());
+  Picture out = from_buffer(data, data + static_cast<size_t>(height) * stride, width, height, stride, kFormats.at(values[0]));
+  std::cout.write(reinterpret_cast<const char*>(out.data.data()), static_cast<std::streamsize>(out.data.size()));
+}
+
 void picture(const std::string& path) {
   Picture out = read_picture(path);
   std::cerr << out.width << " " << out.height << "\n";
   std::cout.write(reinterpret_cast<const char*>(out.data.data()), static_cast<std::streamsize>(out.data.size()));
+}
+
+void layout(const std::string& folder, const std::vector<std::string>& files) {
+  Bundle bundle(folder);
+  const Manifest& m = bundle.manifest();
+  LayoutPtr layout = read_layout(m.layout, m.model.tower);
+  for (const std::string& file : files) {
+    Picture picture = read_picture(file);
+    Sha256 hash;
+    for (const Floats& view : layout->views(picture, m.image)) hash.update(view.data(), view.size() * sizeof(float));
+    std::cout << layout->count(picture.width, picture.height) << " " << hash.hex() << "\n";
+  }
 }
 
 void specs() {
@@ -71,7 +99,8 @@ void specs() {
 
 void parse(const std::string& kind, const std::string& content) {
   if (kind == "manifest") {
-    parse_manifest(content);
+    Manifest m = parse_manifest(content);
+    read_layout(m.layout, m.model.tower);
   } else if (kind == "safetensors") {
     unpack(content, "the file");
   } else if (kind == "tokenizer") {
@@ -124,8 +153,10 @@ int main(int count, char** values) {
   try {
     if (mode == "tokenize" && count == 3) tokenize(values[2]);
     else if (mode == "resize" && count == 7) resize(values + 2);
+    else if (mode == "buffer" && count == 6) buffer(values + 2);
     else if (mode == "picture" && count == 3) picture(values[2]);
     else if (mode == "specs") specs();
+    else if (mode == "layout" && count > 3) layout(values[2], {values + 3, values + count});
     else if (mode == "parse" && count == 4) parse(values[2], read(values[3])), std::cout << "ok\n";
     else if (mode == "fuzz" && count > 5)
       fuzz(values[2], std::stoul(values[3]), static_cast<unsigned>(std::stoul(values[4])), {values + 5, values + count});

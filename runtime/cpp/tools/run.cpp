@@ -4,6 +4,7 @@
 #include <cstring>
 #include <iostream>
 #include <iterator>
+#include <limits>
 
 #include "vtx/vtx.hpp"
 
@@ -26,6 +27,8 @@ constexpr char kHelp[] =
     "  --ignore-eos            Go on past end tokens, to --max-new-tokens.\n"
     "  --temperature T         0: always the most likely token [default: 0].\n"
     "  --top-p P --top-k N --seed N\n"
+    "  --max-tiles N           Most tiles of an image, where the model sees them so [default: its own].\n"
+    "  --wait                  Wait for the end of the input after the last answer, to be looked at.\n"
     "  --device auto|cpu|openvino\n"
     "  --compute TYPE          The type of the arithmetic [default: the device's].\n"
     "  --library PATH          The engine's library: a file or a directory.\n"
@@ -37,7 +40,7 @@ struct Arguments {
   std::string bundle;
   vtx::LoadOptions load;
   vtx::AskOptions ask;
-  bool text_only = false, chat = false, json = false;
+  bool text_only = false, chat = false, json = false, wait = false;
   long repeat = 1;
 };
 
@@ -77,6 +80,7 @@ Arguments parse(int count, char** values) {
     else if (word == "--fit") out.load.fit = next();
     else if (word == "--text-only") out.text_only = true;
     else if (word == "--chat") out.chat = true;
+    else if (word == "--wait") out.wait = true;
     else if (word == "--json") out.json = true;
     else if (word == "--max-new-tokens") out.ask.max_new_tokens = whole();
     else if (word == "--ignore-eos") out.ask.ignore_eos = true;
@@ -85,6 +89,7 @@ Arguments parse(int count, char** values) {
     else if (word == "--top-k") out.ask.top_k = whole();
     else if (word == "--seed") out.ask.seed = static_cast<uint64_t>(whole());
     else if (word == "--device") out.load.device = next();
+    else if (word == "--max-tiles") out.load.max_tiles = static_cast<int>(whole());
     else if (word == "--compute") out.load.compute = next();
     else if (word == "--library") out.load.library = next();
     else if (word == "--threads") out.load.threads = static_cast<int>(whole());
@@ -153,6 +158,7 @@ void run(const Arguments& arguments) {
     }
     if (arguments.chat) conversation.restart_chat();
   }
+  if (arguments.wait) std::cin.ignore(std::numeric_limits<std::streamsize>::max());
 }
 
 }  // namespace

@@ -99,8 +99,9 @@ Tensor whole(const Ids& ids) { return tensor_of("I64", {static_cast<int64_t>(ids
 
 class Recorder {
  public:
-  Recorder(const Model& model, std::vector<PreparedImage> images, const std::string& k, const std::string& reduce, int64_t steps)
-      : model_(model), images_(std::move(images)), backend_(model.backend(), model.manifest().stages.size()),
+  Recorder(const Model& model, const std::vector<Picture>& pictures, const std::string& k, const std::string& reduce,
+           int64_t steps)
+      : model_(model), pictures_(pictures), backend_(model.backend(), model.manifest().stages.size()),
         session_(backend_, model.manifest()), steps_(steps) {
     options_.k = k, options_.reduce = reduce;
   }
@@ -109,7 +110,9 @@ class Recorder {
   Json ask(const Json& question, const std::string& start, Tensors& out) {
     Policy policy = model_.policy(options_);
     std::vector<PreparedImage> shown;
-    for (const Json& number : *need(question, "images").array()) shown.push_back(images_.at(static_cast<size_t>(*number.integer())));
+    const Json::Array& numbers = *need(question, "images").array();
+    for (const Json& number : numbers)
+      shown.push_back(model_.prepare(pictures_.at(static_cast<size_t>(*number.integer())), "", numbers.size()));
     bool continues = *need(question, "continues").boolean();
     const Selection* after = continues && selection_ ? &*selection_ : nullptr;
     EncodedImages encoded(model_.backend(), shown);
@@ -135,7 +138,8 @@ class Recorder {
     Ids counts;
     for (const PreparedImage& image : shown) counts.push_back(image.tokens);
     Ids ids = expand(counts);
-    auto text = selecting_text(model_.backend(), ids, image_id, policy, after);
+    auto embeddings = [&] { return model_.embed_question(messages); };
+    auto text = selecting_text(model_.backend(), ids, image_id, policy, after, embeddings);
     return make_prompt(ids, image_id, encoded.encoders(policy, text, nullptr), policy, expand, [] {});
   }
 
@@ -168,7 +172,7 @@ class Recorder {
   }
 
   const Model& model_;
-  std::vector<PreparedImage> images_;
+  const std::vector<Picture>& pictures_;
   PositionedBackend backend_;
   Session session_;
   int64_t steps_;
@@ -188,19 +192,26 @@ void run(const std::string& bundle, const std::string& from, const std::string& 
   options.device = device;
   options.threads = 1;
   Model model(bundle, options);
+  std::vector<Picture> read;
   std::vector<PreparedImage> images;
   Tensors pixels;
   for (const Json& item : *need(index, "images").array()) {
-    images.push_back(model.prepare(read_picture(from + "/" + *need(item, "file").string()), ""));
+    read.push_back(read_picture(from + "/" + *need(item, "file").string()));
+    images.push_back(model.prepare(read.back(), ""));
     auto [height, width] = model.manifest().image.output();
-    pixels["pixels." + std::to_string(pixels.size())] = tensor_of("F32", {3, height, width}, images.back().pixels);
+    const std::vector<Floats>& views = images.back().views;
+    Floats all;
+    for (const Floats& view : views) all.insert(all.end(), view.begin(), view.end());
+    Ids shape{static_cast<int64_t>(views.size()), 3, height, width};
+    if (views.size() == 1) shape.erase(shape.begin());
+    pixels["pixels." + std::to_string(pixels.size())] = tensor_of("F32", shape, all);
   }
   ::mkdir(to.c_str(), 0777);
   write(to + "/images.safetensors", pack(pixels));
   Json::Array cases, pictures;
   for (const Json& item : *need(index, "cases").array()) {
     const std::string &k = *need(item, "k").string(), &reduce = *need(item, "reduce").string();
-    Recorder recorder(model, images, k, reduce, *need(index, "steps").integer());
+    Recorder recorder(model, read, k, reduce, *need(index, "steps").integer());
     Tensors tensors;
     Json::Array questions;
     for (const Json& question : *need(item, "questions").array())

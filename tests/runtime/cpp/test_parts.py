@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,18 @@ from tests.support.cpp import needs_cpp, output, run
 from tests.support.tiny import random_image
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.spec import parse, to_spec
-from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.array import from_array
+from vtx.runtime.vision.files.source import bgr
+from vtx.runtime.vision.image import load_image, to_rgb
 
 pytestmark = needs_cpp
 
 ROOT = Path(__file__).parents[3]
 FILTERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
-SIZES = ((80, 60, 33, 47), (33, 47, 80, 60), (200, 3, 10, 10), (1, 1, 5, 7), (64, 64, 64, 20), (64, 64, 20, 64))
+SIZES = (
+    (80, 60, 33, 47), (33, 47, 80, 60), (200, 3, 10, 10), (1, 1, 5, 7), (64, 64, 64, 20), (64, 64, 20, 64),
+    (40, 90, 56, 56), (50, 50, 36, 22), (50, 50, 37, 22),
+)  # fmt: skip
 SPECS = (
     "none",
     "fastv",
@@ -144,3 +150,32 @@ def safetensors() -> bytes:
         }
     ).encode()
     return len(header).to_bytes(8, "little") + header + bytes(28)
+
+
+def rgb_of(kind: str, plane: np.ndarray[Any, Any], width: int, height: int) -> np.ndarray[Any, Any]:
+    """What libvtx makes of a buffer whose rows are those of `plane`."""
+    done = output("probe", "buffer", kind, str(width), str(height), str(plane.shape[1]), stdin=plane.tobytes())
+    return np.frombuffer(done, np.uint8).reshape(height, width, 3)
+
+
+@pytest.mark.parametrize(("kind", "channels"), [("rgb8", 3), ("bgr8", 3), ("rgba8", 4), ("bgra8", 4), ("gray8", 1)])
+def test_buffers_with_a_stride_have_the_pixels_that_arrays_have_in_python(kind: str, channels: int) -> None:
+    width, height, gap = 37, 23, 11
+    plane = np.random.default_rng(5).integers(0, 256, (height, width * channels + gap), np.uint8)
+    array = np.ascontiguousarray(plane[:, : width * channels].reshape(height, width, channels).squeeze())
+    want = np.asarray(to_rgb(from_array(bgr(array) if kind.startswith("bgr") else array)))
+    np.testing.assert_array_equal(rgb_of(kind, plane, width, height), want)
+
+
+def test_nv12_frames_with_a_stride_have_the_colours_of_bt601() -> None:
+    width, height, gap = 38, 22, 10
+    random = np.random.default_rng(6)
+    plane = random.integers(0, 256, (height * 3 // 2, width + gap), np.uint8)
+    luma = plane[:height, :width].astype(float) - 16
+    chroma = plane[height:, :width].reshape(height // 2, width // 2, 2).repeat(2, 0).repeat(2, 1).astype(float) - 128
+    blue, red = chroma[..., 0], chroma[..., 1]
+    kr, kb = 0.299, 0.114  # BT.601; 219 and 224 steps of luma and chroma
+    r, b = luma * 255 / 219 + red * 255 / 112 * (1 - kr), luma * 255 / 219 + blue * 255 / 112 * (1 - kb)
+    g = (luma * 255 / 219 - kr * r - kb * b) / (1 - kr - kb)
+    want = np.clip(np.stack([r, g, b], -1), 0, 255)
+    assert np.abs(rgb_of("nv12", plane, width, height) - want).max() < 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.bundles import IGNORE
@@ -14,8 +15,10 @@ from tests.support.tiny import Tiny
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
+from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
+from vtx.runtime.report.traces.files import read_index
 from vtx.runtime.report.traces.record import write_traces
 
 pytestmark = needs_cpp
@@ -35,15 +38,27 @@ REDUCTIONS = (
 FEW = REDUCTIONS[0], REDUCTIONS[2]  # where another engine or precision is in question, not the methods
 
 
+@pytest.fixture(scope="module")
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gate before layer 3 that fires for some of the questions and not for others."""
+    random = np.random.default_rng(168)
+    hidden = random.standard_normal((24, 2 * 64)).astype(np.float32) / 128**0.5
+    odds = random.standard_normal((2, 24)).astype(np.float32)
+    path = tmp_path_factory.mktemp("gates") / "gates.safetensors"
+    write_safetensors(path, {"gate.1.fc1.weight": hidden, "gate.1.fc2.weight": odds}, None)
+    return path
+
+
 def meets(
     checkpoint: Path, folder: Path, precision: str, *, kv: str | None = None, ks: tuple[int, ...] = (3, 5),
-    device: str = "cpu", reductions: tuple[str, ...] = REDUCTIONS,
+    device: str = "cpu", reductions: tuple[str, ...] = REDUCTIONS, gates: Path | None = None,
 ) -> int:  # fmt: skip
     """The number of questions compared; fails with what differs."""
     dialect = "plain" if device == "openvino" else "ort"
     options = ExportOptions(
-        str(checkpoint), ks, precision, dialects=tuple({"ort", dialect}), reductions=reductions, kv_precision=kv
-    )
+        str(checkpoint), ks, precision, dialects=tuple({"ort", dialect}), reductions=reductions, kv_precision=kv,
+        gates=gates,
+    )  # fmt: skip
     bundle = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
     model = load(bundle.folder, device=device, threads=THREADS)
     write_traces(model, folder / "python")
@@ -53,8 +68,10 @@ def meets(
     return len(checks) - 1
 
 
-def test_every_policy_meets_its_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    assert meets(tiny_checkpoint(), tmp_path, "fp32", ks=(3,)) > 100
+def test_every_policy_meets_its_traces(tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path) -> None:
+    assert meets(tiny_checkpoint(), tmp_path, "fp32", ks=(3,), gates=gates) > 100
+    cases = {(case.k, case.reduce): case for case in read_index(tmp_path / "cpp").cases}
+    assert {question.k for question in cases["auto", "none"].questions} == {None, 3}, "the gate decides alike for all"
 
 
 @pytest.mark.slow
@@ -67,11 +84,11 @@ def test_every_precision_meets_its_traces(tiny_checkpoint: Callable[..., Path], 
 @needs_openvino
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8", "int4"])
 def test_every_precision_meets_its_traces_on_openvino(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str
+    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str
 ) -> None:
     reductions = REDUCTIONS if precision == "fp32" else FEW
     checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
-    assert meets(checkpoint, tmp_path, precision, ks=(3,), device="openvino", reductions=reductions) > 50
+    assert meets(checkpoint, tmp_path, precision, ks=(3,), device="openvino", reductions=reductions, gates=gates) > 50
 
 
 @pytest.mark.slow

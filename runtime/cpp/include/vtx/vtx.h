@@ -62,6 +62,7 @@ typedef struct vtx_load_options {
   int32_t threads;     /* to compute with; 0: all cores */
   const char* fit;     /* images of another shape: "crop", "pad", "squash"; NULL: as in the model's training */
   const char* compute; /* the type of the arithmetic, such as "f32"; NULL: the engine's default */
+  int32_t max_tiles;   /* where images are seen in tiles, the most of an image, the whole one counted; 0: the model's own */
 } vtx_load_options;
 
 VTX_API void vtx_load_options_init(vtx_load_options* options);

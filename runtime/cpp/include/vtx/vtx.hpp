@@ -45,7 +45,7 @@ inline void check(vtx_status status) {
 
 struct LoadOptions {
   std::string device = "auto", library, fit, compute;
-  int threads = 0;
+  int threads = 0, max_tiles = 0;
 };
 
 struct AskOptions {
@@ -196,7 +196,7 @@ class Model {
     raw.device = options.device.c_str();
     raw.library = options.library.empty() ? nullptr : options.library.c_str();
     raw.fit = options.fit.empty() ? nullptr : options.fit.c_str();
-    raw.threads = options.threads;
+    raw.threads = options.threads, raw.max_tiles = options.max_tiles;
     raw.compute = options.compute.empty() ? nullptr : options.compute.c_str();
     vtx_model* model = nullptr;
     check(vtx_load(bundle.c_str(), &raw, &model));

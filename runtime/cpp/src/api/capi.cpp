@@ -133,7 +133,7 @@ std::string model_json(const vtxcore::Model& model) {
                                      {"precision", m.precision},
                                      {"kv_dtype", m.kv_dtype},
                                      {"max_context", m.max_context},
-                                     {"image_tokens", m.image_tokens},
+                                     {"image_tokens", m.layout.max_tokens},
                                      {"variants", ks},
                                      {"default_k", m.default_k},
                                      {"reductions", reductions},
@@ -191,7 +191,7 @@ vtx_status vtx_load(const char* bundle, const vtx_load_options* given, vtx_model
     require(model, "the place for the model");
     vtx_load_options o = known(given, vtx_load_options_init);
     vtxcore::LoadOptions options{text_or(o.device, "auto"), text_or(o.library, ""), o.threads, text_or(o.compute, ""),
-                                 text_or(o.fit, "")};
+                                 text_or(o.fit, ""), o.max_tiles};
     auto out = std::make_unique<vtx_model>();
     out->model = std::make_shared<vtxcore::Model>(bundle, options);
     out->json = model_json(*out->model);
@@ -213,7 +213,7 @@ vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, con
     const char* next = reinterpret_cast<const char*>(images);
     for (size_t i = 0; i < count; ++i) {
       auto image = reinterpret_cast<const vtx_image*>(next);
-      prepared.push_back(model->model->prepare(picture_of(*image), ""));
+      prepared.push_back(model->model->prepare(picture_of(*image), "", count));
       next += image->size;  // of the caller's header
     }
     std::optional<std::string> prompt;

@@ -119,7 +119,14 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, Timings& tim
     return turn.messages ? model_->text().prompt(*turn.messages, counts) : expanded(turn.ids, counts);
   };
   Ids ids = turn.messages ? turn.ids : expand(image_counts());
-  auto text = selecting_text(model_->backend(), ids, image_id, policy, turn.after);
+  auto embeddings = [&] {
+    if (!turn.messages)
+      fail(Kind::request, "the reduction looks at the question's text by CLIP's text tower, and only token ids are given; ask ",
+           "by text, or use another reduction");
+    return model_->embed_question(*turn.messages);
+  };
+  if (policy.entries().empty()) model_->check_room(ids, images_);  // entries leave out tokens before the decoder
+  auto text = selecting_text(model_->backend(), ids, image_id, policy, turn.after, embeddings);
   auto encoders = encoded_.encoders(policy, text, &timings.vision);
   return make_prompt(std::move(ids), image_id, std::move(encoders), policy, expand, [this] { check_ended(); });
 }

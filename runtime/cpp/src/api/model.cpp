@@ -7,10 +7,22 @@
 #include "bundle/sha256.hpp"
 
 namespace vtxcore {
+namespace {
+
+// The layout of each of so many images in one prompt.
+LayoutPtr layout_of(const LayoutPtr& layout, size_t images) {
+  LayoutPtr other = layout->among(images);
+  return other ? other : layout;
+}
+
+}  // namespace
 
 Model::Model(const std::string& bundle, const LoadOptions& options) : bundle_(bundle), fit_(options.fit) {
   auto start = std::chrono::steady_clock::now();
-  fitted(manifest().image, fit_);
+  layout_ = read_layout(manifest().layout, manifest().model.tower);
+  settings_for(*layout_, manifest().image, fit_);
+  if (options.max_tiles != 0) layout_ = layout_->limited(options.max_tiles);
+  newline_ = layout_->newline() ? read_newline(bundle_) : Rows(0, static_cast<size_t>(manifest().model.hidden));
   if (options.threads < 0) fail(Kind::request, "threads is ", options.threads, "; it must be at least 1, or 0 for all cores");
   backend_ = open_backend(bundle_, options.device, {options.threads, options.library, options.compute});
   try {
@@ -18,6 +30,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options) : bundle_(bu
   } catch (const Error& error) {
     no_text_ = error.what();  // ids can still be asked about
   }
+  if (manifest().text_tower) text_tower_ = std::make_unique<TextTower>(bundle_, *backend_);
   std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
   load_ms_ = took.count();
 }
@@ -27,12 +40,39 @@ const Text& Model::text() const {
   return *text_;
 }
 
-PreparedImage Model::prepare(const Picture& picture, const std::string& fit) const {
-  ImageSettings settings = fitted(manifest().image, fit.empty() ? fit_ : fit);
-  Floats pixels = preprocess(picture, settings);
-  std::string key = sha256_hex({reinterpret_cast<const char*>(pixels.data()), pixels.size() * sizeof(float)});
-  return {std::move(pixels), key, manifest().image_tokens};
+PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among) const {
+  ImageSettings settings = settings_for(*layout_, manifest().image, fit.empty() ? fit_ : fit);
+  LayoutPtr layout = layout_of(layout_, among);
+  PreparedImage out{layout->views(picture, settings), "", 0, picture.width, picture.height, nullptr};
+  Sha256 hash;
+  for (const Floats& view : out.views) hash.update(view.data(), view.size() * sizeof(float));
+  out.key = hash.hex();
+  // Of tiles alone one cannot tell how much of them is padding.
+  if (out.views.size() > 1) out.key += cat(" of ", picture.width, "x", picture.height);
+  out.tokens = layout->count(picture.width, picture.height);
+  out.arrange = [layout, width = out.width, height = out.height, newline = newline_](const Views& views) {
+    return layout->arrange(views, width, height, newline);
+  };
+  return out;
 }
+
+void Model::check_room(const Ids& ids, const std::vector<PreparedImage>& images) const {
+  auto count = static_cast<int64_t>(ids.size()), room = manifest().max_context - 1;
+  if (layout_->max_views() == 1 || count <= room) return;
+  int64_t vision = 0;
+  for (const PreparedImage& image : images) vision += image.tokens;
+  std::string cure;
+  for (int64_t tiles = layout_->max_views() - 1; tiles > 0 && cure.empty(); --tiles) {
+    LayoutPtr fewer = layout_of(layout_->limited(tiles), images.size());
+    int64_t total = count - vision;
+    for (const PreparedImage& image : images) total += fewer->count(image.width, image.height);
+    if (total <= room) cure = cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits, or ");
+  }
+  fail(Kind::context, "the prompt takes ", count, " tokens, ", vision, " of them for images, and ", room,
+       " fit into this bundle beside the answer; ", cure, "export with a larger --max-context");
+}
+
+Rows Model::embed_question(const std::vector<Message>& messages) const { return text_tower_->embed(asked_text(messages)); }
 
 Policy Model::policy(const Options& options) const {
   const Manifest& m = manifest();

@@ -10,7 +10,9 @@
 #include "backends/backend.hpp"
 #include "bundle/bundle.hpp"
 #include "prompt/text.hpp"
+#include "prompt/text_tower.hpp"
 #include "session/encoded_images.hpp"
+#include "vision/layout.hpp"
 #include "vision/picture.hpp"
 
 namespace vtxcore {
@@ -21,6 +23,7 @@ struct LoadOptions {
   int threads = 0;              // 0: all cores
   std::string compute;          // the type of the arithmetic; empty: the engine's default
   std::string fit;              // what becomes of images of another shape: "crop", "pad", "squash", or as in training
+  int max_tiles = 0;            // most views of an image; 0: as many as the layout has
 };
 
 class Model {
@@ -35,15 +38,24 @@ class Model {
   bool has_text() const { return text_.has_value(); }
   double load_ms() const { return load_ms_; }
 
-  PreparedImage prepare(const Picture& picture, const std::string& fit) const;
+  // Throws Error(context) where a prompt of images in tiles does not fit, with the number of tiles that would.
+  void check_room(const Ids& ids, const std::vector<PreparedImage>& images) const;
+  // CLIP's embeddings [segments, width] of what was asked about the last image. Only where there is a text tower.
+  Rows embed_question(const std::vector<Message>& messages) const;
+
+  // A picture that is one of `among` in a prompt.
+  PreparedImage prepare(const Picture& picture, const std::string& fit, size_t among = 1) const;
   Policy policy(const Options& options) const;
 
  private:
   Bundle bundle_;
   std::string fit_;
+  LayoutPtr layout_;
+  Rows newline_;
   std::unique_ptr<Backend> backend_;
   std::optional<Text> text_;
   std::string no_text_;  // why there is none
+  std::unique_ptr<TextTower> text_tower_;
   double load_ms_ = 0;
 };
 

@@ -39,6 +39,16 @@ std::map<std::string, Floats> read_tables(const Bundle& bundle) {
   return out;
 }
 
+Rows read_newline(const Bundle& bundle) {
+  int64_t hidden = bundle.manifest().model.hidden;
+  if (bundle.manifest().files.count(names::kFileNewline) == 0)
+    fail(Kind::bundle, "the bundle's image layout needs ", names::kFileNewline, ", which is not there; export again");
+  Tensors tensors = bundle.tensors(names::kFileNewline, (1 << 16) + 4 * hidden);
+  Rows out(1, static_cast<size_t>(hidden));
+  out.data = floats(tensors, names::kNewlineTensor, {hidden}, names::kFileNewline);
+  return out;
+}
+
 Floats read_final_norm(const Bundle& bundle) {
   int64_t hidden = bundle.manifest().model.hidden;
   Tensors tensors = bundle.tensors(names::kFileFinalNorm, (1 << 16) + 4 * hidden);

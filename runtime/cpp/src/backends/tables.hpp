@@ -13,6 +13,9 @@ namespace vtxcore {
 std::map<std::string, Floats> read_tables(const Bundle& bundle);
 Ids table_shape(const Manifest& m, const std::string& name);
 
+// The learned newline that some layouts put among an image's tokens, as one token [1, hidden]. Throws Error(bundle).
+Rows read_newline(const Bundle& bundle);
+
 // The weight [hidden] of the decoder's last norm, for reductions that measure hidden states behind it.
 Floats read_final_norm(const Bundle& bundle);
 

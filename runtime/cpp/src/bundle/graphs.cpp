@@ -70,7 +70,7 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   const Graphs& graphs = m.dialects.at(dialect);
   bool merges = graphs.vision_merges;
   auto [height, width] = m.image.output();
-  Size images = merges ? Size(int64_t{1}) : Size("images"), count = merges ? Size("tokens") : Size(m.model.tower_tokens);
+  Size images = merges ? Size(int64_t{1}) : Size("images"), count = merges ? Size("tokens") : Size(m.model.tower.tokens);
   GraphIO out{{{names::kPixels, "float32", {images, int64_t{3}, int64_t{height}, int64_t{width}}}},
               {{names::kFeatures, "float32", {images, count, m.model.hidden}}}};
   if (merges) {

@@ -34,8 +34,7 @@ void read_rope(const Json& value, int64_t head_dim) {
   fields.done();
 }
 
-// Tokens of one pass of the tower, as they leave it.
-int64_t read_tower(const Json& value) {
+TowerSpec read_tower(const Json& value) {
   Fields fields(value, "vtx.json: model.tower");
   fields.text("family");
   int64_t layers = fields.whole("layers"), hidden = fields.whole("hidden");
@@ -56,7 +55,7 @@ int64_t read_tower(const Json& value) {
     fail(Kind::bundle, "vtx.json: a tower of ", image, " pixels in patches of ", patch, ", ", hidden, " wide with ",
          heads, " heads, is not a tower; export again");
   int64_t grid = image / patch;
-  return (grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0)) / (shuffle * shuffle);
+  return {image, grid, (grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0)) / (shuffle * shuffle)};
 }
 
 ModelSpec read_model(const Json& value) {
@@ -75,7 +74,7 @@ ModelSpec read_model(const Json& value) {
   if (m.heads % m.kv_heads != 0)
     fail(Kind::bundle, "vtx.json: ", m.heads, " heads cannot share ", m.kv_heads, " key/value heads evenly; export again");
   read_rope(fields.get("rope"), m.head_dim);
-  m.tower_tokens = read_tower(fields.get("tower"));
+  m.tower = read_tower(fields.get("tower"));
   Fields projector(fields.get("projector"), "vtx.json: model.projector");
   projector.whole("intermediate");
   projector.text("activation");
@@ -87,21 +86,12 @@ ModelSpec read_model(const Json& value) {
   return m;
 }
 
-int64_t read_layout(const Json& value, int64_t tower_tokens) {
+LayoutSpec read_layout(const Json& value) {
   Fields fields(value, "vtx.json: layout");
-  std::string name = fields.text("name");
-  int64_t most = fields.whole("max_tokens");
-  if (name != "single")
-    fail(Kind::bundle, "vtx.json: the image layout '", name.substr(0, 40), "' is unknown to this libvtx, which has single; ",
-         "use a newer libvtx");
-  Fields parameters(fields.get("parameters"), "vtx.json: layout 'single'");
-  int64_t tokens = parameters.whole("tokens");
-  parameters.done();
+  LayoutSpec layout{fields.text("name"), fields.whole("max_tokens"), fields.get("parameters")};
+  if (layout.parameters.object() == nullptr) fields.wrong<int>("parameters", "an object");
   fields.done();
-  if (tokens != most || tokens != tower_tokens)
-    fail(Kind::bundle, "vtx.json: the image layout says ", tokens, " tokens an image, the tower gives ", tower_tokens,
-         "; export the bundle again");
-  return most;
+  return layout;
 }
 
 std::optional<TextTowerSpec> read_text_tower(const Json& value) {
@@ -342,7 +332,7 @@ Manifest read_manifest(const Json& root) {
   fields.whole("format");
   m.vtx = fields.text("vtx");
   m.model = read_model(fields.get("model"));
-  m.image_tokens = read_layout(fields.get("layout"), m.model.tower_tokens);
+  m.layout = read_layout(fields.get("layout"));
   m.precision = fields.text("precision");
   std::string vision = fields.text("vision_precision"), head = fields.text("head_precision");
   m.kv_dtype = fields.text("kv_dtype");
@@ -351,8 +341,8 @@ Manifest read_manifest(const Json& root) {
       fail(Kind::bundle, "vtx.json: precision ", precision.substr(0, 20), " with KV type '", m.kv_dtype.substr(0, 20),
            "' is unknown to this libvtx; use a newer libvtx");
   m.max_context = fields.whole("max_context", 1, (1 << 24) - 1);
-  if (m.image_tokens >= m.max_context)
-    fail(Kind::bundle, "vtx.json: an image of ", m.image_tokens, " tokens does not fit max_context ", m.max_context,
+  if (m.layout.max_tokens >= m.max_context)
+    fail(Kind::bundle, "vtx.json: an image of ", m.layout.max_tokens, " tokens does not fit max_context ", m.max_context,
          "; export again");
   m.variants = fields.wholes("variants", 1, names::kMaxLayers);
   m.default_k = read_default(fields);
@@ -369,8 +359,6 @@ Manifest read_manifest(const Json& root) {
   m.tokenizer = fields.text("tokenizer"), m.rope = fields.text("rope");
   m.kv_scales = fields.text_or_null("kv_scales");
   m.text_tower = read_text_tower(fields.get("text_tower"));
-  if (m.text_tower)
-    fail(Kind::bundle, "the bundle holds CLIP's text tower, which this libvtx does not know; export it without --text-tower");
   m.image = read_image(fields.get("image"));
   m.text = read_text(fields.get("text"));
   m.files = read_files(fields.get("files"));

@@ -14,11 +14,16 @@
 
 namespace vtxcore {
 
+// One pass of the vision tower: pixels and patches a side, and its tokens as they leave it.
+struct TowerSpec {
+  int64_t image, grid, tokens;
+};
+
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.
 struct ModelSpec {
   std::string name, family;
   int64_t layers, hidden, heads, kv_heads, head_dim, vocab;
-  int64_t tower_tokens;  // of one pass of the tower
+  TowerSpec tower;
 };
 
 // A text encoder that turns up to `max_tokens` ids into a vector of `width`, in one space with the patches. A segment
@@ -27,6 +32,13 @@ struct TextTowerSpec {
   std::string tokenizer;  // its own tokenizer's file
   int64_t vocab, max_tokens, width;
   std::optional<int64_t> end_id;
+};
+
+// How images become views and tokens: the layout's name and parameters, and the most tokens of any one image.
+struct LayoutSpec {
+  std::string name;
+  int64_t max_tokens;
+  Json parameters;
 };
 
 struct StageSpec {
@@ -91,7 +103,7 @@ struct TextSettings {
 struct Manifest {
   std::string vtx;
   ModelSpec model;
-  int64_t image_tokens;  // that any image gives
+  LayoutSpec layout;
   std::string precision, kv_dtype;
   int64_t max_context;
   Ids variants;

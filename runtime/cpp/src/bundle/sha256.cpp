@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <cstring>
 
-namespace vtxcore {
-namespace {
+#include "bundle/sha256_blocks.hpp"
 
-constexpr std::array<uint32_t, 64> kRound{
+namespace vtxcore {
+
+const uint32_t kSha256Rounds[64]{
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5, 0xd807aa98,
     0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786,
     0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da, 0x983e5152, 0xa831c66d, 0xb00327c8,
@@ -16,9 +17,16 @@ constexpr std::array<uint32_t, 64> kRound{
     0x5b9cca4f, 0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7,
     0xc67178f2};
 
+namespace {
+
 inline uint32_t turn(uint32_t value, int by) { return value >> by | value << (32 - by); }
 
 }  // namespace
+
+void Sha256::blocks(const uint8_t* data, size_t count) {
+  if (has_sha_instructions()) return sha256_blocks(state_.data(), data, count);
+  for (size_t i = 0; i < count; ++i) block(data + 64 * i);
+}
 
 void Sha256::block(const uint8_t* data) {
   std::array<uint32_t, 64> w;
@@ -31,7 +39,7 @@ void Sha256::block(const uint8_t* data) {
   }
   auto [a, b, c, d, e, f, g, h] = state_;
   for (size_t i = 0; i < 64; ++i) {
-    uint32_t first = h + (turn(e, 6) ^ turn(e, 11) ^ turn(e, 25)) + ((e & f) ^ (~e & g)) + kRound[i] + w[i];
+    uint32_t first = h + (turn(e, 6) ^ turn(e, 11) ^ turn(e, 25)) + ((e & f) ^ (~e & g)) + kSha256Rounds[i] + w[i];
     uint32_t second = (turn(a, 2) ^ turn(a, 13) ^ turn(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
     h = g, g = f, f = e, e = d + first, d = c, c = b, b = a, a = first + second;
   }
@@ -44,15 +52,15 @@ void Sha256::update(const void* data, size_t size) {
   total_ += size;
   while (size > 0) {
     if (filled_ == 0 && size >= 64) {
-      block(bytes);
-      bytes += 64, size -= 64;
+      blocks(bytes, size / 64);
+      bytes += size / 64 * 64, size %= 64;
       continue;
     }
     size_t count = std::min(size, 64 - filled_);
     std::memcpy(waiting_.data() + filled_, bytes, count);
     filled_ += count, bytes += count, size -= count;
     if (filled_ == 64) {
-      block(waiting_.data());
+      blocks(waiting_.data(), 1);
       filled_ = 0;
     }
   }

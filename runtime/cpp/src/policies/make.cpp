@@ -7,6 +7,8 @@
 namespace vtxcore {
 namespace {
 
+constexpr char kTextTowerFix[] = " --text-tower CLIP, or use text=embedding, the form without a text tower";
+
 std::string joined(const Ids& values) {
   std::string out;
   for (int64_t value : values) out += (out.empty() ? "" : ", ") + std::to_string(value);
@@ -30,7 +32,7 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
   if (!queries.empty()) return "the attention of layer " + joined(queries);
   if (needs.merging && !graphs.vision_merges) return "a vision graph that merges windows";
   if (needs.final_norm && m.files.count(names::kFileFinalNorm) == 0) return "the weight of the decoder's last norm";
-  if (needs.text_tower) return "CLIP's text tower";
+  if (needs.text_tower && !m.text_tower) return "CLIP's text tower";
   if (needs.last_attention && !graphs.vision_last_attention) return "the class token's attention in the tower's last block";
   return needs.attention && !graphs.vision_attention ? "the class token's attention" : "";
 }
@@ -45,7 +47,7 @@ void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m,
     std::string lack = lacking(part->needs(), m, dialect);
     if (!lack.empty())
       fail(Kind::request, "this bundle was not exported for ", part->name(), ": it lacks ", lack,
-           "; export it with vtx-export --reduce ", to_spec(reductions));
+           "; export it with vtx-export --reduce ", to_spec(reductions), part->needs().text_tower ? kTextTowerFix : "");
   }
 }
 

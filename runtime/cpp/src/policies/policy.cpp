@@ -10,6 +10,7 @@ std::string PromptText::key() const {
   Sha256 hash;
   hash.update(ids.data(), ids.size() * sizeof(int64_t));
   hash.update(after.data(), after.size());
+  hash.update(embeddings.data.data(), embeddings.data.size() * sizeof(float));
   return hash.hex();
 }
 

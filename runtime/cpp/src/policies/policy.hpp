@@ -29,6 +29,7 @@ struct PromptText {
   Ids ids;
   Rows hidden;
   Mask after;
+  Rows embeddings;  // [segments, width] of the question alone by the text tower, where a policy needs it
   std::string key() const;  // equal for equal texts
 };
 

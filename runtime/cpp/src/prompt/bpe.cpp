@@ -34,8 +34,9 @@ Bpe::Bpe(const Json& model) {
   const Json *type = model.find("type"), *vocab = model.find("vocab"), *merges = model.find("merges");
   if (!type || !type->string() || *type->string() != "BPE")
     fail(Kind::bundle, "the tokenizer's model is not BPE", kCure);
-  if (!empty(model, "continuing_subword_prefix") || !empty(model, "end_of_word_suffix"))
+  if (!empty(model, "continuing_subword_prefix"))
     fail(Kind::bundle, "the tokenizer's BPE marks parts of words", kCure);
+  if (!empty(model, "end_of_word_suffix")) suffix_ = *model.find("end_of_word_suffix")->string();
   if (const Json* dropout = model.find("dropout"); dropout && !dropout->is_null())
     fail(Kind::bundle, "the tokenizer's BPE drops merges at random", kCure);
   if (!vocab || !vocab->object() || !merges || !merges->array())
@@ -96,6 +97,7 @@ Ids Bpe::symbols(const std::string& word, const std::set<int64_t>* banned) const
     size_t length = character_length(static_cast<unsigned char>(word[at]));
     std::string character = word.substr(at, length);
     at += length;
+    if (at >= word.size()) character += suffix_;
     int64_t id = id_of(character);
     if (id >= 0 && !(banned && banned->count(id))) {
       out.push_back(id);

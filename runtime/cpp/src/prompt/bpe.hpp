@@ -39,7 +39,7 @@ class Bpe {
   std::unordered_map<int64_t, std::string> tokens_;
   std::unordered_map<uint64_t, Merge> merges_;
   std::set<int64_t> bytes_;
-  std::string unk_;
+  std::string unk_, suffix_;  // `suffix_` marks the last character of a word
   int64_t unk_id_ = -1;
   bool fuse_unk_ = false, byte_fallback_ = false, ignore_merges_ = false;
 };

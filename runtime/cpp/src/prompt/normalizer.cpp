@@ -42,6 +42,18 @@ Codes runs_replaced(const Codes& text, char32_t of, size_t least, const Codes& t
   return out;
 }
 
+// Each run of white space becomes `to`.
+Codes spaces_replaced(const Codes& text, const Codes& to) {
+  Codes out;
+  for (size_t at = 0; at < text.size(); ++at) {
+    if (!is_white_space(text[at]))
+      out += text[at];
+    else if (at == 0 || !is_white_space(text[at - 1]))
+      out += to;
+  }
+  return out;
+}
+
 Codes stripped(const Codes& text, bool left, bool right) {
   size_t start = 0, end = text.size();
   while (left && start < end && is_white_space(text[start])) ++start;
@@ -89,6 +101,8 @@ void Normalizer::add(const Json& spec) {
       step.type = Normalize::runs;
       step.from = U" ";
       step.least = *regex->string() == " +" ? 1 : 2;
+    } else if (regex && regex->string() && *regex->string() == "\\s+") {
+      step.type = Normalize::spaces;
     } else {
       refuse("a Replace by an unknown pattern");
     }
@@ -104,6 +118,7 @@ Codes Normalizer::operator()(Codes text) const {
       case Normalize::lower: text = lower_case(text); break;
       case Normalize::replace: text = replaced(text, step.from, step.to); break;
       case Normalize::runs: text = runs_replaced(text, step.from[0], step.least, step.to); break;
+      case Normalize::spaces: text = spaces_replaced(text, step.to); break;
       case Normalize::prepend: if (!text.empty()) text.insert(0, step.to); break;
       case Normalize::strip: text = stripped(text, step.left, step.right); break;
     }

@@ -11,10 +11,10 @@ namespace vtxcore {
 
 // One step of a normalizer.
 struct Normalize {
-  enum Type { form, lower, replace, runs, prepend, strip } type;
+  enum Type { form, lower, replace, runs, spaces, prepend, strip } type;
   bool compatible = false, composed = false;  // of `form`
   bool left = false, right = false;           // of `strip`
-  Codes from, to;                             // of `replace`; of `runs`, from[0] repeated; `prepend` has `to`
+  Codes from, to;                             // of `replace`; of `runs`, from[0] repeated; `prepend` and `spaces` have `to`
   size_t least = 1;                           // of `runs`
 };
 
@@ -30,7 +30,7 @@ class Normalizer {
 };
 
 // Which regular expression cuts text into words.
-enum class Words { none, gpt2, qwen2, llama3 };
+enum class Words { none, gpt2, qwen2, llama3, clip };
 
 class PreTokenizer {
  public:

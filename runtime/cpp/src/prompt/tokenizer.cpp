@@ -91,9 +91,22 @@ struct Tokenizer::Data {
     const Json* list = spec.find("added_tokens");
     if (list && list->array())
       for (const Json& item : *list->array()) add(item);
+    read_wrapping(spec.find("post_processor"));
     for (const auto& [id, token] : added) {
       bool apart = token.normalized && !normalizer.empty();
       (apart ? normalized : raw).add(apart ? encode_utf8(normalizer(decode_utf8(token.content))) : token.content, &token);
+    }
+  }
+
+  // CLIP's post-processor; others are the prompt's business, which the manifest describes.
+  void read_wrapping(const Json* spec) {
+    const Json* type = spec ? spec->find("type") : nullptr;
+    if (!type || !type->string() || *type->string() != "RobertaProcessing") return;
+    for (const char* side : {"cls", "sep"}) {
+      const Json::Array* pair = need(*spec, side).array();
+      if (!pair || pair->size() != 2 || !(*pair)[1].integer())
+        fail(Kind::bundle, "tokenizer.json is damaged: ", side, " is not a token and its id; export the bundle again");
+      wrapping.push_back(*(*pair)[1].integer());
     }
   }
 
@@ -134,6 +147,7 @@ struct Tokenizer::Data {
   std::map<int64_t, Added> added;
   std::unordered_map<std::string, int64_t> by_content;
   Matcher raw, normalized;
+  Ids wrapping;  // the ids before and after a text, where there is a post-processor that puts them
 };
 
 Tokenizer::Tokenizer(const std::string& json)
@@ -150,6 +164,20 @@ std::vector<TokenAt> Tokenizer::encode(std::string_view text, const EncodeOption
       data_->encode_plain(text.substr(stretch.begin, stretch.end - stretch.begin), stretch.begin, options, out);
   }
   return out;
+}
+
+Ids Tokenizer::encode_wrapped(std::string_view text) const {
+  check_wrapped();
+  Ids out{data_->wrapping.front()};
+  for (const TokenAt& token : encode(text)) out.push_back(token.id);
+  out.push_back(data_->wrapping.back());
+  return out;
+}
+
+void Tokenizer::check_wrapped() const {
+  if (data_->wrapping.empty())
+    fail(Kind::bundle, "the text tower's tokenizer does not put its tokens around a text as CLIP's does, which libvtx does ",
+         "not know: export the bundle without --text-tower");
 }
 
 std::string Tokenizer::decode(const Ids& ids) const {

@@ -36,6 +36,10 @@ class Tokenizer {
 
   // Ids of UTF-8 text without what a post-processor adds.
   std::vector<TokenAt> encode(std::string_view text, const EncodeOptions& options = {}) const;
+  // Ids of a text with the two tokens that CLIP's post-processor puts around it.
+  Ids encode_wrapped(std::string_view text) const;
+  // Throws Error(bundle) where there is no such post-processor.
+  void check_wrapped() const;
   // Text of ids without special tokens.
   std::string decode(const Ids& ids) const;
   // The normalizer's output, for a bound on the length.

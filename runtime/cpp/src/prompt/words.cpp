@@ -14,6 +14,12 @@ constexpr char kLlama3[] =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 constexpr char kGpt2[] = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
+// CLIP's, before and since its special tokens stand in it; what matches is kept, all else dropped. Special tokens never
+// come here but in capitals, which are lower case by then; the rest of the expression cuts them as byte level does.
+constexpr char kClip[] = R"('s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+)";
+constexpr char kClipSpecial[] =
+    R"(<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+)";
+
 [[noreturn]] void refuse(const std::string& what) {
   fail(Kind::bundle, "the tokenizer cuts words by ", what, ", which libvtx does not know: give token ids instead");
 }
@@ -24,8 +30,9 @@ class Cutter {
   Cutter(const Codes& text, Words words) : text_(text), words_(words) {}
 
   size_t end_of(size_t at) const {
-    bool gpt2 = words_ == Words::gpt2;
-    if (size_t end = contraction(at, !gpt2); end > at) return end;
+    bool gpt2 = words_ == Words::gpt2, clip = words_ == Words::clip;
+    if (size_t end = contraction(at, !gpt2 && !clip); end > at) return end;
+    if (clip) return letter(at) ? run(at, &Cutter::letter) : number(at) ? at + 1 : run(at, &Cutter::other);
     if (gpt2) {
       size_t from = at + (text_[at] == ' ' && at + 1 < text_.size() ? 1 : 0);
       if (letter(from)) return run(from, &Cutter::letter);
@@ -127,7 +134,8 @@ void PreTokenizer::add(const Json& spec) {
   } else if (type == "ByteLevel") {
     byte_level_ = true;
     space_before_ = flag(spec, "add_prefix_space", true);
-    if (flag(spec, "use_regex", true)) {
+    if (words_ == Words::clip && space_before_) refuse("a space before each word");
+    if (flag(spec, "use_regex", true) && words_ != Words::clip) {  // of CLIP's words it leaves each as it is
       if (words_ != Words::none) refuse("two regular expressions");
       words_ = Words::gpt2;
     } else if (space_before_ && words_ != Words::none) {
@@ -136,6 +144,10 @@ void PreTokenizer::add(const Json& spec) {
   } else if (type == "Split" && words_ == Words::none) {
     const Json* pattern = spec.find("pattern");
     std::string regex = text_of(pattern ? pattern->find("Regex") : nullptr);
+    if (text_of(spec.find("behavior")) == "Removed" && flag(spec, "invert", false) && (regex == kClip || regex == kClipSpecial)) {
+      words_ = Words::clip;
+      return;
+    }
     if (text_of(spec.find("behavior")) != "Isolated" || flag(spec, "invert", false)) refuse("a Split that drops or joins");
     words_ = regex == kQwen2 ? Words::qwen2 : regex == kLlama3 ? Words::llama3 : regex == kGpt2 ? Words::gpt2 : Words::none;
     if (words_ == Words::none) refuse("the expression " + regex.substr(0, 200));
@@ -174,6 +186,10 @@ std::vector<std::string> PreTokenizer::operator()(const Codes& text, bool start)
   Codes spaced = space_before_ && text[0] != ' ' ? U' ' + text : text;
   Cutter cutter(spaced, words_);
   for (size_t at = 0; at < spaced.size();) {
+    if (words_ == Words::clip && is_white_space(spaced[at])) {
+      ++at;
+      continue;
+    }
     size_t end = words_ == Words::none ? spaced.size() : cutter.end_of(at);
     std::string word = encode_utf8(spaced.substr(at, end - at));
     out.push_back(byte_level_ ? byte_level(word) : word);

@@ -6,7 +6,7 @@
 namespace vtxcore {
 
 std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& ids, int64_t image_id, const Policy& policy,
-                                                 const Selection* after) {
+                                                 const Selection* after, const std::function<Rows()>& embeddings) {
   auto entries = policy.entries();
   bool asked = std::any_of(entries.begin(), entries.end(), [](const auto& entry) { return entry->uses_question(); });
   auto last = std::find(ids.rbegin(), ids.rend(), image_id);
@@ -21,6 +21,7 @@ std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& id
   out->hidden = backend.embed(out->ids);
   out->after = Mask(out->ids.size(), 1);
   std::fill(out->after.begin(), out->after.begin() + before, uint8_t{0});
+  if (policy.needs().text_tower) out->embeddings = embeddings();
   return out;
 }
 

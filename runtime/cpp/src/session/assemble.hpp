@@ -9,9 +9,10 @@
 namespace vtxcore {
 
 // The text by which a policy's entries select image tokens, in a chat that of the first turn, `after`; null where none of
-// them looks at it. `ids` are the prompt's.
+// them looks at it. `ids` are the prompt's. `embeddings` gives the question's by the bundle's text tower; it is called where
+// the policy needs that.
 std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& ids, int64_t image_id, const Policy& policy,
-                                                 const Selection* after);
+                                                 const Selection* after, const std::function<Rows()>& embeddings);
 
 // The prompt of `ids`, which hold all tokens of every image, or of those ids that the policy's entries leave: `expand`
 // gives the ids for numbers of tokens. `check` is called before every image and may throw, to stop there.

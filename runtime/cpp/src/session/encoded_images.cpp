@@ -49,10 +49,15 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
   for (const auto& [name, value] : extras) key += cat(" ", name, "=", value);
   for (const auto& [known, tokens] : encoded_)
     if (known == key) return tokens;
-  ImagePtr tokens = backend_.vision(image.pixels, extras);
+  std::vector<ImagePtr> views;
+  for (const Floats& view : image.views) views.push_back(backend_.vision(view, extras));
+  ImagePtr tokens = image.arrange(views);
   for (const auto& [name, signal] : tokens->patches.signals)
     if (!std::all_of(signal.begin(), signal.end(), [](float value) { return std::isfinite(value); }))
-      fail(Kind::bundle, "the class token's attention is not a number; use --reduce none, or export at fp32");
+      fail(Kind::bundle, "what the tower says of an image is not a number; use --reduce none, or export at fp32");
+  const Floats& clip = tokens->patches.clip.data;
+  if (!std::all_of(clip.begin(), clip.end(), [](float value) { return std::isfinite(value); }))
+    fail(Kind::bundle, "what the tower says of an image is not a number; use --reduce none, or export at fp32");
   if (encoded_.size() >= kMaxSets * std::max<size_t>(1, images_.size())) encoded_.erase(encoded_.begin());
   encoded_.emplace_back(key, tokens);
   return tokens;

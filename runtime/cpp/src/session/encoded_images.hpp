@@ -1,6 +1,7 @@
 // The images of a conversation, encoded once for each set of extra inputs, and which of their tokens enter.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -10,11 +11,13 @@
 
 namespace vtxcore {
 
-// One preprocessed image: [3, height, width] float32, the hash of these pixels, and how many tokens they give.
+// One preprocessed image: its views, [3, height, width] float32 each, a hash of them, and how many tokens they give.
+// `width` and `height` are its own, before that.
 struct PreparedImage {
-  Floats pixels;
+  std::vector<Floats> views;
   std::string key;
-  int64_t tokens;
+  int64_t tokens, width, height;
+  std::function<ImagePtr(const std::vector<ImagePtr>&)> arrange;  // the image's tokens of those of its views
 };
 
 class EncodedImages {

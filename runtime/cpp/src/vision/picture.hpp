@@ -41,6 +41,9 @@ Picture decode_picture(const std::string& content, const std::string& name);
 // Throws Error(request).
 ImageSettings fitted(const ImageSettings& settings, const std::string& fit);
 
+// The square of `side` pixels at x, y, which lies inside of the picture.
+Picture cut(const Picture& picture, int x, int y, int side);
+
 // As Pillow's Image.resize with this filter.
 Picture resized(const Picture& picture, int width, int height, const std::string& filter);
 

@@ -62,6 +62,13 @@ void check_size(const std::string& name, int64_t width, int64_t height) {
          grouped(names::kMaxPixels), " in all; shrink it first");
 }
 
+Picture cut(const Picture& picture, int x, int y, int side) {
+  Picture out(side, side);
+  for (int row = 0; row < side; ++row)
+    std::memcpy(out.pixel(0, row), picture.pixel(x, y + row), 3 * static_cast<size_t>(side));
+  return out;
+}
+
 ImageSettings fitted(const ImageSettings& settings, const std::string& fit) {
   if (fit.empty()) return settings;
   if (fit != "crop" && fit != "pad" && fit != "squash")

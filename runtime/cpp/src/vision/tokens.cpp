@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
+#include <set>
 
 #include "base/errors.hpp"
 #include "bundle/names.hpp"
@@ -11,9 +12,26 @@
 namespace vtxcore {
 
 Patches Patches::take(const Ids& which) const {
-  Patches out{vtxcore::take(places, which), vtxcore::take(merged, which), {}};
+  Patches out{vtxcore::take(places, which), vtxcore::take(merged, which), {}, {}, std::nullopt};
   for (const auto& [name, signal] : signals) out.signals[name] = vtxcore::take(signal, which);
+  if (clip.count() > 0) out.clip = vtxcore::take(clip, which);
+  if (views) out.views = vtxcore::take(*views, which);
   return out;
+}
+
+Mask Patches::highest_of_each_view(const std::string& signal, double part) const {
+  const Floats& values = signals.at(signal);
+  Ids numbers = views ? *views : Ids(count(), 0);
+  Mask chosen(count(), 0);
+  for (int64_t view : std::set<int64_t>(numbers.begin(), numbers.end())) {
+    if (view < 0) continue;
+    Ids rows;
+    for (size_t i = 0; i < numbers.size(); ++i)
+      if (numbers[i] == view) rows.push_back(static_cast<int64_t>(i));
+    Mask best = highest(vtxcore::take(values, rows), share(part, static_cast<int64_t>(rows.size())));
+    for (size_t i = 0; i < rows.size(); ++i) chosen[static_cast<size_t>(rows[i])] = best[i];
+  }
+  return chosen;
 }
 
 std::shared_ptr<const ImageTokens> ImageTokens::take(const Ids& which, bool keep_positions) const {
@@ -35,7 +53,10 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found) {
   for (const auto& [name, values] : found.signals)
     if (values.size() != count) fail(Kind::bundle, "the vision graph gives another number of ", name, " than of tokens");
   auto side = static_cast<size_t>(std::sqrt(static_cast<double>(count)));
-  Patches all{count_up(side * side + 1 == count ? -1 : 0, count), Mask(count, 0), std::move(found.signals)};
+  if (found.clip.width > 0 && found.clip.count() != count)
+    fail(Kind::bundle, "the vision graph gives another number of ", names::kClipPatches, " than of tokens");
+  Patches all{count_up(side * side + 1 == count ? names::kClassToken : 0, count), Mask(count, 0), std::move(found.signals),
+              std::move(found.clip), std::nullopt};
   Ids there = count_up(0, count);
   if (auto places = found.whole.find(names::kPatchIndex); places != found.whole.end()) all.places = places->second;
   if (auto merged = found.whole.find(names::kMerged); merged != found.whole.end()) {
@@ -51,14 +72,50 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found) {
   return out;
 }
 
-double round9(double value) {
+std::shared_ptr<const ImageTokens> newlines(const Rows& rows) {
+  auto out = std::make_shared<ImageTokens>();
+  out->rows = rows;
+  out->patches.places = Ids(rows.count(), names::kNewline);
+  out->patches.merged = Mask(rows.count(), 0);
+  return out;
+}
+
+std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<const ImageTokens>>& views) {
+  auto out = std::make_shared<ImageTokens>();
+  Patches& all = out->patches;
+  all.views.emplace();
+  std::set<std::string> kinds;
+  for (const auto& view : views)
+    for (const auto& [name, signal] : view->patches.signals) kinds.insert(name);
+  int64_t before = 0, number = 0;
+  for (const auto& view : views) {
+    const Patches& own = view->patches;
+    out->rows.width = view->rows.width;
+    out->rows.data.insert(out->rows.data.end(), view->rows.data.begin(), view->rows.data.end());
+    for (int64_t place : own.places) {
+      all.places.push_back(place >= 0 ? place + before : place);
+      all.views->push_back(place == names::kNewline ? -1 : number);
+    }
+    all.merged.insert(all.merged.end(), own.merged.begin(), own.merged.end());
+    for (const std::string& name : kinds) {
+      auto signal = own.signals.find(name);
+      Floats values = signal == own.signals.end() ? Floats(own.count()) : signal->second;
+      all.signals[name].insert(all.signals[name].end(), values.begin(), values.end());
+    }
+    before += static_cast<int64_t>(own.count());
+    ++number;
+  }
+  return out;
+}
+
+double rounded_to(double value, int digits) {
   char text[400];
-  std::snprintf(text, sizeof text, "%.9f", value);
+  std::snprintf(text, sizeof text, "%.*f", digits, value);
   return std::strtod(text, nullptr);
 }
 
 int64_t share(double part, int64_t count) {
-  return static_cast<int64_t>(std::ceil(round9(part * static_cast<double>(count))));
+  return static_cast<int64_t>(std::ceil(rounded_to(part * static_cast<double>(count), 9)));
 }
 
 Mask highest(const Floats& values, int64_t count) {

@@ -12,12 +12,17 @@ namespace vtxcore {
 
 // Where the tokens of one image come from; vectors [tokens], in the order of the tokens.
 struct Patches {
-  Ids places;   // the patch in raster order; of a merged window its first one, of the class token -1
+  Ids places;   // the patch in raster order, view after view; of a merged window its first one, of the class token -1,
+                // of a newline between rows of tiles -2
   Mask merged;  // whether the token is a merged window
   std::map<std::string, Floats> signals;  // what else the vision graph says of each token
+  Rows clip;                              // the tokens in the space of the text tower's embeddings, where there is one
+  std::optional<Ids> views;               // which pass of the tower each comes from, -1 none; none: all from the first
 
   size_t count() const { return places.size(); }
   Patches take(const Ids& which) const;
+  // Of each view the `part` of its tokens, rounded up, with the highest `signal`; no newline is among them.
+  Mask highest_of_each_view(const std::string& signal, double part) const;
 };
 
 // Tokens [count, hidden] that the tower and projector made of one image. `offsets` are their positions behind the
@@ -34,7 +39,7 @@ struct ImageTokens {
 
 // The outputs of a vision graph for one image.
 struct VisionOutputs {
-  Rows features;
+  Rows features, clip;
   std::map<std::string, Ids> whole;
   std::map<std::string, Floats> signals;
 };
@@ -42,10 +47,16 @@ struct VisionOutputs {
 // The tokens of them; those that say they are gone are left out. Throws Error(bundle) where sizes differ.
 std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found);
 
+// Tokens that come from no patch: learned newlines.
+std::shared_ptr<const ImageTokens> newlines(const Rows& rows);
+
+// The tokens of views, and of newlines, one after the other.
+std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<const ImageTokens>>& views);
+
 // ceil(part * count), free of the rounding of binary fractions: 0.1 of 30 is 3.
 int64_t share(double part, int64_t count);
-// `value` to nine decimals, as Python's round(value, 9).
-double round9(double value);
+// `value` to so many decimals, as Python's round(value, digits).
+double rounded_to(double value, int digits);
 // Which are the `count` largest; of equal ones the earlier.
 Mask highest(const Floats& values, int64_t count);
 

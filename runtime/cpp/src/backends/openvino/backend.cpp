@@ -74,6 +74,9 @@ class OpenvinoBackend : public Backend {
       } else if (name == names::kFeatures) {
         found.features.width = static_cast<size_t>(m_.model.hidden);
         found.features.data = std::move(outputs[i].floats);
+      } else if (name == names::kClipPatches) {
+        found.clip.width = static_cast<size_t>(m_.text_tower.value().width);
+        found.clip.data = std::move(outputs[i].floats);
       } else {
         found.signals[name] = std::move(outputs[i].floats);
       }

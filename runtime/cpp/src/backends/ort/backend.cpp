@@ -76,6 +76,8 @@ class OrtBackend : public Backend {
         found.whole[name] = values<int64_t>(outputs[i]);
       else if (name == names::kFeatures)
         found.features = rows_of(outputs[i], m_.model.hidden, vision_->name);
+      else if (name == names::kClipPatches)
+        found.clip = rows_of(outputs[i], m_.text_tower.value().width, vision_->name);
       else
         found.signals[name] = values<float>(outputs[i]);
     }

@@ -65,7 +65,7 @@ Ids greedy(const Floats& kernel, size_t n, size_t count) {
 
 // Of each image `keep` tokens enter: those that a determinantal point process picks greedily (CDPruner, MAP). Its
 // kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x; the relevance r is the cosine of x with the mean
-// input embedding of the text after the images, scaled to 0..1.
+// input embedding of the text after the images, or CLIP's of patch and question (text=tower), scaled to 0..1.
 class CdPruner : public Method, public Entry, public std::enable_shared_from_this<CdPruner> {
  public:
   CdPruner(double keep, std::string text) : keep_(keep), text_(std::move(text)) {
@@ -77,7 +77,7 @@ class CdPruner : public Method, public Entry, public std::enable_shared_from_thi
   std::shared_ptr<const Entry> entry() const override { return shared_from_this(); }
   Needs needs() const override {
     Needs needs;
-    needs.text_tower = text_ == "tower";  // which no bundle that this library reads has
+    needs.text_tower = text_ == "tower";
     return needs;
   }
   bool uses_question() const override { return text_ != "none"; }
@@ -89,7 +89,9 @@ class CdPruner : public Method, public Entry, public std::enable_shared_from_thi
     Floats lengths = lengths_of(image.rows);
     Floats kernel = cosines_of(image.rows, lengths);
     if (uses_question()) {
-      Floats relevance = relevance_of(image.rows, lengths, *question);
+      Floats relevance = text_ == "tower" ? seen_by_clip(image.patches.clip, question->embeddings)
+                                          : relevance_of(image.rows, lengths, *question);
+      scale(relevance);
       for (size_t i = 0; i < n; ++i)
         for (size_t j = 0; j < n; ++j) kernel[i * n + j] = relevance[i] * kernel[i * n + j] * relevance[j];
     }
@@ -108,7 +110,19 @@ class CdPruner : public Method, public Entry, public std::enable_shared_from_thi
     float length = std::max(length_of(mean.data(), mean.size()), 1e-30f);
     Floats out(rows.count());
     for (size_t i = 0; i < out.size(); ++i) out[i] = dot(rows.row(i), mean.data(), rows.width) / (lengths[i] * length);
-    scale(out);
+    return out;
+  }
+
+  // The authors' form for LLaVA: the cosine of patch and question in CLIP's space, its sign turned; of several segments
+  // the mean.
+  static Floats seen_by_clip(const Rows& patches, const Rows& embeddings) {
+    Floats lengths = lengths_of(patches), widths = lengths_of(embeddings), out(patches.count());
+    for (size_t i = 0; i < out.size(); ++i) {
+      float total = 0;
+      for (size_t j = 0; j < embeddings.count(); ++j)
+        total += dot(patches.row(i), embeddings.row(j), patches.width) / (lengths[i] * widths[j]);
+      out[i] = -(total / static_cast<float>(embeddings.count()));
+    }
     return out;
   }
 

@@ -22,8 +22,7 @@ class Cls : public Method, public Entry, public std::enable_shared_from_this<Cls
   }
   std::shared_ptr<const Entry> entry() const override { return shared_from_this(); }
   std::optional<Ids> select(const ImageTokens& image, const PromptText*) const override {
-    const Floats& attention = image.patches.signals.at(names::kClsAttention);
-    return indices_of(highest(attention, share(keep_, static_cast<int64_t>(attention.size()))));
+    return indices_of(image.patches.highest_of_each_view(names::kClsAttention, keep_));
   }
 
  private:

@@ -24,7 +24,7 @@ class FastV : public Method {
   }
   std::optional<Mask> keep_mask(const Boundary& boundary) const override {
     int64_t count = boundary.count();
-    auto leave = static_cast<int64_t>(std::floor(round9(ratio_ * static_cast<double>(count))));
+    auto leave = static_cast<int64_t>(std::floor(rounded_to(ratio_ * static_cast<double>(count), 9)));
     if (leave == 0) return std::nullopt;
     return highest(boundary.scores(true).first, count - leave);
   }

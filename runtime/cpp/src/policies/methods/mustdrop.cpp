@@ -47,8 +47,7 @@ class MustDrop : public Method {
     Mask out;
     for (const auto& image : images) {
       const char* signal = o_.keys == "used-block" ? names::kClsAttention : names::kClsAttentionLast;
-      const Floats& attention = image->patches.signals.at(signal);
-      Mask marked = highest(attention, share(o_.key, static_cast<int64_t>(attention.size())));
+      Mask marked = image->patches.highest_of_each_view(signal, o_.key);
       out.insert(out.end(), marked.begin(), marked.end());
     }
     return out;

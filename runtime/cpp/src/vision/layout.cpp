@@ -1,0 +1,33 @@
+#include "vision/layout.hpp"
+
+#include <map>
+
+#include "bundle/fields.hpp"
+
+namespace vtxcore {
+
+LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
+  static const std::map<std::string, LayoutPtr (*)(Fields&)> kLayouts{
+      {"single", make_single}, {"anyres", make_anyres}, {"tiles", make_tiles}};
+  auto kind = kLayouts.find(spec.name);
+  if (kind == kLayouts.end())
+    fail(Kind::bundle, "vtx.json: the image layout '", spec.name.substr(0, 40), "' is unknown to this libvtx, which has ",
+         "single, anyres, tiles; use a newer libvtx");
+  Fields parameters(spec.parameters, "vtx.json: layout '" + spec.name + "'");
+  LayoutPtr layout = kind->second(parameters);
+  parameters.done();
+  if (layout->max_tokens() != spec.max_tokens)
+    fail(Kind::bundle, "vtx.json: layout '", spec.name, "' gives at most ", layout->max_tokens(),
+         " tokens, layout.max_tokens is ", spec.max_tokens, "; export again");
+  layout->check(tower);
+  return layout;
+}
+
+ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, const std::string& fit) {
+  if (!fit.empty() && layout.max_views() > 1)
+    fail(Kind::request, "fit '", fit.substr(0, 20), "' has no effect here: this model sees images of any shape in tiles; ",
+         "leave it out");
+  return fitted(settings, fit);
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,51 @@
+// How an image becomes views, passes of the tower, and tokens: the layout that a bundle declares, with parameters.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "bundle/manifest.hpp"
+#include "vision/picture.hpp"
+#include "vision/tokens.hpp"
+
+namespace vtxcore {
+
+class Fields;
+
+using Views = std::vector<std::shared_ptr<const ImageTokens>>;
+
+// What is asked of a layout. Sizes of images are in pixels, as they are before any preprocessing.
+class Layout {
+ public:
+  virtual ~Layout() = default;
+  virtual int64_t max_tokens() const = 0;  // that any image gives
+  virtual int64_t max_views() const = 0;
+  virtual bool newline() const { return false; }  // whether a learned newline stands among the tokens
+  // Throws Error(bundle) where the tower cannot give these tokens.
+  virtual void check(const TowerSpec& tower) const = 0;
+  // The layout with at most so many views an image. Throws Error(request): fewer than 1, or images have one view anyway.
+  virtual std::shared_ptr<const Layout> limited(int64_t max_views) const = 0;
+  // The layout of each of so many images in one prompt; null: this one.
+  virtual std::shared_ptr<const Layout> among(size_t) const { return nullptr; }
+  virtual int64_t count(int64_t width, int64_t height) const = 0;
+  // What the tower gets for an image: of each view [3, height, width] float32.
+  virtual std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const = 0;
+  // The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if there is none.
+  virtual std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
+                                                     const Rows& newline) const = 0;
+};
+
+using LayoutPtr = std::shared_ptr<const Layout>;
+
+// The layout that a bundle declares, checked against its tower. Throws Error(bundle).
+LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower);
+
+// `fitted`, and Error(request) for a fit where images are seen in tiles, which show all of any shape.
+ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, const std::string& fit);
+
+// Layouts of each kind; `parameters` as the bundle has them.
+LayoutPtr make_single(Fields& parameters);
+LayoutPtr make_anyres(Fields& parameters);
+LayoutPtr make_tiles(Fields& parameters);
+
+}  // namespace vtxcore

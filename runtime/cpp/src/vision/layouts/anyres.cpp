@@ -1,0 +1,238 @@
+// The whole image squeezed into one tile, and the image in tiles at its own aspect ratio: LLaVA-NeXT, LLaVA-OneVision.
+//
+// The tiles' tokens form one grid. What stands for padding is cut off it, a learned newline ends each of its rows, and
+// the whole comes after the tokens of the squeezed image. LLaVA-OneVision shrinks large grids, and gives each of several
+// images one tile.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "bundle/fields.hpp"
+#include "vision/bilinear.hpp"
+#include "vision/layout.hpp"
+
+namespace vtxcore {
+namespace {
+
+using Size = std::pair<int64_t, int64_t>;  // width, height
+
+constexpr double kClearlyMore = 1.1;  // times the side of the grid that it is shrunk to
+
+double real(int64_t value) { return static_cast<double>(value); }
+
+// Python's //.
+double floored(double value, double by) {
+  double quotient = (value - std::fmod(value, by)) / by, whole = std::floor(quotient);
+  return quotient - whole > 0.5 ? whole + 1 : whole;
+}
+
+// Tiles of `tile` pixels a side with `grid` tokens a side; `resolutions` that tiles may cover. Of equally good ones the
+// first is taken. `rounded`: the rows and columns left after unpadding are rounded to 7 digits before they are cut down to
+// whole numbers, as transformers does it. `shrink`: a grid of clearly more tokens than that many tiles have is shrunk to
+// about as many, bilinearly, before the newlines; and each of several images in a prompt is one tile, padded to a square.
+// 0: neither. `padded`: the only tile shows the image so.
+class Anyres : public Layout {
+ public:
+  Anyres(int64_t tile, int64_t grid, std::vector<Size> resolutions, bool rounded, int64_t shrink, bool padded)
+      : tile_(tile), grid_(grid), resolutions_(std::move(resolutions)), rounded_(rounded), shrink_(shrink), padded_(padded) {
+    bool sound = resolutions_.size() <= static_cast<size_t>(names::kMaxResolutions) && shrink >= 0 &&
+                 shrink <= names::kMaxTiles && !(padded && !resolutions_.empty());
+    for (auto [width, height] : resolutions_)
+      sound = sound && width % tile == 0 && height % tile == 0 && (width / tile) * (height / tile) <= names::kMaxTiles;
+    if (!sound)
+      fail(Kind::bundle, "layout 'anyres' has ", resolutions_.size(), " resolutions in tiles of ", tile, "; each side must be ",
+           "a multiple of the tile, with at most ", names::kMaxTiles, " tiles; export the bundle again");
+  }
+
+  int64_t max_tokens() const override {
+    int64_t most = resolutions_.empty() ? one_tile() + 1 : 0;
+    if (shrink_ > 0) return most_shrunk();
+    for (auto [width, height] : resolutions_) most = std::max(most, count(width, height));
+    return most;
+  }
+  int64_t max_views() const override {
+    int64_t most = 0;
+    for (auto [width, height] : resolutions_) most = std::max(most, width * height / (tile_ * tile_));
+    return 1 + most;
+  }
+  bool newline() const override { return true; }
+  void check(const TowerSpec& tower) const override {
+    if (tile_ != tower.image || grid_ != tower.grid || one_tile() != tower.tokens)
+      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", one_tile(), " tokens, the tower ",
+           "takes ", tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
+  }
+  LayoutPtr limited(int64_t max_views) const override {
+    if (max_views < 1) fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
+    std::vector<Size> left;
+    for (auto [width, height] : resolutions_)
+      if ((width / tile_) * (height / tile_) <= max_views - 1) left.emplace_back(width, height);
+    return std::make_shared<Anyres>(tile_, grid_, std::move(left), rounded_, shrink_, padded_);
+  }
+  LayoutPtr among(size_t images) const override {
+    if (shrink_ == 0 || images < 2) return nullptr;
+    return std::make_shared<Anyres>(tile_, grid_, std::vector<Size>(), rounded_, shrink_, true);
+  }
+
+  int64_t count(int64_t width, int64_t height) const override {
+    if (resolutions_.empty()) return one_tile() + 1;
+    Part part = unpadded(width, height);
+    auto [across, down] = shrunk(part.right - part.left, part.bottom - part.top);
+    return one_tile() + down * (across + 1);
+  }
+
+  std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
+    std::vector<Floats> out{preprocess(picture, padded_ ? fitted(settings, "pad") : settings)};
+    if (resolutions_.empty()) return out;
+    Picture all = padded(picture, settings.resample);
+    auto side = static_cast<int>(tile_);
+    for (int y = 0; y < all.height; y += side)
+      for (int x = 0; x < all.width; x += side) out.push_back(preprocess(cut(all, x, y, side), settings));
+    return out;
+  }
+
+  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
+                                             const Rows& newline) const override {
+    for (const auto& view : views)
+      if (static_cast<int64_t>(view->rows.count()) != one_tile())
+        fail(Kind::request, "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out");
+    Views parts = views;
+    parts.push_back(newlines(newline));
+    auto every = joined(parts);
+    Ids which = count_up(0, static_cast<size_t>(one_tile()));
+    int64_t end = static_cast<int64_t>(every->rows.count()) - 1;  // the one newline, which serves all rows
+    if (views.size() == 1) {
+      which.push_back(end);
+      return every->take(which, false);
+    }
+    auto [wide, high] = resolution(width, height);
+    int64_t columns = wide / tile_;
+    Part part = unpadded(width, height);
+    int64_t wide_part = part.right - part.left, high_part = part.bottom - part.top;
+    auto [across, down] = shrunk(wide_part, high_part);
+    Ids columns_of = nearest(wide_part, across), rows_of = nearest(high_part, down);  // all of them, where nothing shrinks
+    // Where a token of the grid stands among those of the tiles, which follow the squeezed image in raster order.
+    auto at = [&](int64_t row, int64_t column) {
+      int64_t y = part.top + row, x = part.left + column;
+      return one_tile() * (1 + y / grid_ * columns + x / grid_) + y % grid_ * grid_ + x % grid_;
+    };
+    for (int64_t row : rows_of) {
+      for (int64_t column : columns_of) which.push_back(at(row, column));
+      which.push_back(end);
+    }
+    auto taken = every->take(which, false);
+    if (across == wide_part && down == high_part) return taken;
+    Ids grid;
+    for (int64_t row = 0; row < high_part; ++row)
+      for (int64_t column = 0; column < wide_part; ++column) grid.push_back(at(row, column));
+    Rows small = shrunk_grid(take(every->rows, grid), high_part, wide_part, down, across);
+    auto out = std::make_shared<ImageTokens>(*taken);  // a token of four has the patch index of the nearest
+    for (int64_t row = 0; row < down; ++row)
+      std::copy_n(small.row(static_cast<size_t>(row * across)), static_cast<size_t>(across) * small.width,
+                  out->rows.row(static_cast<size_t>(one_tile() + row * (across + 1))));
+    return out;
+  }
+
+ private:
+  struct Part {
+    int64_t left, top, right, bottom;
+  };
+
+  int64_t one_tile() const { return grid_ * grid_; }
+
+  // The columns and rows that a grid of so many has before its newlines.
+  Size shrunk(int64_t across, int64_t down) const {
+    double ratio = shrink_ > 0 ? std::sqrt(real(across * down) / real(shrink_ * one_tile())) : 1.0;
+    if (!(ratio > kClearlyMore)) return {across, down};
+    auto side = [&](int64_t count) { return std::max<int64_t>(1, static_cast<int64_t>(floored(real(count), ratio))); };
+    return {side(across), side(down)};
+  }
+
+  // The most tokens of any cut of any resolution: a grid just too small to be shrunk has more than larger ones.
+  int64_t most_shrunk() const {
+    int64_t most = resolutions_.empty() ? 1 : 0;
+    auto consider = [&](int64_t wide, int64_t high) {
+      auto [across, down] = shrunk(wide, high);
+      most = std::max(most, down * (across + 1));
+    };
+    for (auto [width, height] : resolutions_) {
+      int64_t across = width / tile_ * grid_, down = height / tile_ * grid_;
+      for (int64_t cut = across; cut > 0; cut -= 2) consider(cut, down);
+      for (int64_t cut = down; cut > 0; cut -= 2) consider(across, cut);
+    }
+    return one_tile() + most;
+  }
+
+  // The resolution that shows most of an image, and of these the one with the least padding.
+  Size resolution(int64_t width, int64_t height) const {
+    auto shown = [&](const Size& size) {
+      double scale = std::min(real(size.first) / real(width), real(size.second) / real(height));
+      int64_t across = static_cast<int64_t>(real(width) * scale), down = static_cast<int64_t>(real(height) * scale);
+      int64_t effective = std::min(across * down, width * height);
+      return std::pair(effective, effective - size.first * size.second);
+    };
+    return *std::max_element(resolutions_.begin(), resolutions_.end(),
+                             [&](const Size& a, const Size& b) { return shown(a) < shown(b); });  // the first of equals
+  }
+
+  // The image at its best resolution, on black.
+  Picture padded(const Picture& picture, const std::string& resample) const {
+    auto [width, height] = resolution(picture.width, picture.height);
+    double across = real(width) / picture.width, down = real(height) / picture.height;
+    int64_t wide = width, high = height;
+    if (across < down)
+      high = std::min(static_cast<int64_t>(std::ceil(picture.height * across)), height);
+    else
+      wide = std::min(static_cast<int64_t>(std::ceil(picture.width * down)), width);
+    Picture small = resized(picture, static_cast<int>(wide), static_cast<int>(high), resample);
+    Picture out(static_cast<int>(width), static_cast<int>(height));
+    int left = (out.width - small.width) / 2, top = (out.height - small.height) / 2;
+    for (int y = 0; y < small.height; ++y)
+      std::memcpy(out.pixel(left, top + y), small.pixel(0, y), 3 * static_cast<size_t>(small.width));
+    return out;
+  }
+
+  // The part of the grid of tokens that shows the image.
+  Part unpadded(int64_t width, int64_t height) const {
+    auto [wide, high] = resolution(width, height);
+    int64_t across = wide / tile_ * grid_, down = high / tile_ * grid_;
+    if (real(width) / real(height) > real(across) / real(down)) {
+      int64_t padding = (down - whole(height, real(across) / real(width))) / 2;
+      return {0, padding, across, down - padding};
+    }
+    int64_t padding = (across - whole(width, real(down) / real(height))) / 2;
+    return {padding, 0, across - padding, down};
+  }
+
+  int64_t whole(int64_t side, double scale) const {
+    double value = real(side) * scale;
+    return static_cast<int64_t>(rounded_ ? rounded_to(value, 7) : value);
+  }
+
+  int64_t tile_, grid_;
+  std::vector<Size> resolutions_;
+  bool rounded_;
+  int64_t shrink_;
+  bool padded_;
+};
+
+}  // namespace
+
+LayoutPtr make_anyres(Fields& parameters) {
+  int64_t tile = parameters.whole("tile", 1, names::kMaxInputSide), grid = parameters.whole("grid", 1, names::kMaxInputSide);
+  std::vector<Size> resolutions;
+  for (const Json& item : parameters.list("resolutions")) {
+    const Json::Array* pair = item.array();
+    const int64_t* width = pair && pair->size() == 2 ? (*pair)[0].integer() : nullptr;
+    const int64_t* height = width ? (*pair)[1].integer() : nullptr;
+    if (!height || *width < 1 || *height < 1 || *width > names::kMaxSide * names::kMaxTiles ||
+        *height > names::kMaxSide * names::kMaxTiles)
+      parameters.wrong<int>("resolutions", "a list of [width, height]");
+    resolutions.emplace_back(*width, *height);
+  }
+  bool rounded = parameters.flag("rounded");
+  int64_t shrink = parameters.has("shrink") ? parameters.whole("shrink", 0, names::kMaxTiles) : 0;
+  bool padded = parameters.has("padded") && parameters.flag("padded");
+  return std::make_shared<Anyres>(tile, grid, std::move(resolutions), rounded, shrink, padded);
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,37 @@
+// One view of each image, and the same number of tokens whatever its size: LLaVA-1.5.
+#include "bundle/fields.hpp"
+#include "vision/layout.hpp"
+
+namespace vtxcore {
+namespace {
+
+class Single : public Layout {
+ public:
+  explicit Single(int64_t tokens) : tokens_(tokens) {}
+  int64_t max_tokens() const override { return tokens_; }
+  int64_t max_views() const override { return 1; }
+  void check(const TowerSpec& tower) const override {
+    if (tokens_ != tower.tokens)
+      fail(Kind::bundle, "vtx.json: the image layout says ", tokens_, " tokens an image, the tower gives ", tower.tokens,
+           "; export the bundle again");
+  }
+  LayoutPtr limited(int64_t) const override {
+    fail(Kind::request, "max_tiles has no effect here: this model sees each image in one piece; leave it out");
+  }
+  int64_t count(int64_t, int64_t) const override { return tokens_; }
+  std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
+    return {preprocess(picture, settings)};
+  }
+  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t, int64_t, const Rows&) const override {
+    return views.front();
+  }
+
+ private:
+  int64_t tokens_;
+};
+
+}  // namespace
+
+LayoutPtr make_single(Fields& parameters) { return std::make_shared<Single>(parameters.whole("tokens")); }
+
+}  // namespace vtxcore

@@ -1,0 +1,87 @@
+// The image stretched to the grid of tiles nearest to its shape, and after the tiles the whole of it: InternVL.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "bundle/fields.hpp"
+#include "vision/layout.hpp"
+
+namespace vtxcore {
+namespace {
+
+// `fewest` to `most` tiles of `tile` pixels a side and `tokens` each, and where there are several, the whole image,
+// squeezed into one more tile, the last.
+class Tiles : public Layout {
+ public:
+  Tiles(int64_t tile, int64_t tokens, int64_t fewest, int64_t most)
+      : tile_(tile), tokens_(tokens), fewest_(fewest), most_(most) {
+    if (fewest > most || most > names::kMaxTiles)
+      fail(Kind::bundle, "layout 'tiles' has ", fewest, " to ", most, " tiles of ", tile, " pixels and ", tokens,
+           " tokens; it needs at least 1 of each and at most ", names::kMaxTiles, " tiles; export the bundle again");
+  }
+
+  int64_t max_tokens() const override { return tokens_ * max_views(); }
+  int64_t max_views() const override { return most_ + (most_ > 1 ? 1 : 0); }
+  void check(const TowerSpec& tower) const override {
+    if (tile_ != tower.image || tokens_ != tower.tokens)
+      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", tokens_, " tokens, the tower takes ",
+           tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
+  }
+  LayoutPtr limited(int64_t max_views) const override {
+    if (max_views < 1) fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
+    int64_t most = std::min(most_, std::max<int64_t>(1, max_views - 1));
+    return std::make_shared<Tiles>(tile_, tokens_, std::min(fewest_, most), most);
+  }
+
+  int64_t count(int64_t width, int64_t height) const override {
+    auto [columns, rows] = grid(width, height);
+    return tokens_ * (columns * rows + (columns * rows > 1 ? 1 : 0));
+  }
+
+  std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
+    auto [columns, rows] = grid(picture.width, picture.height);
+    auto side = static_cast<int>(tile_);
+    Picture whole = resized(picture, static_cast<int>(columns) * side, static_cast<int>(rows) * side, settings.resample);
+    std::vector<Floats> out;
+    for (int y = 0; y < whole.height; y += side)
+      for (int x = 0; x < whole.width; x += side) out.push_back(preprocess(cut(whole, x, y, side), settings));
+    if (out.size() > 1) out.push_back(preprocess(picture, settings));
+    return out;
+  }
+
+  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t, int64_t, const Rows&) const override {
+    return views.size() > 1 ? joined(views) : views.front();
+  }
+
+ private:
+  // Columns and rows: the nearest shape; of equal ones the largest whose tiles the image fills by half.
+  std::pair<int64_t, int64_t> grid(int64_t width, int64_t height) const {
+    std::vector<std::pair<int64_t, int64_t>> grids;
+    for (int64_t columns = 1; columns <= most_; ++columns)
+      for (int64_t rows = 1; rows <= most_ / columns; ++rows)
+        if (columns * rows >= fewest_) grids.emplace_back(columns, rows);
+    std::stable_sort(grids.begin(), grids.end(),
+                     [](auto a, auto b) { return a.first * a.second < b.first * b.second; });
+    std::pair<int64_t, int64_t> best{1, 1};
+    double least = std::numeric_limits<double>::infinity();
+    for (auto [columns, rows] : grids) {
+      double shape = static_cast<double>(width) / static_cast<double>(height);
+      double off = std::abs(shape - static_cast<double>(columns) / static_cast<double>(rows));
+      bool filled = 2 * width * height > tile_ * tile_ * columns * rows;
+      if (off < least || (off == least && filled)) best = {columns, rows}, least = off;
+    }
+    return best;
+  }
+
+  int64_t tile_, tokens_, fewest_, most_;
+};
+
+}  // namespace
+
+LayoutPtr make_tiles(Fields& parameters) {
+  int64_t tile = parameters.whole("tile", 1, names::kMaxInputSide), tokens = parameters.whole("tokens", 1, 1 << 24);
+  int64_t fewest = parameters.whole("fewest"), most = parameters.whole("most");
+  return std::make_shared<Tiles>(tile, tokens, fewest, most);
+}
+
+}  // namespace vtxcore

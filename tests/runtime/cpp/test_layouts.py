@@ -1,0 +1,83 @@
+"""Images in tiles: libvtx sees the views that Python sees, gives as many tokens, and answers as Python does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.cpp.test_run import expected
+from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY
+from tests.support.cpp import ask, needs_cpp, output, run
+from tests.support.tiny import Tiny, random_image
+from vtx.runtime.api.model import Model
+from vtx.runtime.errors import ContextError
+
+pytestmark = needs_cpp
+
+FAMILIES = pytest.mark.parametrize("tiny", [TINY, INTERNVL, ONEVISION], ids=lambda tiny: tiny.family)
+SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
+QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = [folder / f"{width}x{height}.png" for width, height in SIZES]
+    for number, (path, size) in enumerate(zip(paths, SIZES, strict=True)):
+        random_image(number, size).save(path)
+    return paths
+
+
+@FAMILIES
+def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
+    model = models(tiny, (3, 5))
+    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
+    for path, line in zip(pictures, lines, strict=True):
+        want = model.prepare(path)
+        assert line == f"{want.tokens} {want.key.split()[0]}", path.name
+
+
+@FAMILIES
+def test_answers_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
+    model = models(tiny, (3, 5))
+    for k, shown in (("none", pictures[1:2]), ("5", pictures[2:3]), ("3", pictures[1:3])):
+        more = [word for path in shown[1:] for word in ("--image", path)]
+        found = ask(model.bundle.folder, shown[0], *QUESTIONS, *more, "--k", k, "--max-new-tokens", "6")
+        with model.open(shown) as conversation:
+            for question, answer in zip(QUESTIONS, found, strict=True):
+                want = conversation.ask(question, k if k == "none" else int(k), max_new_tokens=6)
+                assert expected(answer) == expected(want.to_dict()), (k, question)
+
+
+def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
+    specs = ("cls:keep=0.5", "mustdrop:tau=off,key=0.2,layers=2/4,gamma=0.015,alpha=0.01", "cdpruner:keep=20")
+    model = models(TINY, (), "fp32", specs)
+    for spec in specs:
+        found = ask(model.bundle.folder, pictures[1], *QUESTIONS, "--reduce", spec, "--max-new-tokens", "6")
+        with model.open(pictures[1]) as conversation:
+            for question, answer in zip(QUESTIONS, found, strict=True):
+                assert expected(answer) == expected(conversation.ask(question, reduce=spec, max_new_tokens=6).to_dict())
+
+
+def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
+    model = models(TINY, (3, 5))
+    [found] = ask(model.bundle.folder, pictures[1], "red?", "--max-tiles", "1", "--max-new-tokens", "4")
+    assert found["vision_tokens"] == model.layout.limited(1).count(150, 60)
+    many = [word for _ in range(9) for word in ("--image", pictures[3])]
+    with pytest.raises(ContextError) as room, model.open([pictures[3]] * 10) as conversation:
+        conversation.ask("red?")
+    for arguments, message in (
+        (["--fit", "pad"], "fit 'pad' has no effect here: this model sees images of any shape in tiles"),
+        (["--max-tiles", "-1"], "max_tiles is -1; it must be at least 1"),
+        (many, str(room.value)),
+    ):
+        done = run("run", "--bundle", model.bundle.folder, pictures[3], "red?", *arguments)
+        assert done.returncode == 1
+        assert message in done.stderr.decode()
+
+
+def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model], pictures: list[Path]) -> None:
+    done = run("run", "--bundle", models().bundle.folder, pictures[0], "red?", "--max-tiles", "2")
+    assert b"max_tiles has no effect here: this model sees each image in one piece" in done.stderr

@@ -1,0 +1,74 @@
+"""CDPruner by CLIP's text tower in libvtx: its tokenizer, its segments, and the answers of Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.cpp.test_run import expected
+from tests.support.bundles import IGNORE
+from tests.support.clip import make_clip
+from tests.support.cpp import ask, needs_cpp, output, run
+from tests.support.exported import THREADS
+from tests.support.reference import Reference
+from tests.support.tiny import Tiny, random_image
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+
+pytestmark = needs_cpp
+
+SPEC = "cdpruner:keep=20,text=tower"
+QUESTIONS = (
+    "red?",
+    "How many RED shapes are there, and what is the colour of the square in the picture? It's 2024!!",
+    "Caf\u00e9  \u0130stanbul\t\u5927\u304d\u3044 \U0001f642 don't <|endoftext|> we'LL <|STARTOFTEXT|>",
+)
+
+
+@pytest.fixture(scope="module")
+def model(
+    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path_factory: pytest.TempPathFactory
+) -> Model:
+    tiny, folder = Tiny(image=126, context=768), tmp_path_factory.mktemp("tower")
+    clip = make_clip(folder / "clip", reference(tiny))
+    options = ExportOptions(
+        str(tiny_checkpoint(tiny)), (3,), "fp32", dialects=("ort",), reductions=("none", SPEC), text_tower=str(clip)
+    )
+    bundle = run_export(plan_export(options), folder / "b", force=False, report=IGNORE)
+    return load(bundle.folder, device="cpu", threads=THREADS)
+
+
+def test_its_tokenizer_gives_the_ids_of_the_tokenizers_library(model: Model) -> None:
+    from tokenizers import Tokenizer
+
+    assert model.manifest.text_tower is not None
+    path = model.bundle.folder / model.manifest.text_tower.tokenizer
+    theirs, texts = Tokenizer.from_file(str(path)), [*QUESTIONS, "", " ", "a  b\n\nc", "''s", "x'S y", "\u0301a"]
+    lines = "\n".join(map(json.dumps, texts)).encode()
+    for text, line in zip(texts, output("probe", "tokenize", path, stdin=lines).decode().splitlines(), strict=True):
+        assert json.loads(line)["ids"] == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+def test_answers_selected_by_the_tower_are_those_of_python(model: Model, tmp_path: Path) -> None:
+    random_image(3).save(tmp_path / "a.png")
+    found = ask(model.bundle.folder, tmp_path / "a.png", *QUESTIONS, "--reduce", SPEC, "--max-new-tokens", "5")
+    chat = ask(model.bundle.folder, tmp_path / "a.png", *QUESTIONS, "--chat", "--reduce", SPEC, "--max-new-tokens", "5")
+    with model.open(tmp_path / "a.png") as conversation:
+        for question, answer in zip(QUESTIONS, found, strict=True):
+            want = conversation.ask(question, reduce=SPEC, max_new_tokens=5)
+            assert expected(answer) == expected(want.to_dict()), question
+        turns = conversation.chat(reduce=SPEC)
+        for question, answer in zip(QUESTIONS, chat, strict=True):
+            assert expected(answer) == expected(turns.ask(question, max_new_tokens=5).to_dict())
+
+
+def test_a_bundle_without_the_tower_says_how_to_export_it(models: Callable[..., Model], tmp_path: Path) -> None:
+    random_image(3).save(tmp_path / "a.png")
+    done = run("run", "--bundle", models().bundle.folder, tmp_path / "a.png", "red?", "--reduce", SPEC)
+    assert b"it lacks CLIP's text tower; export it with" in done.stderr
+    assert b"--text-tower CLIP, or use text=embedding" in done.stderr
