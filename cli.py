@@ -20,6 +20,7 @@ from vtx.exporter.commands.export import export, find_bundle
 from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.commands.plan import plan
 from vtx.exporter.commands.serve import serve
+from vtx.exporter.commands.tune import tune
 from vtx.exporter.common.demo import about
 from vtx.runtime.terminal.console import command, note, require_signature_option, say, say_json, table
 from vtx.runtime.terminal.depth import DepthType
@@ -257,6 +258,7 @@ main.add_command(batch, "batch")
 main.add_command(evaluate, "eval")
 main.add_command(calibrate, "calibrate")
 main.add_command(train_gate, "train-gate")
+main.add_command(tune, "tune")
 
 __all__ = [
     "batch",
@@ -273,4 +275,5 @@ __all__ = [
     "run",
     "serve",
     "train_gate",
+    "tune",
 ]

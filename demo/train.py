@@ -80,35 +80,38 @@ class Batches:
 
     def _fill(self) -> None:
         while True:
-            self.queue.put(self.draw())
-
-    def draw(self) -> dict[str, Any]:
-        rng, args = self.rng, self.args
-        weights = {kind: 0.12 + (1 - right) for kind, right in self.right.items()}
-        talk = rng.random() < 0.2
-        side, grid = self.shape.image, self.shape.image // self.shape.patch
-        images, columns, patches, names, kinds = [], [], [], [], []
-        for _ in range(args.batch):
-            scene = random_scene(rng)
-            items = ask_some(scene, args.questions, rng, weights)
-            images.append(pixels_of(photograph(scene, rng), side))
-            columns.append(self.packer.pack(items, talk=talk))
-            patches.append(patch_labels(scene, grid))
-            seen = np.zeros(len(COLORS) * len(SHAPES), np.float32)
-            for thing in scene.things:
-                seen[list(COLORS).index(thing.color) * len(SHAPES) + SHAPES.index(thing.shape)] = 1
-            names.append(seen)
-            kinds.append([list(KINDS).index(item.kind) for item in items])
-        ids, labels, positions, blocks, owner = (torch.from_numpy(np.stack(c)) for c in zip(*columns, strict=True))
-        return {
-            "pixels": torch.from_numpy(np.stack(images)), "ids": ids, "labels": labels, "positions": positions,
-            "blocks": blocks, "owner": owner, "patches": torch.from_numpy(np.stack(patches)),
-            "names": torch.from_numpy(np.stack(names)), "kinds": torch.tensor(kinds),
-        }  # fmt: skip
+            self.queue.put(draw(self.rng, self.packer, self.shape, self.right, self.args.batch, self.args.questions))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
             yield self.queue.get()
+
+
+def draw(
+    rng: random.Random, packer: Packer, shape: Shape, right: dict[str, float], pictures: int, questions: int
+) -> dict[str, Any]:
+    """One batch of scenes with their questions; kinds that are seldom `right` are asked more often."""
+    weights = {kind: 0.12 + (1 - share) for kind, share in right.items()}
+    talk = rng.random() < 0.2
+    side, grid = shape.image, shape.image // shape.patch
+    images, columns, patches, names, kinds = [], [], [], [], []
+    for _ in range(pictures):
+        scene = random_scene(rng)
+        items = ask_some(scene, questions, rng, weights)
+        images.append(pixels_of(photograph(scene, rng), side))
+        columns.append(packer.pack(items, talk=talk))
+        patches.append(patch_labels(scene, grid))
+        seen = np.zeros(len(COLORS) * len(SHAPES), np.float32)
+        for thing in scene.things:
+            seen[list(COLORS).index(thing.color) * len(SHAPES) + SHAPES.index(thing.shape)] = 1
+        names.append(seen)
+        kinds.append([list(KINDS).index(item.kind) for item in items])
+    ids, labels, positions, blocks, owner = (torch.from_numpy(np.stack(c)) for c in zip(*columns, strict=True))
+    return {
+        "pixels": torch.from_numpy(np.stack(images)), "ids": ids, "labels": labels, "positions": positions,
+        "blocks": blocks, "owner": owner, "patches": torch.from_numpy(np.stack(patches)),
+        "names": torch.from_numpy(np.stack(names)), "kinds": torch.tensor(kinds),
+    }  # fmt: skip
 
 
 def with_vision(column: Tensor, at: int, middle: Tensor) -> Tensor:

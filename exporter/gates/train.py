@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.common.files import write_json
-from vtx.exporter.data.items import SCENES, Item, read_data
+from vtx.exporter.data.items import SCENES, read_data
 from vtx.exporter.data.source import Source
+from vtx.exporter.data.split import split_items
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
 from vtx.exporter.gates.measure import Measurer, measure
@@ -60,7 +58,9 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
     """
     source = open_source(options.model)
     data = read_data(options.data, options.images, options.items + options.held_out, options.fit.seed)
-    learn, held_out = split(data.items, options, shuffle=options.data != SCENES)
+    learn, held_out = split_items(
+        data.items, options.items, options.held_out, options.fit.seed, shuffle=options.data != SCENES
+    )
     batch = options.measure.batch
     shards = [
         *make_shards(learn, batch, held_out=False),
@@ -95,32 +95,6 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
 def default_out(model: str) -> Path:
     """The default gate file of a model."""
     return Path(f"vtx-gates-{Path(model).expanduser().absolute().name}.safetensors")
-
-
-def split(items: Sequence[Item], options: TrainOptions, *, shuffle: bool) -> tuple[list[Item], list[Item]]:
-    """Items to train on, and held-out items that share no image with them; each in order.
-
-    Where there are fewer items than requested, both shrink in proportion. Raises `RequestError` where one is empty.
-    """
-    count = min(options.held_out, round(len(items) * options.held_out / (options.items + options.held_out)))
-    by_image: dict[object, list[int]] = {}
-    for number, item in enumerate(items):
-        first = item.images[0]
-        by_image.setdefault(id(first) if isinstance(first, Image.Image) else first, []).append(number)
-    groups = list(by_image.values())
-    if shuffle:
-        random.Random(options.fit.seed).shuffle(groups)
-    apart = set[int]()
-    for group in groups:
-        if len(apart) < count:
-            apart.update(group)
-    learn = [item for number, item in enumerate(items) if number not in apart]
-    if not learn or not apart:
-        raise RequestError(
-            f"{len(items)} items about {len(groups)} images leave {len(learn)} to train on and {len(apart)} to hold "
-            "out, and each must be at least 1; give more images"
-        )
-    return learn, [items[number] for number in sorted(apart)]
 
 
 def disk_bytes(source: Source, shards: Sequence[Shard]) -> int:

@@ -72,10 +72,10 @@ class Reference:
         """The tokens [tokens, hidden] of one prompt's images, one image after the other."""
         layout, tokens = self.config.layout.among(len(images)), []
         hidden = (0, self.config.text.hidden)
-        newline = self._tensor(NEWLINE)[None].numpy() if layout.newline else np.zeros(hidden, np.float32)
+        newline = self._tensor(NEWLINE)[None].cpu().numpy() if layout.newline else np.zeros(hidden, np.float32)
         for source in images:
             image = load_image(source)
-            rows = self.features(layout.views(image, settings)).numpy()
+            rows = self.features(layout.views(image, settings)).cpu().numpy()
             views = rows.reshape(-1, self.config.view_tokens, rows.shape[-1])
             encoded = [ImageTokens.plain(view) for view in views]
             tokens.append(layout.arrange(encoded, *image.size, newline).rows)
@@ -85,8 +85,9 @@ class Reference:
         """Views [views, 3, side, side] to their tokens [views * view_tokens, hidden]."""
         c, v = self.config, self.config.vision
         w, name = self._tensor, "vision.embeddings"
+        kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
-        x = F.conv2d(torch.from_numpy(pixels), w(f"{name}.patch_embedding.weight"), bias, stride=v.patch)
+        x = F.conv2d(torch.from_numpy(pixels).to(kernel.device), kernel, bias, stride=v.patch)
         x = x.flatten(2).transpose(1, 2)
         if v.class_token:
             x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)

@@ -29,7 +29,7 @@ from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
 from vtx.exporter.gates.measure import Measurer, gate_input, measure
 from vtx.exporter.gates.report import HeldOut, judge
-from vtx.exporter.gates.train import TrainOptions, split, train_gates
+from vtx.exporter.gates.train import TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
@@ -374,16 +374,6 @@ def test_without_known_answers_there_is_no_accuracy(size: Any) -> None:
 
 
 # ---- end to end ------------------------------------------------------------------------------------------------------
-
-
-def test_items_held_out_share_no_image_with_the_others() -> None:
-    shared = [Item((Path(f"{n // 3}.png"),), f"{n}?") for n in range(30)]
-    learn, apart = split(shared, TrainOptions(items=20, held_out=10), shuffle=True)
-    assert sorted(int(item.question[:-1]) for item in (*learn, *apart)) == list(range(30))
-    assert not {item.images for item in learn} & {item.images for item in apart}
-    assert 10 <= len(apart) <= 12
-    with pytest.raises(RequestError, match="about 1 images leave 0 to train on"):
-        split(shared[:3], TrainOptions(items=2, held_out=1), shuffle=True)
 
 
 def write_data(folder: Path, count: int) -> Path:

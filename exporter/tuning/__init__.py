@@ -1,0 +1,1 @@
+"""Withdrawal-aware fine-tuning: a checkpoint whose image tokens may leave earlier, at equal answers."""

@@ -1,0 +1,66 @@
+"""The model card of a tuned checkpoint: what was done to which model, on what, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from vtx.exporter.tuning.options import TuneOptions
+
+RECORDED = ("vtx-edge", "torch", "transformers", "peft", "accelerate")
+
+
+def versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in RECORDED}
+
+
+def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judged: Mapping[str, Any] | None) -> str:
+    """Markdown, with the header that model hubs read."""
+    d, w, learning = options.depths, options.weights, options.learning
+    drawn = f"{d.low} to {d.high}" + (f", mostly {d.target}" if d.target else "")
+    layers = "all layers" if learning.layers is None else f"layers {learning.layers[0]} to {learning.layers[1]}"
+    learnt = f"the weights of {layers}" if learning.full else f"adapters of rank {learning.rank} on {layers}, merged"
+    facts = [
+        ("base model", base),
+        ("what learned", learnt),
+        ("K in training", f"{drawn}; {options.full_share:.0%} of the images without withdrawal"),
+        ("loss", f"{w.kl:g} KL to the base model + {w.ce:g} cross-entropy + {w.hidden:g} hidden states"),
+        ("data", f"{record['items']} questions about {record['rows']} rows of images, {record['data']}"),
+        ("steps", f"{record['steps']} of {options.schedule.batch} images, learning rate {options.schedule.lr:g}"),
+        ("seed", str(options.schedule.seed)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
+    ]
+    lines = [
+        "---", f"base_model: {base}", "library_name: transformers", "tags:", "- visual-token-withdrawal", "---", "",
+        f"# {base}, tuned for early withdrawal of the image", "",
+        "Fine-tuned with `vtx-tune` so that image tokens may leave the decoder before layer K (counted from 1) with",
+        "the answers that the base model gives with the image in all layers. Without withdrawal it is used like the",
+        "base model, whose license and limits it shares.", "",
+        "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), "",
+    ]  # fmt: skip
+    return "\n".join([*lines, *_judged(judged)]) + "\n"
+
+
+def _judged(judged: Mapping[str, Any] | None) -> list[str]:
+    if judged is None:
+        return ["Not judged on held-out data."]
+    k = {name: value or "none" for name, value in judged["earliest_k"].items()}
+    rows = [
+        f"| {point['k'] or 'none'} | {_share(point['before'])} | {_share(point['after'])} "
+        f"| {point['before']['kl']['mean']:.2g} | {point['after']['kl']['mean']:.2g} |"
+        for point in judged["curve"]
+    ]
+    return [
+        f"On {judged['items']} questions held out, the earliest K within {judged['max_drop_points']:g} point of the "
+        f"base model's accuracy at full depth: {k['before']} before, {k['after']} after.",
+        "",
+        "| K | right before (95%) | right after (95%) | KL before | KL after |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
+def _share(point: Mapping[str, Any]) -> str:
+    share = point["right"]
+    return "-" if share is None else f"{share['share']:.1%} ({share['low']:.1%}..{share['high']:.1%})"

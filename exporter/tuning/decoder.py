@@ -1,0 +1,239 @@
+"""The decoder as it is trained: transformers' own layers, the image tokens leaving before layer K.
+
+Exactly the runtime's withdrawal: tokens that stay keep their positions, and layers K..N see text alone. The teacher is
+the same module without adapters and without withdrawal; no second copy of the model is held.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vtx.exporter.checkpoint.config import TextConfig
+from vtx.exporter.data.source import Source
+from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
+from vtx.exporter.tuning.options import Learning
+from vtx.exporter.tuning.packing import Row, visible
+from vtx.exporter.weights.tensors import CheckpointWeights
+from vtx.runtime.errors import UnsupportedModelError
+
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER = "default"
+_CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+}
+
+
+def module_name(canonical: str) -> str:
+    """The name in transformers' text model of a weight that the checkpoint's reader calls `canonical`."""
+    return "lm_head.weight" if canonical == "head.weight" else canonical.replace("text.", "model.", 1)
+
+
+def load_text_model(source: Source, dtype: torch.dtype, device: torch.device, learning: Learning) -> Any:
+    """The text model of a checkpoint as transformers has it, without towers; layers that learn whole are float32.
+
+    Raises UnsupportedModelError for a text family that is not tuned.
+    """
+    import transformers
+
+    c = source.config.text
+    if c.family not in _CLASSES:
+        raise UnsupportedModelError(f"text family {c.family!r} is not tuned; vtx-tune knows {', '.join(_CLASSES)}")
+    config_class, model_class = (getattr(transformers, name) for name in _CLASSES[c.family])
+    config = config_class(
+        vocab_size=c.vocab, hidden_size=c.hidden, intermediate_size=c.ffn, num_hidden_layers=c.layers,
+        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, hidden_act=c.activation,
+        rms_norm_eps=c.eps, max_position_embeddings=c.max_positions, tie_word_embeddings=c.tied,
+        **({"attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias} if c.family == "llama" else {}),
+        **({"sliding_window": None} if c.family == "mistral" else {}),
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = model_class(config)
+    model.model.rotary_emb = nn.Identity()  # positions are rotated by the tables of our own configuration
+    weights = CheckpointWeights(source.checkpoint)
+    exact = {n for layer in learning.chosen(c.layers) for n, _ in layer_tensors(c, layer)} if learning.full else set()
+    state = {
+        module_name(name): weights.read(name).to(device=device, dtype=torch.float32 if name in exact else dtype)
+        for name, _ in decoder_tensors(c)
+    }
+    if c.tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+class WithdrawingDecoder(nn.Module):
+    """A decoder over packed questions. Of its parameters only those that learn require gradients."""
+
+    def __init__(self, text: TextConfig, model: Any, learning: Learning, *, seed: int, checkpointing: bool) -> None:
+        super().__init__()
+        self.text, self.model, self._checkpointing = text, model, checkpointing
+        self.learns, self.full = learning.chosen(text.layers), learning.full
+        self._originals: dict[int, nn.Module] = {}  # in no state_dict: what the teacher has in place of `learns`
+        if learning.full:
+            for number in self.learns:
+                layer = model.model.layers[number - 1]
+                self._originals[number] = copy.deepcopy(layer).to(model.model.embed_tokens.weight.dtype)
+                layer.requires_grad_(True)
+        else:
+            self._add_adapters(learning, seed)
+
+    def _add_adapters(self, learning: Learning, seed: int) -> None:
+        from peft import inject_adapter_in_model
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(adapter_config(learning, self.learns), self.model, ADAPTER)
+        for name, parameter in self.named_parameters():
+            if ".lora_" in name:
+                parameter.data = parameter.data.float()
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.model.embed_tokens.weight.device
+        return device
+
+    def learning_parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer changes, by name, in a fixed order."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def forward(self, row: dict[str, Tensor], features: Tensor, k: int | None) -> Tensor:
+        """The hidden states [m, hidden] before the last norm of the tokens `at`; `features` [image tokens, hidden]."""
+        return self._run(list(self.model.model.layers), row, features, k)
+
+    @torch.no_grad()
+    def teach(self, row: dict[str, Tensor], features: Tensor) -> Tensor:
+        """As `forward`, of the model as it was and without withdrawal."""
+        with self._as_it_was() as layers:
+            return self._run(layers, row, features, None)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states [m, hidden] to float32 logits [m, vocab]."""
+        logits: Tensor = self.model.lm_head(self.model.model.norm(hidden)).float()
+        return logits
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[Sequence[nn.Module]]:
+        adapted = [] if self.full else list(adapter_layers(self.model))
+        for module in adapted:
+            module.enable_adapters(False)
+        try:
+            yield [self._originals.get(number, layer) for number, layer in enumerate(self.model.model.layers, 1)]
+        finally:
+            for module in adapted:
+                module.enable_adapters(True)
+
+    def _run(self, layers: Sequence[nn.Module], row: dict[str, Tensor], features: Tensor, k: int | None) -> Tensor:
+        x = self._enter(row, features)
+        text, at = torch.nonzero(~row["image"]).flatten(), row["at"]
+        mask, rope = visible(row["blocks"])[None, None], self._rope(row["positions"], x.dtype)
+        for number, layer in enumerate(layers, 1):
+            if number == k:
+                x, mask = x[:, text], mask[:, :, text][..., text]
+                rope = (rope[0][:, text], rope[1][:, text])
+                at = torch.searchsorted(text, at)
+            x = self._layer(layer, x, mask, rope)
+        return x[0, at]
+
+    def _enter(self, row: dict[str, Tensor], features: Tensor) -> Tensor:
+        x: Tensor = self.model.model.embed_tokens(row["ids"])
+        x[row["image"]] = features.to(x.dtype)
+        return x[None]
+
+    def _layer(self, layer: nn.Module, x: Tensor, mask: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        def call(x: Tensor) -> Tensor:
+            out: Tensor = layer(x, attention_mask=mask, position_embeddings=rope)
+            return out
+
+        if self._checkpointing and torch.is_grad_enabled():
+            saved: Tensor = checkpoint(call, x, use_reentrant=False)
+            return saved
+        return call(x)
+
+    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cos and sin [1, n, head_dim] of positions [n]."""
+        rates = torch.tensor(self.text.rope.inverse_frequencies, device=positions.device)
+        angles = (positions[:, None].float() * rates).repeat(1, 2)[None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    @torch.no_grad()
+    def greedy(
+        self, prefix: Tensor, image: Tensor, features: Tensor, suffixes: Sequence[Tensor], ends: Sequence[int],
+        limit: int,
+    ) -> list[list[int]]:  # fmt: skip
+        """The teacher's greedy answers to questions `suffixes` after one `prefix`, at most `limit` ids, the end too.
+
+        `image` [prefix] bool says which of the prefix's tokens are the image's.
+        """
+        with self._as_it_was() as layers:
+            cache = _Cache()
+            self._extend(layers, self._enter({"ids": prefix, "image": image}, features), 0, cache)
+            answers = []
+            for suffix in suffixes:
+                cache.crop(len(prefix))
+                answer, ids, start = list[int](), suffix, len(prefix)
+                while len(answer) < limit and not (answer and answer[-1] in ends):
+                    x = self._extend(layers, self.model.model.embed_tokens(ids)[None], start, cache)
+                    start += len(ids)
+                    answer.append(int(self.head(x[:, -1])[0].argmax()))
+                    ids = torch.tensor(answer[-1:], device=suffix.device)
+                answers.append(answer)
+        return answers
+
+    def _extend(self, layers: Sequence[nn.Module], x: Tensor, start: int, cache: _Cache) -> Tensor:
+        """New tokens [1, n, hidden] at positions from `start` on, after those in `cache`, which they join."""
+        n = x.shape[1]
+        rope = self._rope(torch.arange(start, start + n, device=x.device), x.dtype)
+        mask = torch.ones(n, start + n, dtype=torch.bool, device=x.device).tril(start)[None, None]
+        for layer in layers:
+            x = layer(x, attention_mask=mask, position_embeddings=rope, past_key_values=cache)
+        return x
+
+
+class _Cache:
+    """Keys and values [1, kv_heads, n, head_dim] of each layer, as transformers' layers ask for them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if layer_idx in self._kept:
+            before = self._kept[layer_idx]
+            keys, values = torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
+        self._kept[layer_idx] = keys, values
+        return keys, values
+
+    def crop(self, length: int) -> None:
+        self._kept = {layer: (k[:, :, :length], v[:, :, :length]) for layer, (k, v) in self._kept.items()}
+
+
+def adapter_config(learning: Learning, layers: range) -> Any:
+    """The configuration, peft's, of the adapters on `layers`, counted from 1."""
+    from peft import LoraConfig
+
+    numbers = "|".join(str(number - 1) for number in layers)
+    return LoraConfig(
+        r=learning.rank, lora_alpha=learning.alpha, lora_dropout=0.0, bias="none",
+        target_modules=rf".*\.layers\.({numbers})\.(self_attn|mlp)\.({'|'.join(MATRICES)})",
+    )  # fmt: skip
+
+
+def adapter_layers(model: Any) -> Iterator[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+
+
+def tensors_of(row: Row, device: torch.device) -> dict[str, Tensor]:
+    """A row's tensors on a device, as `forward` takes them."""
+    names = ("ids", "blocks", "positions", "image", "at", "targets", "given")
+    return {name: getattr(row, name).to(device) for name in names}

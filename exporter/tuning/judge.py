@@ -1,0 +1,84 @@
+"""Before and after, at every K, on the same items held out: vtx-calibrate's measurements of both checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.calibration.calibrate import CalibrationOptions, Measurement, calibrate
+from vtx.exporter.calibration.report import (
+    CalibrationReport,
+    Choosing,
+    Point,
+    choose_by_accuracy,
+    make_report,
+    write_report,
+)
+from vtx.exporter.calibration.source import OpenedModel, open_source
+from vtx.exporter.data.items import Data, Item
+
+MAX_DROP = 1.0  # percentage points
+Report = Callable[[str, int, int], None]
+
+
+def judge(
+    before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Report
+) -> dict[str, Any]:
+    """Curves of both over K, the earliest K within a point of full depth, and what full depth lost.
+
+    An answer that the data do not give is the untuned model's own at full depth; so the accuracy of both models is the
+    share of right answers where the data have them, and else of answers equal to that model's.
+    """
+    options = CalibrationOptions(k_from=2, max_new_tokens=max_new_tokens)
+    answered = Data("items held out", tuple(items))
+    if any(item.answer is None for item in items):
+        own = calibrate(before, answered, options, out / "own", _phase(report, "teacher"))
+        answered = Data("items held out", tuple(_answered(items, own)))
+    reports = {}
+    for name, source in (("before", before), ("after", open_source(str(merged)))):
+        measured = calibrate(source, answered, options, out / name, _phase(report, name))
+        made = make_report(source, answered.source, measured, Choosing(max_drop=MAX_DROP))
+        write_report(made, out / name)
+        reports[name] = made
+    return compared(reports["before"], reports["after"])
+
+
+def _phase(report: Report, name: str) -> Report:
+    return lambda phase, done, total: report(name if phase == "measuring" else phase, done, total)
+
+
+def _answered(items: Sequence[Item], own: Measurement) -> list[Item]:
+    """Items with the untuned model's answers where the data give none."""
+    texts = dict(zip(dict.fromkeys(item.digest() for item in items), own.results, strict=True))
+    return [item if item.answer else replace(item, answer=texts[item.digest()]["answer"]) for item in items]
+
+
+def compared(before: CalibrationReport, after: CalibrationReport) -> dict[str, Any]:
+    """The two curves side by side, and for each the earliest K within a point of the untuned model's full depth."""
+    full = before.curve[0]
+    earliest = {name: _earliest(full, made) for name, made in (("before", before), ("after", after))}
+    lost = None
+    if full.right and after.curve[0].right:
+        lost = 100 * (full.right.share - after.curve[0].right.share)
+    return {
+        "items": before.data.items,
+        "max_drop_points": MAX_DROP,
+        "earliest_k": {name: choice.k for name, choice in earliest.items()},
+        "rules": {name: asdict(choice) for name, choice in earliest.items()},
+        "full_depth_lost_points": lost,
+        "curve": [
+            {"k": b.k, "full_layers": b.full_layers, "before": _point(b), "after": _point(a)}
+            for b, a in zip(before.curve, after.curve, strict=True)
+        ],
+    }
+
+
+def _earliest(full: Point, made: CalibrationReport) -> Any:
+    """By vtx-calibrate's rule, from the accuracy of the untuned model at full depth."""
+    return choose_by_accuracy((full, *made.curve[1:]), MAX_DROP)
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {"right": asdict(point.right) if point.right else None, "kl": asdict(point.kl)}

@@ -1,0 +1,156 @@
+"""What to tune and how: the K that training draws, the terms of the loss, which weights learn."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vtx.exporter.bundling.options import DEMO
+from vtx.exporter.data.items import SCENES
+from vtx.runtime.errors import RequestError
+
+AROUND = 2  # layers on either side of a single K
+Dtype = Literal["auto", "fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """The K that training draws, `low` to `high`: all alike, or around `target`, the nearer the likelier."""
+
+    low: int
+    high: int
+    target: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Depths:
+        """Of `8` (6 to 10, mostly 8) or `4-12` (each alike). Raises RequestError."""
+        if not (match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())):
+            raise RequestError(f"--k is {text!r}; give a layer such as 8, or a range such as 4-12")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if not 2 <= low <= high:
+            raise RequestError(f"--k is {text}; it must be at least 2, and a range must rise")
+        return cls(low, high) if match[2] else cls(max(2, low - AROUND), low + AROUND, low)
+
+    def within(self, layers: int) -> Depths:
+        """The same for a model of `layers` layers. Raises RequestError where a K is beyond it."""
+        limit = self.high if self.target is None else self.target
+        if limit > layers:
+            raise RequestError(f"K = {limit} is beyond the model's {layers} layers; it must be 2 to {layers}")
+        return Depths(self.low, min(self.high, layers), self.target)
+
+    def draw(self, rng: random.Random) -> int:
+        ks = range(self.low, self.high + 1)
+        weights = [1 if self.target is None else 1 + AROUND - abs(k - self.target) for k in ks]
+        return rng.choices(ks, weights)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LossWeights:
+    """Weights of the loss's terms: divergence from the teacher, cross-entropy of given answers, hidden states."""
+
+    kl: float = 1.0
+    ce: float = 1.0
+    hidden: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = (self.kl, self.ce, self.hidden)
+        if not all(0 <= value < float("inf") for value in values) or not any(values):
+            raise RequestError(
+                f"--kl-weight is {self.kl}, --ce-weight {self.ce} and --hidden-weight {self.hidden}; they must be "
+                "finite, at least 0, and one of them above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """Which weights learn: adapters of `rank` on every matrix of `layers` (all where None), or with `full` these
+    layers' weights themselves.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    layers: tuple[int, int] | None = None
+    full: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= 4096 or not 0 < self.alpha < float("inf"):
+            raise RequestError(f"--rank is {self.rank} and --alpha {self.alpha}; they must be 1 to 4096, and above 0")
+
+    @staticmethod
+    def parse_layers(text: str) -> tuple[int, int]:
+        """`7` or `1-7`, counted from 1. Raises RequestError."""
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            raise RequestError(f"--layers is {text!r}; give a layer such as 7, or a range such as 1-7")
+        return first, last
+
+    def chosen(self, layers: int) -> range:
+        """The layers that learn, from 1, in a model of `layers` layers. Raises RequestError."""
+        first, last = self.layers or (1, layers)
+        if last > layers:
+            raise RequestError(f"--layers names layer {last}, the model has {layers}; name 1 to {layers}")
+        return range(first, last + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how fast: `batch` images a step over all processes; AdamW at `lr`."""
+
+    lr: float = 2e-4
+    epochs: float = 1.0
+    batch: int = 8
+    save_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr <= 1 or not 0 < self.epochs <= 1000:
+            raise RequestError(f"--lr is {self.lr} and --epochs {self.epochs}; they must be above 0, to 1 and to 1000")
+        if self.batch < 1 or self.save_every < 1:
+            raise RequestError(f"--batch is {self.batch} and --save-every {self.save_every}; both must be at least 1")
+        if not 0 <= self.seed < 1 << 32:
+            raise RequestError(f"--seed is {self.seed}; it must be 0 to 4294967295")
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How questions about one image share a row: at most `questions` of them and `max_tokens` tokens."""
+
+    questions: int = 8
+    max_tokens: int = 2048
+    max_new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if self.questions < 1 or self.max_tokens < 1 or self.max_new_tokens < 1:
+            raise RequestError(
+                f"--questions is {self.questions}, --max-tokens {self.max_tokens} and --max-new-tokens "
+                f"{self.max_new_tokens}; they must be at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """Everything a tuning depends on. `full_share` of the images are seen without withdrawal, so that it stays good."""
+
+    depths: Depths
+    model: str = DEMO
+    data: str = SCENES
+    images: Path | None = None
+    items: int = 1000
+    held_out: int = 250
+    full_share: float = 0.2
+    weights: LossWeights = field(default_factory=LossWeights)
+    learning: Learning = field(default_factory=Learning)
+    schedule: Schedule = field(default_factory=Schedule)
+    packing: Packing = field(default_factory=Packing)
+    dtype: Dtype = "auto"
+    checkpointing: bool = True
+
+    def __post_init__(self) -> None:
+        if self.items < 1 or self.held_out < 0:
+            raise RequestError(f"--items is {self.items} and --held-out {self.held_out}; at least 1 and 0")
+        if not 0 <= self.full_share < 1:
+            raise RequestError(f"--full-share is {self.full_share}; it must be at least 0 and below 1")

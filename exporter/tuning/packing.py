@@ -1,0 +1,137 @@
+"""Questions about one image in one row: its prefix once, then each question with its answer, blind to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from vtx.exporter.data.items import Item
+from vtx.exporter.data.prompts import answer_ids, prompt_ids
+from vtx.exporter.data.source import Source
+from vtx.exporter.tuning.options import Packing
+from vtx.runtime.errors import RequestError
+from vtx.runtime.vision.image import ImageSource
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An item's prompt, cut after its last image token: `prefix` [p] and `suffix` [s]; `answer` [a] where given."""
+
+    item: Item
+    prefix: Ids
+    suffix: Ids
+    answer: Ids | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Packed questions: tensors over n tokens, and over the m tokens that predict an answer's.
+
+    `ids`, `blocks`, `positions` [n] int64: block 0 is the prefix, block i the i-th question. `image` [n] bool.
+    `at` [m]: the tokens that predict; `targets` [m]: what comes next; `given` [m] bool: the data gave this answer.
+    """
+
+    images: tuple[ImageSource, ...]
+    ids: Tensor
+    blocks: Tensor
+    positions: Tensor
+    image: Tensor
+    at: Tensor
+    targets: Tensor
+    given: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def read_questions(source: Source, items: Sequence[Item], packing: Packing) -> tuple[list[Question], list[str]]:
+    """Tokenise items; those that cannot be asked, or do not fit, are reported instead.
+
+    An answer of the data that is longer than `max_new_tokens` is cut there, without its end.
+    """
+    questions, skipped = list[Question](), list[str]()
+    limit = min(packing.max_tokens, source.context)
+    for number, item in enumerate(items, 1):
+        try:
+            ids = prompt_ids(source, item)
+            answer = answer_ids(source, item, ids)
+        except RequestError as e:
+            skipped.append(f"question {number}: {e}")
+            continue
+        images = np.flatnonzero(ids == source.config.image_token_id)
+        if not len(images) or images[-1] + 1 == len(ids):
+            skipped.append(f"question {number}: no text follows the image in its prompt")
+            continue
+        if len(ids) + packing.max_new_tokens > limit:
+            skipped.append(f"question {number}: {len(ids)} tokens and its answer, the limit is {limit}")
+            continue
+        cut = int(images[-1]) + 1
+        kept = None if answer is None else answer[: packing.max_new_tokens]
+        questions.append(Question(item, ids[:cut], ids[cut:], kept))
+    return questions, skipped
+
+
+def pack(
+    questions: Sequence[Question], own: Mapping[int, Ids], image_token: int, packing: Packing, context: int
+) -> list[Row]:
+    """Rows of questions about the same images, in the order of their first question.
+
+    `own` has the teacher's answer of each question, by its number, to which the data give none.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, question in enumerate(questions):
+        groups.setdefault((*map(image_key, question.item.images), question.prefix.tobytes()), []).append(number)
+    limit, rows = min(packing.max_tokens, context), list[Row]()
+    for numbers in groups.values():
+        taken, tokens = list[int](), len(questions[numbers[0]].prefix)
+        for number in numbers:
+            question = questions[number]
+            more = len(question.suffix) + packing.max_new_tokens
+            if taken and (len(taken) == packing.questions or tokens + more > limit):
+                rows.append(_row([(questions[n], own.get(n)) for n in taken], image_token))
+                taken, tokens = [], len(question.prefix)
+            taken.append(number)
+            tokens += more
+        rows.append(_row([(questions[n], own.get(n)) for n in taken], image_token))
+    return rows
+
+
+def image_key(image: ImageSource) -> object:
+    """What equal images have in common while their items are in memory."""
+    return id(image) if isinstance(image, Image.Image) else image
+
+
+def _row(asked: Sequence[tuple[Question, Ids | None]], image_token: int) -> Row:
+    prefix = asked[0][0].prefix
+    ids, blocks, positions = [prefix], [np.zeros_like(prefix)], [np.arange(len(prefix))]
+    at, targets, given, length = list[Ids](), list[Ids](), list[NDArray[np.bool_]](), len(prefix)
+    for number, (question, own) in enumerate(asked, 1):
+        answer = question.answer if question.answer is not None else own
+        if answer is None:
+            raise ValueError("a question has no answer, neither the data's nor the teacher's")
+        tokens = np.concatenate([question.suffix, answer[:-1]])
+        ids.append(tokens)
+        blocks.append(np.full(len(tokens), number))
+        positions.append(len(prefix) + np.arange(len(tokens)))
+        at.append(length + len(question.suffix) - 1 + np.arange(len(answer)))
+        targets.append(answer)
+        given.append(np.full(len(answer), question.answer is not None))
+        length += len(tokens)
+    whole, *rest = (torch.from_numpy(np.concatenate(parts)) for parts in (ids, blocks, positions, at, targets, given))
+    blocks_, positions_, at_, targets_, given_ = rest
+    images = asked[0][0].item.images
+    return Row(images, whole, blocks_, positions_, whole == image_token, at_, targets_, given_)
+
+
+def visible(blocks: Tensor) -> Tensor:
+    """[n, n] bool: whether row i sees row j. Causal; a question sees the prefix and itself."""
+    causal = torch.ones(len(blocks), len(blocks), dtype=torch.bool, device=blocks.device).tril()
+    return causal & ((blocks[None] == 0) | (blocks[None] == blocks[:, None]))

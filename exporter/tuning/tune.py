@@ -1,0 +1,258 @@
+"""A tuning from end to end: data, the teacher's answers, training, the merged checkpoint, and what it gained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vtx.exporter.bundling.predict import check_disk, peak_memory
+from vtx.exporter.calibration.source import OpenedModel, open_source
+from vtx.exporter.common.files import write_json
+from vtx.exporter.data.items import MAX_SKIPPED, SCENES, Item, read_data
+from vtx.exporter.data.journal import ResultJournal
+from vtx.exporter.data.split import split_items
+from vtx.exporter.estimate.sizes import model_size
+from vtx.exporter.tuning.card import model_card, versions
+from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
+from vtx.exporter.tuning.encoder import Encoder
+from vtx.exporter.tuning.forecast import RowSize, TuneForecast, device_speed, forecast, learning_weights
+from vtx.exporter.tuning.judge import judge
+from vtx.exporter.tuning.options import TuneOptions
+from vtx.exporter.tuning.packing import Ids, Question, Row, image_key, pack, read_questions
+from vtx.exporter.tuning.state import STATE, StateFile
+from vtx.exporter.tuning.train import Trainer
+from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
+from vtx.runtime.errors import DeviceError, ExportError, RequestError
+from vtx.runtime.units import duration, size
+
+MERGED, ADAPTER, REPORT, ANSWERS = "merged", "adapter", "report.json", "answers.jsonl"
+Report = Callable[[str, int, int], None]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What a tuning works with: the opened model, its questions, and accelerate's view of processes and device."""
+
+    source: OpenedModel
+    questions: list[Question]
+    held_out: list[Item]
+    skipped: tuple[str, ...]
+    data: str
+    accelerator: Any
+    dtype: torch.dtype
+
+
+def tune(options: TuneOptions, out: Path, report: Report, say: Say) -> dict[str, Any]:
+    """Tune a checkpoint into the directory `out` and return the report, which is also written there.
+
+    `out` gets `merged` (a checkpoint), `adapter` (unless whole layers learn), `log.csv`, `report.json`, and what an
+    interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; on the main process only.
+
+    Raises:
+        RequestError: the data or an option cannot be used, the training diverged, or `out` holds another tuning.
+        CheckpointError: the checkpoint is damaged or of a kind that vtx does not read.
+        ExportError: the disk is too small, or a file cannot be written.
+        DeviceError: peft or accelerate is missing.
+
+    """
+    work = _open(options, out, say)
+    decoder = WithdrawingDecoder(
+        work.source.config.text,
+        load_text_model(work.source, work.dtype, work.accelerator.device, options.learning),
+        options.learning,
+        seed=options.schedule.seed,
+        checkpointing=options.checkpointing,
+    )
+    encoder = Encoder(work.source, work.accelerator.device)
+    own = _teacher_answers(work, decoder, encoder, options, out, report)
+    rows = pack(work.questions, own, work.source.config.image_token_id, options.packing, work.source.context)
+    trainer = Trainer(decoder, encoder, rows, options, work.accelerator, work.dtype)
+    need = _forecast(work, rows, options)
+    if work.accelerator.is_main_process:
+        _say_forecast(work, rows, need, options, trainer.order.steps, say)
+    state = StateFile(out, _identity(work, rows, options))
+    began = time.perf_counter()
+    steps = trainer.run(state, out, lambda done, total: report("training", done, total))
+    cost = {"seconds": time.perf_counter() - began, "steps": steps, "peak_memory_bytes": peak_memory()}
+    if not work.accelerator.is_main_process:
+        return {}
+    return _finish(options, work, decoder, rows, trainer.order.steps, cost, out, report)
+
+
+def _open(options: TuneOptions, out: Path, say: Say) -> Workspace:
+    """Everything that can be refused before weights are read."""
+    accelerator = _accelerator()
+    source = open_source(options.model)
+    options.depths.within(source.config.text.layers)
+    options.learning.chosen(source.config.text.layers)
+    data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)
+    learn, held_out = list(data.items), list[Item]()
+    if options.held_out:
+        learn, held_out = split_items(
+            data.items, options.items, options.held_out, options.schedule.seed, shuffle=options.data != SCENES
+        )
+    questions, skipped = read_questions(source, learn, options.packing)
+    if not questions or len(skipped) > MAX_SKIPPED * len(learn):
+        raise RequestError(
+            f"{len(skipped)} of {len(learn)} items cannot be used, the limit is {MAX_SKIPPED:.0%}; fix the data. "
+            f"First: {skipped[0]}"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ExportError(f"cannot create the directory {out} ({e.strerror}); name another --out") from e
+    all_skipped = (*data.skipped, *skipped)
+    if accelerator.is_main_process:
+        needed = checkpoint_bytes(source) + 12 * learning_weights(model_size(source.config, source.name), options)
+        check_disk(out, needed, purpose="the tuned checkpoint", fix="or name another --out")
+        for line in all_skipped:
+            say(f"skipped {line}")
+    bf16 = options.dtype == "bf16" or (options.dtype == "auto" and accelerator.device.type == "cuda")
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return Workspace(source, questions, held_out, all_skipped, data.source, accelerator, dtype)
+
+
+def _accelerator() -> Any:
+    try:
+        import peft  # noqa: F401 - told before anything costs time
+        from accelerate import Accelerator, InitProcessGroupKwargs
+    except ImportError as e:
+        raise DeviceError(f'tuning needs {e.name}; pip install "vtx-edge[tune]"') from e
+    # Others wait for as long as the first process makes answers.
+    return Accelerator(mixed_precision="no", kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))])
+
+
+def _teacher_answers(
+    work: Workspace, decoder: WithdrawingDecoder, encoder: Encoder, options: TuneOptions, out: Path, report: Report
+) -> dict[int, Ids]:
+    """The untuned model's greedy answer to every question without one, kept in `out` as they are made."""
+    missing = [n for n, question in enumerate(work.questions) if question.answer is None]
+    if not missing:
+        return {}
+    identity = {"model": [work.source.fingerprint, str(work.dtype)], "length": options.packing.max_new_tokens}
+    digests = {n: work.questions[n].item.digest() for n in missing}
+    if work.accelerator.is_main_process:
+        with ResultJournal(out / ANSWERS, identity) as journal:
+            _generate(work, decoder, encoder, options, journal, digests, report)
+    work.accelerator.wait_for_everyone()
+    lines = (out / ANSWERS).read_text(encoding="utf-8").splitlines()[1:]
+    answers = {line["item"]: np.array(line["ids"], np.int64) for line in map(json.loads, lines)}
+    return {n: answers[digest] for n, digest in digests.items()}
+
+
+def _generate(
+    work: Workspace, decoder: WithdrawingDecoder, encoder: Encoder, options: TuneOptions, journal: ResultJournal,
+    digests: dict[int, str], report: Report,
+) -> None:  # fmt: skip
+    """Answers that the journal does not hold; questions that share a prefix share its computation."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for n, digest in digests.items():
+        if digest not in journal.results:
+            question = work.questions[n]
+            groups.setdefault((*map(image_key, question.item.images), question.prefix.tobytes()), []).append(n)
+    device, ends, done = decoder.device, work.source.text.settings.end_ids, 0
+    for numbers in groups.values():
+        first = work.questions[numbers[0]]
+        prefix = torch.from_numpy(first.prefix).to(device)
+        suffixes = [torch.from_numpy(work.questions[n].suffix).to(device) for n in numbers]
+        image = prefix == work.source.config.image_token_id
+        with torch.autocast(device.type, torch.bfloat16, enabled=work.dtype == torch.bfloat16):
+            features = encoder(first.item.images)
+            answers = decoder.greedy(prefix, image, features, suffixes, ends, options.packing.max_new_tokens)
+        journal.add({digests[n]: {"ids": ids} for n, ids in zip(numbers, answers, strict=True)})
+        done += len(numbers)
+        report("answers", done, sum(map(len, groups.values())))
+
+
+def _identity(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> str:
+    """Changes with whatever the trained weights depend on but the learning rate, which may be lowered on the way."""
+    schedule = {key: value for key, value in asdict(options.schedule).items() if key not in ("lr", "save_every")}
+    contents = hashlib.sha256()
+    for row in rows:
+        contents.update(row.ids.numpy().tobytes() + row.targets.numpy().tobytes())
+    for question in work.questions:
+        contents.update(question.item.digest().encode())
+    parts = [
+        work.source.fingerprint, contents.hexdigest(), asdict(options.depths), asdict(options.weights),
+        asdict(options.learning), schedule, options.full_share, str(work.dtype),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _forecast(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> TuneForecast:
+    sizes = [RowSize(len(row), int(row.image.sum()), len(row.at)) for row in rows]
+    element = 2 if work.dtype == torch.bfloat16 else 4
+    return forecast(model_size(work.source.config, work.source.name), sizes, options, element=element)
+
+
+def _say_forecast(
+    work: Workspace, rows: Sequence[Row], need: TuneForecast, options: TuneOptions, steps: int, say: Say
+) -> None:
+    measured = model_size(work.source.config, work.source.name)
+    tokens = sum(map(len, rows)) // len(rows)
+    speed = device_speed(work.accelerator.device, work.dtype, measured, tokens) * work.accelerator.num_processes
+    say(
+        f"{work.source.name}: {len(work.questions)} questions in {len(rows)} rows of {tokens} tokens, {steps} steps on "
+        f"{work.accelerator.num_processes} x {work.accelerator.device.type}; {learning_weights(measured, options):,} "
+        f"weights learn; predicted, roughly: at least {duration(need.seconds(speed))} of training and "
+        f"{size(need.memory)} of memory a process"
+    )
+
+
+def _finish(
+    options: TuneOptions, work: Workspace, decoder: WithdrawingDecoder, rows: Sequence[Row], steps: int,
+    cost: dict[str, Any], out: Path, report: Report,
+) -> dict[str, Any]:  # fmt: skip
+    """Write adapters and checkpoint, judge the checkpoint, and write what came of it into its card and the report."""
+    changed = Changed.of(decoder, work.source)
+    if not options.learning.full:
+        write_adapters(work.source, decoder, options.learning, out / ADAPTER)
+    record: dict[str, Any] = {
+        "items": len(work.questions), "rows": len(rows), "data": work.data, "steps": steps,
+    }  # fmt: skip
+    write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
+    judged = None
+    if work.held_out:
+        judged = judge(work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / "judged", report)
+        _replace_card(out / MERGED, model_card(work.source.name, options, record, judged))
+    made = {
+        "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
+        "options": json.loads(json.dumps(asdict(options), default=str)),
+        "training": record,
+        "cost": cost,
+        "changed_layers": {str(layer): share for layer, share in changes(changed).items()},
+        "skipped": list(work.skipped),
+        "versions": versions(),
+        "judged": judged,
+    }
+    write_json(out / REPORT, made)
+    return made
+
+
+def _replace_card(folder: Path, text: str) -> None:
+    from vtx.exporter.common.files import replacing
+
+    try:
+        with replacing(folder / "README.md") as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ExportError(f"cannot write the card of {folder} ({e.strerror}); free some space and run again") from e
+
+
+def is_main_process() -> bool:
+    """Whether this is the first of the processes that accelerate's launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+__all__ = ["STATE", "is_main_process", "tune"]

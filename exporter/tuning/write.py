@@ -1,0 +1,189 @@
+"""The tuned checkpoint: the original's files with the weights that learned exchanged; beside it peft's adapters.
+
+Tensors keep their files, names and types, settings their bytes, so whatever loads the original loads the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vtx.exporter.checkpoint.loader import INDEX, MAX_INDEX, checkpoint_files
+from vtx.exporter.common.files import sync_file
+from vtx.exporter.data.source import Source
+from vtx.exporter.tuning.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
+from vtx.exporter.tuning.options import Learning
+from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
+from vtx.runtime.bundle.safetensors import TensorInfo, layout, open_data, write_safetensors
+from vtx.runtime.errors import CheckpointError, ExportError
+
+ADAPTER_PREFIX = "base_model.model.model.language_model."  # of peft around transformers' vision-language models
+SETTINGS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+CARD = "README.md"
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The weights that learned, by canonical name: `new` float32, made when asked for."""
+
+    decoder: WithdrawingDecoder
+    names: Mapping[str, str]
+    original: WeightSource
+
+    @classmethod
+    def of(cls, decoder: WithdrawingDecoder, source: Source) -> Changed:
+        """Canonical names of what learned, each with the name of its module and parameter."""
+        by_module = {module_name(name): name for name in source.checkpoint.tensors if name.startswith("text.layers.")}
+        found = {}
+        for name in decoder.learning_parameters():
+            plain = name.removeprefix("model.").partition(".lora_")[0]
+            plain = plain if decoder.full else f"{plain}.weight"
+            found[by_module[plain]] = plain
+        return cls(decoder, found, CheckpointWeights(source.checkpoint))
+
+    @torch.no_grad()
+    def new(self, name: str) -> Tensor:
+        """The weight as it is now, float32 on the CPU; adapters added to what the checkpoint holds, unrounded."""
+        module = self.decoder.model.get_submodule(self.names[name].rpartition(".")[0])
+        if self.decoder.full:
+            weight: Tensor = getattr(module, name.rpartition(".")[2])
+            return weight.detach().float().cpu()
+        delta: Tensor = module.get_delta_weight(ADAPTER).float().cpu()
+        return self.original.read(name) + delta
+
+
+def changes(changed: Changed) -> dict[int, float]:
+    """For each layer, from 1, how far its matrices moved: the norm of the change as a share of theirs."""
+    sums = dict[int, Tensor]()
+    for name in changed.names:
+        old = changed.original.read(name)
+        pair = torch.stack([(changed.new(name) - old).square().sum(), old.square().sum()]).double()
+        layer = int(name.split(".")[2]) + 1
+        sums[layer] = sums.get(layer, torch.zeros(2, dtype=torch.float64)) + pair
+    return {layer: float((moved / size).sqrt()) for layer, (moved, size) in sorted(sums.items())}
+
+
+def checkpoint_bytes(source: Source) -> int:
+    """Bytes on the disk of a tuned checkpoint's weights."""
+    return sum(info.nbytes for info in source.checkpoint.tensors.values())
+
+
+def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None:
+    """Write the whole checkpoint to the directory `out`, which is replaced only once the new one is complete.
+
+    Raises:
+        ExportError: the disk is full or refuses; what stood at `out` is still there.
+        CheckpointError: a file of the original cannot be read.
+
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _copy_settings(source.checkpoint.folder, partial)
+        for file, infos in _by_file(source).items():
+            _rewrite(infos, changed, partial / file)
+        _write_text(partial / CARD, card)
+        sync_file(partial)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    except OSError as e:
+        raise ExportError(f"cannot write {out} ({e.strerror}); free some space and run again") from e
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _copy_settings(folder: Path, partial: Path) -> None:
+    files = checkpoint_files(folder)
+    for name in sorted({path.name for pattern in SETTINGS for path in folder.glob(pattern)}):
+        (partial / name).write_bytes(files.read(name, MAX_INDEX if name == INDEX else 1 << 28))
+        sync_file(partial / name)
+
+
+def _by_file(source: Source) -> dict[str, list[tuple[str, TensorInfo]]]:
+    """(canonical name, tensor) of each file, in the order of their bytes."""
+    files: dict[str, list[tuple[str, TensorInfo]]] = {}
+    for name, info in sorted(source.checkpoint.tensors.items(), key=lambda pair: pair[1].offset):
+        files.setdefault(info.file.name, []).append((name, info))
+    return files
+
+
+def _rewrite(infos: list[tuple[str, TensorInfo]], changed: Changed, path: Path) -> None:
+    """One file of weights, a tensor in memory at a time."""
+    specs = [(info.name, info.dtype, info.shape) for _, info in infos]
+    header, _ = layout(path, specs, {"format": "pt"})
+    with path.open("wb") as file:
+        file.write(header)
+        for name, info in infos:
+            if name in changed.names:
+                file.write(_stored(changed.new(name), info))
+            else:
+                for part in _bytes_of(info):
+                    file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _stored(weight: Tensor, info: TensorInfo) -> bytes:
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    if tuple(weight.shape) != info.shape:
+        raise CheckpointError(f"tensor {info.name} has shape {list(info.shape)}, what learned {list(weight.shape)}")
+    rounded = weight.to(kinds[info.dtype]).contiguous()
+    if not torch.isfinite(rounded).all():
+        raise ExportError(f"tensor {info.name} does not fit {info.dtype} after training; train with a lower --lr")
+    content: bytes = rounded.view(torch.uint8).numpy().tobytes()
+    return content
+
+
+def _bytes_of(info: TensorInfo) -> Iterator[bytes]:
+    left = info.nbytes
+    with open_data(info) as file:
+        file.seek(info.offset)
+        while left:
+            part = file.read(min(_CHUNK, left))
+            if not part:
+                raise CheckpointError(f"{info.file.name} ends inside of tensor {info.name}; download it again")
+            left -= len(part)
+            yield part
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    sync_file(path)
+
+
+def write_adapters(source: Source, decoder: WithdrawingDecoder, learning: Learning, folder: Path) -> None:
+    """The adapters in peft's format, for the original as transformers loads it. Raises ExportError."""
+    tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]] = {}
+    names = {module: name for name, module in decoder.model.named_modules()}
+    for module in adapter_layers(decoder.model):
+        name = names[module].removeprefix("model.")
+        for part in ("lora_A", "lora_B"):
+            weight = getattr(module, part)[ADAPTER].weight.detach().float().cpu().numpy()
+            tensors[f"{ADAPTER_PREFIX}{name}.{part}.weight"] = weight
+    config = adapter_config(learning, decoder.learns).to_dict()
+    config |= {"base_model_name_or_path": source.name, "inference_mode": True, "peft_type": "LORA"}
+    config["target_modules"] = f".*language_model{config['target_modules']}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_safetensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
+        text = json.dumps(config, indent=1, sort_keys=True, default=_plain) + "\n"
+        (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ExportError(f"cannot write {folder} ({e.strerror}); free some space and run again") from e
+
+
+def _plain(value: object) -> object:
+    """What JSON has no form for: sets as sorted lists, enumerations as their values."""
+    return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))

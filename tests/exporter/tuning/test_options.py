@@ -1,0 +1,56 @@
+"""The options of a tuning: which K it draws, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from vtx.exporter.tuning.options import AROUND, Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+from vtx.runtime.errors import RequestError, VtxError
+
+
+def test_one_k_is_drawn_around_and_a_range_alike() -> None:
+    rng = random.Random(0)
+    around = Counter(Depths.parse("8").within(32).draw(rng) for _ in range(9000))
+    assert set(around) == set(range(8 - AROUND, 8 + AROUND + 1))
+    assert [round(around[k] / 1000) for k in range(6, 11)] == [1, 2, 3, 2, 1]
+    alike = Counter(Depths.parse("4-6").draw(rng) for _ in range(9000))
+    assert {k: round(n / 1000) for k, n in alike.items()} == {4: 3, 5: 3, 6: 3}
+
+
+def test_a_k_near_the_ends_of_the_model_stays_within_it() -> None:
+    assert (Depths.parse("2").within(4).low, Depths.parse("4").within(4).high) == (2, 4)
+
+
+@pytest.mark.parametrize(("k", "message"), [("40", "K = 40 is beyond the model's 32"), ("4-33", "K = 33")])
+def test_a_k_beyond_the_model_is_refused(k: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Depths.parse(k).within(32)
+
+
+@pytest.mark.parametrize("k", ["1", "none", "8-4", "4-12-16", "", "-3", "8.5"])
+def test_a_k_that_cannot_be_is_refused(k: str) -> None:
+    with pytest.raises(RequestError, match="--k is"):
+        Depths.parse(k)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LossWeights(0, 0, 0),
+        lambda: LossWeights(kl=float("nan")),
+        lambda: Learning(rank=0),
+        lambda: Learning.parse_layers("0-3"),
+        lambda: Learning(layers=(1, 9)).chosen(8),
+        lambda: Schedule(lr=0),
+        lambda: Schedule(batch=0),
+        lambda: Packing(questions=0),
+        lambda: TuneOptions(Depths(2, 3), full_share=1.0),
+        lambda: TuneOptions(Depths(2, 3), items=0),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: object) -> None:
+    with pytest.raises(VtxError):
+        make()  # type: ignore[operator]

@@ -1,0 +1,257 @@
+"""A tuning from end to end on a tiny model: what it writes, resuming, merging, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.support.exported import Models, greedy, prompt
+from tests.support.faults import Disk, failing
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx import cli
+from vtx.exporter.calibration.source import open_source
+from vtx.exporter.tuning import train
+from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+from vtx.exporter.tuning.tune import tune
+from vtx.runtime.bundle.safetensors import read_header, read_tensor
+from vtx.runtime.errors import CheckpointError, ExportError, RequestError
+
+pytestmark = pytest.mark.skipif(
+    not (importlib.util.find_spec("peft") and importlib.util.find_spec("accelerate")),
+    reason='peft or accelerate is not installed; pip install "vtx-edge[tune]"',
+)
+TINY = Tiny(layers=4)
+QUESTIONS = ("red?", "how many circle shapes are there?")
+QUIET: Callable[..., None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six pictures with two questions each, of which the first has an answer."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = []
+    for n in range(6):
+        random_image(n).save(folder / f"{n}.png")
+        lines += [{"image": f"{n}.png", "question": QUESTIONS[0], "answer": "the red square"}]
+        lines += [{"image": f"{n}.png", "question": QUESTIONS[1]}]
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def small(data: Path, checkpoint: Path) -> TuneOptions:
+    """Six steps of four rows on a model of four layers."""
+    return TuneOptions(
+        Depths.parse("2-3"), str(checkpoint), str(data), items=12, held_out=0,
+        weights=LossWeights(hidden=0.1), learning=Learning(rank=4, alpha=8), packing=Packing(max_new_tokens=5),
+        schedule=Schedule(lr=5e-3, epochs=4, batch=4, save_every=2),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def options(data: Path, tiny_checkpoint: Callable[..., Path]) -> TuneOptions:
+    return small(data, tiny_checkpoint(TINY))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def weights(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    header = read_header(folder / "merged" / "model.safetensors")
+    return {name: read_tensor(info) for name, info in header.tensors.items()}
+
+
+def lines_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "log.csv").open(encoding="utf-8") as file:
+        return [{k: v for k, v in line.items() if k != "seconds"} for line in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tuning that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    tune(small(data, tiny_checkpoint(TINY)), out, QUIET, QUIET)
+    return out
+
+
+def test_training_brings_the_student_at_k_nearer_to_the_teacher(whole: Path) -> None:
+    lines = lines_of(whole)
+    assert [int(line["step"]) for line in lines] == list(range(1, 7))
+    assert float(lines[-1]["loss"]) < 0.8 * float(lines[0]["loss"])
+    assert all(float(line["kl"]) > 0 and float(line["ce"]) > 0 and float(line["hidden"]) > 0 for line in lines)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resumed_training_equals_an_uninterrupted_one(
+    stop: int, whole: Path, options: TuneOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(phase: str, done: int, total: int) -> None:
+        if (phase, done) == ("training", stop):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(options, tmp_path, interrupted, QUIET)
+    tune(options, tmp_path, QUIET, QUIET)
+    assert lines_of(tmp_path) == lines_of(whole)
+    ours, theirs = weights(tmp_path), weights(whole)
+    assert all(np.array_equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_the_merged_checkpoint_is_the_original_but_for_the_matrices_that_were_adapted(
+    whole: Path, options: TuneOptions
+) -> None:
+    original, merged = Path(options.model), whole / "merged"
+    settings = {path.name for path in original.iterdir()}
+    assert {path.name for path in merged.iterdir()} == settings | {"README.md"}
+    for name in settings - {"model.safetensors"}:
+        assert (merged / name).read_bytes() == (original / name).read_bytes()
+    before = {name: read_tensor(info) for name, info in read_header(original / "model.safetensors").tensors.items()}
+    after = weights(whole)
+    changed = {name for name, tensor in after.items() if not np.array_equal(tensor, before[name])}
+    assert changed == {name for name in before if ".layers." in name and "language_model" in name and "_proj" in name}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft
+def test_bundle_transformers_and_adapters_agree_on_the_tuned_model(
+    whole: Path, options: TuneOptions, tmp_path: Path, models: Models
+) -> None:
+    """The merged checkpoint exported and asked at K, and transformers with the adapters on the original."""
+    from peft import PeftModel
+
+    from tests.support.reference import Reference
+
+    model = Models(tmp_path, lambda _: whole / "merged")(TINY, (2, 3))
+    merged, adapted = Reference(whole / "merged"), Reference(Path(options.model))
+    loaded = PeftModel.from_pretrained(adapted.model, str(whole / "adapter"))
+    original = Reference(Path(options.model))
+    adapted.model = loaded.get_base_model()
+    messages, image = prompt_messages(QUESTIONS[1]), random_image(3)
+    for k in (2, 3, None):
+        logits = merged.logits(merged.inputs(messages, [image]), k).numpy()
+        ours = greedy(model, prompt(model, messages, [image]), k, 1).logits[0]
+        np.testing.assert_allclose(ours, logits, atol=1e-4)
+        np.testing.assert_allclose(adapted.logits(adapted.inputs(messages, [image]), k), logits, atol=1e-4)
+        assert np.abs(original.logits(original.inputs(messages, [image]), k).numpy() - logits).max() > 0.1
+
+
+def test_whole_layers_learn_and_no_other_weight(options: TuneOptions, tmp_path: Path) -> None:
+    short = replace(options, learning=Learning(full=True, layers=(2, 2)), schedule=Schedule(lr=1e-3, epochs=1, batch=6))
+    report = tune(short, tmp_path, QUIET, QUIET)
+    original = Path(options.model) / "model.safetensors"
+    before = {name: read_tensor(info) for name, info in read_header(original).tensors.items()}
+    changed = {name for name, tensor in weights(tmp_path).items() if not np.array_equal(tensor, before[name])}
+    assert changed == {name for name in before if "language_model" in name and ".layers.1." in name}
+    assert list(report["changed_layers"]) == ["2"]
+    assert 0 < report["changed_layers"]["2"] < 3e-4  # bf16 would have rounded by 1e-3
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_the_report_has_both_curves_and_the_card_says_what_was_done(
+    data: Path, options: TuneOptions, tmp_path: Path
+) -> None:
+    words = [
+        str(data), "--model", options.model, "--k", "2-3", "--items", "8", "--held-out", "4", "--batch", "2", "--json",
+        "--max-new-tokens", "5", "--out", str(tmp_path), "--rank", "4", "--lr", "5e-3",
+    ]  # fmt: skip
+    done = CliRunner().invoke(cli.tune, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert "predicted, roughly" in done.stderr
+    curve = report["judged"]["curve"]
+    assert [point["k"] for point in curve] == [None, 2, 3, 4]
+    assert curve[0]["before"]["right"]["count"] == report["judged"]["items"] == 4
+    assert set(report["judged"]["earliest_k"]) == {"before", "after"}
+    card = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
+    assert "adapters of rank 4 on all layers" in card
+    assert "2 to 3" in card
+    assert "On 4 questions held out" in card
+
+
+# ---- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_diverges_stops_and_keeps_the_last_good_state(
+    options: TuneOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = train.losses, []
+
+    def diverging(*words: Any) -> Any:
+        calls.append(1)
+        found = real(*words)
+        return replace(found, total=found.total * float("nan")) if len(calls) > 12 else found
+
+    monkeypatch.setattr(train, "losses", diverging)
+    with pytest.raises(RequestError, match=r"diverged at step 4: the loss is nan.*last saved state is kept.*--lr"):
+        tune(options, tmp_path, QUIET, QUIET)
+    header = read_header(tmp_path / "state.safetensors")
+    assert header.metadata["step"] == "2"
+    assert all(np.isfinite(read_tensor(info)).all() for info in header.tensors.values())
+    monkeypatch.setattr(train, "losses", real)
+    tune(replace(options, schedule=replace(options.schedule, lr=1e-3)), tmp_path, QUIET, QUIET)
+    assert len(lines_of(tmp_path)) == 6
+
+
+def test_another_tuning_in_the_same_folder_is_refused(whole: Path, options: TuneOptions, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "copy")
+    with pytest.raises(RequestError, match="holds a tuning with another model, other data or other options"):
+        tune(replace(options, full_share=0.5), tmp_path / "copy", QUIET, QUIET)
+
+
+def test_a_disk_that_fills_leaves_the_state_before_and_no_half_of_a_checkpoint(
+    whole: Path, options: TuneOptions, tmp_path: Path
+) -> None:
+    with failing(Disk(str(tmp_path))) as counted:
+        tune(options, tmp_path / "first", QUIET, QUIET)
+    writes = counted.counts["write"]
+    for first in (writes // 3, writes - 8):
+        out = tmp_path / str(first)
+        with failing(Disk(str(tmp_path), "write", first)), pytest.raises(ExportError, match="cannot write"):
+            tune(options, out, QUIET, QUIET)
+        assert not (out / "merged").exists() or open_source(str(out / "merged"))
+        assert not list(out.glob("*.partial"))
+        tune(options, out, QUIET, QUIET)
+        assert all(np.array_equal(weights(out)[name], tensor) for name, tensor in weights(whole).items())
+
+
+def test_k_beyond_the_model_is_refused_before_anything_is_read(options: TuneOptions, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="K = 5 is beyond the model's 4 layers"):
+        tune(replace(options, depths=Depths.parse("5")), tmp_path / "out", QUIET, QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"question": "what?"}, "it names no image"),
+        ({"image": "torn.png", "question": "what?"}, "torn.png"),
+        ({"image": "nowhere.png", "question": "what?"}, "nowhere.png"),
+    ],
+)
+def test_data_without_readable_images_are_refused_in_one_line(
+    line: dict[str, str], message: str, options: TuneOptions, tmp_path: Path
+) -> None:
+    (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"0" * 40)
+    (tmp_path / "data.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    words = [str(tmp_path / "data.jsonl"), "--model", options.model, "--k", "3", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli.tune, words)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert message in done.stderr
+
+
+def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(CheckpointError):
+        tune(TuneOptions(Depths(2, 3), str(tmp_path / "no model here"), str(data)), tmp_path / "out", QUIET, QUIET)
