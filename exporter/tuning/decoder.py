@@ -29,6 +29,7 @@ _CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
 }
 
 
@@ -52,7 +53,8 @@ def load_text_model(source: Source, dtype: torch.dtype, device: torch.device, le
         vocab_size=c.vocab, hidden_size=c.hidden, intermediate_size=c.ffn, num_hidden_layers=c.layers,
         num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, hidden_act=c.activation,
         rms_norm_eps=c.eps, max_position_embeddings=c.max_positions, tie_word_embeddings=c.tied,
-        **({"attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias} if c.family == "llama" else {}),
+        **({"attention_bias": c.qkv_bias} if c.family in ("llama", "qwen3") else {}),
+        **({"mlp_bias": c.mlp_bias} if c.family == "llama" else {}),
         **({"sliding_window": None} if c.family == "mistral" else {}),
         attn_implementation="sdpa",
     )  # fmt: skip

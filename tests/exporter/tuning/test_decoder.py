@@ -20,7 +20,8 @@ from vtx.exporter.tuning.options import Learning, Packing
 from vtx.exporter.tuning.packing import Row, pack, read_questions
 
 GQA, MHA = Tiny(layers=4), Tiny(layers=4, kv_heads=4)
-QWEN = Tiny(layers=4, text="qwen2", tied=True, rope="llama3")
+QWEN2 = Tiny(layers=4, text="qwen2", tied=True, rope="llama3")
+QWEN3 = Tiny(layers=4, text="qwen3")
 CPU = torch.device("cpu")
 QUESTIONS = ("red?", "how many circle shapes are there?", "describe the left square")
 ANSWER = "the red square"
@@ -46,7 +47,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("tiny", [GQA, MHA, QWEN], ids=["gqa", "mha", "qwen2"])
+@pytest.mark.parametrize("tiny", [GQA, MHA, QWEN2, QWEN3], ids=["gqa", "mha", "qwen2", "qwen3"])
 def test_the_training_forward_gives_the_bundle_s_logits_at_k(
     tiny: Tiny, models: Models, tiny_checkpoint: Callable[..., Path]
 ) -> None:
