@@ -66,8 +66,7 @@ def tune(
     end_on_sigterm()
     exporter()
     from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
-    from vtx.exporter.tuning.tune import is_main_process
-    from vtx.exporter.tuning.tune import tune as run
+    from vtx.exporter.tuning.tune import is_main_process, open_workspace, run
 
     options = TuneOptions(
         Depths.parse(k), model, data, images, items, held_out, full_share,
@@ -78,8 +77,10 @@ def tune(
     )  # fmt: skip
     target = out or Path(f"vtx-tuned-{Path(model).expanduser().absolute().name}")
     main = is_main_process()
+    say = note if main else _nothing
+    work = open_workspace(options, target, say)
     with _progress(main) as progress:
-        report = run(options, target, progress, note if main else _nothing)
+        report = run(work, options, target, progress, say)
     if not main:
         return
     if as_json:

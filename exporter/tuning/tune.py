@@ -29,7 +29,7 @@ from vtx.exporter.tuning.forecast import RowSize, TuneForecast, device_speed, fo
 from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import TuneOptions
 from vtx.exporter.tuning.packing import Ids, Question, Row, image_key, pack, read_questions
-from vtx.exporter.tuning.state import STATE, StateFile
+from vtx.exporter.tuning.state import StateFile
 from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
@@ -66,7 +66,11 @@ def tune(options: TuneOptions, out: Path, report: Report, say: Say) -> dict[str,
         DeviceError: peft or accelerate is missing.
 
     """
-    work = _open(options, out, say)
+    return run(open_workspace(options, out, say), options, out, report, say)
+
+
+def run(work: Workspace, options: TuneOptions, out: Path, report: Report, say: Say) -> dict[str, Any]:
+    """As `tune`, of a workspace that has been opened."""
     decoder = WithdrawingDecoder(
         work.source.config.text,
         load_text_model(work.source, work.dtype, work.accelerator.device, options.learning),
@@ -90,8 +94,8 @@ def tune(options: TuneOptions, out: Path, report: Report, say: Say) -> dict[str,
     return _finish(options, work, decoder, rows, trainer.order.steps, cost, out, report)
 
 
-def _open(options: TuneOptions, out: Path, say: Say) -> Workspace:
-    """Everything that can be refused before weights are read."""
+def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
+    """Refuse whatever can be refused before weights are read; raises as `tune`."""
     accelerator = _accelerator()
     source = open_source(options.model)
     options.depths.within(source.config.text.layers)
@@ -253,6 +257,3 @@ def _replace_card(folder: Path, text: str) -> None:
 def is_main_process() -> bool:
     """Whether this is the first of the processes that accelerate's launcher started."""
     return os.environ.get("RANK", "0") == "0"
-
-
-__all__ = ["STATE", "is_main_process", "tune"]
