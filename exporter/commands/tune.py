@@ -17,7 +17,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     epilog="vtx-tune --k 8\n"
     "vtx-tune questions.jsonl --images photos --model llava-hf/llava-1.5-7b-hf --k 4-12 --items 10000\n"
     "vtx-tune questions.jsonl --model ./my-llava --k 8 --full --layers 1-7 --lr 1e-5\n"
-    "accelerate launch --num_processes 8 --module vtx.cli tune questions.jsonl --model ./my-llava --k 8\n"
+    'accelerate launch --num_processes 8 "$(which vtx-tune)" questions.jsonl --model ./my-llava --k 8\n'
     "vtx-export --model vtx-tuned-my-llava/merged --k 8"
 )
 @click.argument("data", default="scenes", metavar="[DATA]")

@@ -89,7 +89,9 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Report, say: S
     began = time.perf_counter()
     steps = trainer.run(state, out, lambda done, total: report("training", done, total))
     cost = {"seconds": time.perf_counter() - began, "steps": steps, "peak_memory_bytes": peak_memory()}
-    if not work.accelerator.is_main_process:
+    main = work.accelerator.is_main_process
+    work.accelerator.end_training()
+    if not main:
         return {}
     return _finish(options, work, decoder, rows, trainer.order.steps, cost, out, report)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from vtx.exporter.tuning.options import AROUND, Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
-from vtx.runtime.errors import RequestError, VtxError
+from vtx.exporter.tuning.tune import tune
+from vtx.runtime.errors import DeviceError, RequestError, VtxError
 
 
 def test_one_k_is_drawn_around_and_a_range_alike() -> None:
@@ -54,3 +57,10 @@ def test_a_k_that_cannot_be_is_refused(k: str) -> None:
 def test_what_makes_no_sense_is_refused(make: object) -> None:
     with pytest.raises(VtxError):
         make()  # type: ignore[operator]
+
+
+def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(DeviceError, match=r'tuning needs peft; pip install "vtx-edge\[tune\]"'):
+        tune(TuneOptions(Depths(2, 3)), tmp_path / "out", lambda *_: None, lambda *_: None)
+    assert not (tmp_path / "out").exists()

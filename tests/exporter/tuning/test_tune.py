@@ -6,6 +6,8 @@ import csv
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +144,26 @@ def test_bundle_transformers_and_adapters_agree_on_the_tuned_model(
         np.testing.assert_allclose(ours, logits, atol=1e-4)
         np.testing.assert_allclose(adapted.logits(adapted.inputs(messages, [image]), k), logits, atol=1e-4)
         assert np.abs(original.logits(original.inputs(messages, [image]), k).numpy() - logits).max() > 0.1
+
+
+@pytest.mark.slow
+def test_two_processes_of_accelerate_s_launcher_learn_what_one_learns(
+    whole: Path, options: TuneOptions, tmp_path: Path
+) -> None:
+    script = tmp_path / "vtx-tune.py"  # as the installed command is
+    script.write_text("from vtx.cli import tune\ntune()\n", encoding="utf-8")
+    words = [
+        options.data, "--model", options.model, "--k", "2-3", "--items", "12", "--held-out", "0", "--batch", "4",
+        "--epochs", "4", "--lr", "5e-3", "--rank", "4", "--alpha", "8", "--hidden-weight", "0.1",
+        "--max-new-tokens", "5", "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    done = subprocess.run([sys.executable, *launch, script, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "6 steps on 2 x cpu" in done.stderr
+    ours, theirs = weights(tmp_path / "out"), weights(whole)
+    assert all(np.allclose(ours[name], tensor, atol=1e-4) for name, tensor in theirs.items())
 
 
 def test_whole_layers_learn_in_bf16_and_no_weight_is_rounded_to_it(options: TuneOptions, tmp_path: Path) -> None:
