@@ -47,7 +47,8 @@ class Encoder:
         if key in self._kept:
             self._kept.move_to_end(key)
         else:
-            self._keep(key, self._reference.encode(images, self._settings))
+            with torch.autocast(self._device.type, enabled=False):
+                self._keep(key, self._reference.encode(images, self._settings))
         return self._kept[key].to(self._device)
 
     def _keep(self, key: tuple[object, ...], tokens: Tensor) -> None:
