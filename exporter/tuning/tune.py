@@ -32,7 +32,7 @@ from vtx.exporter.tuning.packing import Ids, Question, Row, image_key, pack, rea
 from vtx.exporter.tuning.state import StateFile
 from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
-from vtx.runtime.errors import DeviceError, ExportError, RequestError
+from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.units import duration, size
 
 MERGED, ADAPTER, REPORT, ANSWERS = "merged", "adapter", "report.json", "answers.jsonl"
@@ -100,6 +100,10 @@ def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
     """Refuse whatever can be refused before weights are read; raises as `tune`."""
     accelerator = _accelerator()
     source = open_source(options.model)
+    if source.checkpoint.original is not None:
+        raise UnsupportedModelError(
+            f"{source.name} is in its authors' layout, and vtx-tune writes Hugging Face's; take its -hf checkpoint"
+        )
     options.depths.within(source.config.text.layers)
     options.learning.chosen(source.config.text.layers)
     data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)
