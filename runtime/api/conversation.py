@@ -41,10 +41,19 @@ class Conversation:
     threads get a `ConversationBusyError` at once. For answers side by side open the image once for each thread.
     """
 
-    def __init__(self, model: Model, images: tuple[PreparedImage, ...], system: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        images: tuple[PreparedImage, ...],
+        system: str | None = None,
+        *,
+        shares_images: bool = True,
+    ) -> None:
+        """`shares_images`: take images from the model's `image_cache`, where it has one, and leave them there."""
         if system is not None:
             check_text("system", system)
         self.model, self.images, self.system = model, images, system
+        self._shares_images = shares_images
         self._caches = self._empty_caches()
         self._turns = Turns()
         model.register(self)
@@ -187,5 +196,5 @@ class Conversation:
 
     def _empty_caches(self) -> Caches:
         backend = self.model.backend
-        images = EncodedImages(backend, self.images, self.model.image_cache)
+        images = EncodedImages(backend, self.images, self.model.image_cache if self._shares_images else None)
         return Caches(Session(backend, self.model.manifest), images)

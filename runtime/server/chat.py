@@ -201,7 +201,7 @@ def _job(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends
 
     def begin() -> AnswerStream:
         remaining = max(1e-3, ends_at - time.monotonic())
-        conversation = engine.pool.lease(prepared.images, prepared.ids)
+        conversation = engine.pool.lease(prepared.images, prepared.ids, reuse=chat.reuse)
         leased.append(conversation)
         try:
             options = replace(chat.options, timeout=remaining)

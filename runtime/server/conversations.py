@@ -34,10 +34,15 @@ class ConversationPool:
         self.found = Found()
         self.kept_bytes = 0
 
-    def lease(self, images: Sequence[PreparedImage], ids: NDArray[np.int64]) -> Conversation:
-        """The kept conversation about these images that has most of the prompt `ids`, or a new one."""
-        conversation = self._best(tuple(image.key for image in images), ids)
-        if conversation is None:
+    def lease(self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, reuse: bool = True) -> Conversation:
+        """The kept conversation about these images that has most of the prompt `ids`, or a new one.
+
+        Without `reuse` it is new, and finds no image encoded.
+        """
+        conversation = self._best(tuple(image.key for image in images), ids) if reuse else None
+        if not reuse:
+            conversation = Conversation(self._model, tuple(images), shares_images=False)
+        elif conversation is None:
             self.found.misses += 1
             conversation = Conversation(self._model, tuple(images))
         else:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -39,6 +41,8 @@ class Engine:
         if self.batching.obstacle is not None:
             log.info("%s decodes its answers in turn, not together: %s", name, self.batching.obstacle)
         self.users, self.used_at = 0, time.monotonic()
+        image = model.manifest.image
+        model.backend.vision(np.zeros((1, 3, image.height, image.width), np.float32))  # loads the tower now
 
     def close(self) -> None:
         """End its answers and free the engine."""

@@ -29,7 +29,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One request: `images` are data URLs in their order, `messages` mark where they stand."""
+    """One request: `images` are data URLs in their order, `messages` mark where they stand.
+
+    `reuse`: start from what earlier requests have left.
+    """
 
     model: str
     messages: list[Message]
@@ -39,6 +42,7 @@ class ChatRequest:
     options: Options
     stream: bool
     include_usage: bool
+    reuse: bool
 
 
 def read_request(body: bytes, limits: Limits) -> ChatRequest:
@@ -122,6 +126,7 @@ def _read(fields: _Fields, limits: Limits) -> ChatRequest:
     return ChatRequest(
         model, messages, tuple(images), fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, _reduce),
         options, stream, bool(usage.get("include_usage")),
+        fields.take("reuse", True, lambda value: _flag("reuse", value)),
     )  # fmt: skip
 
 

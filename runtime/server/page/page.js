@@ -167,10 +167,10 @@ function messageOf(question, first) {
   return { role: "user", content: [...image, { type: "text", text: question }] };
 }
 
-async function askOne(one, question, signal) {
+async function askOne(one, question, signal, reuse) {
   const setting = chosen(one.setting), { turn, text } = turnOf(one.pane, question, setting);
   const messages = [...one.messages, messageOf(question, !one.messages.length)];
-  const body = { model: model().id, messages, ...setting, stream: true, stream_options: { include_usage: true } };
+  const body = { model: model().id, messages, ...setting, reuse, stream: true, stream_options: { include_usage: true } };
   try {
     const response = await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
     for await (const event of events(response)) {
@@ -213,7 +213,8 @@ async function ask() {
   byId("stop").disabled = false;
   say("answering");
   try {
-    for (const one of asked) await askOne(one, question, running.signal); // one after the other: times compare
+    // One after the other and each from scratch, so that times compare.
+    for (const one of asked) await askOne(one, question, running.signal, asked.length === 1);
     byId("question").value = "";
     say("");
   } catch {

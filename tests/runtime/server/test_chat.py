@@ -201,3 +201,13 @@ def test_the_metrics_count_what_was_done(tiny_bundle: Path) -> None:
     assert figures["vtx_conversation_misses_total"] == 2
     assert figures["vtx_image_cache_hits_total"] == 1, "the first image of two had been encoded before"
     assert figures["vtx_kv_kept_bytes"] > 0
+
+
+def test_without_reuse_an_answer_is_computed_from_scratch(tiny_bundle: Path, local: Model) -> None:
+    with serving({"tiny": tiny_bundle}) as served:
+        asked = [served.chat(asking(user("red?", IMAGE), **NONE, reuse=reuse)).json for reuse in (True, False, True)]
+        figures = served.metrics()
+    assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for one in asked] == [False, False, True]
+    assert [facts(one)["timings_ms"]["vision"] > 0 for one in asked] == [True, True, False]
+    assert [facts(one)["token_ids"] for one in asked] == 3 * [list(expected(local, user("red?", IMAGE)).token_ids)]
+    assert (figures["vtx_image_cache_hits_total"], figures["vtx_image_cache_misses_total"]) == (0, 1)

@@ -126,6 +126,8 @@ def test_two_settings_answer_side_by_side(page: Any, local: Model, tmp_path: Pat
     page.locator("#ask").click()
     page.wait_for_selector("#pane-1 .turn:nth-of-type(2) dl")
     assert page.locator("#pane-0 .turn h2").all_inner_texts() == ["red?", "how many?"]
+    firsts = [page.locator(f"#pane-{pane} dd").all_inner_texts() for pane in (0, 1)]
+    assert all(not any("cached" in shown for shown in pane) for pane in firsts), "each is computed from scratch"
 
 
 def test_the_camera_gives_a_picture(page: Any) -> None:
