@@ -11,10 +11,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 FUZZ ?= 20000
+FUZZ_SECONDS ?= 10
+CLANG ?= clang++
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
-.PHONY: help setup demo test cpp cpp-sanitize test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
+.PHONY: help setup demo test cpp cpp-sanitize cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -70,6 +72,26 @@ cpp-sanitize: $(READY) ## the tests of libvtx under AddressSanitizer and Undefin
 	cmake -S runtime/cpp -B build/cpp-sanitize -G Ninja -DVTX_SANITIZE=ON -DVTX_WERROR=ON $(OPENVINO_CMAKE) > /dev/null
 	ninja -C build/cpp-sanitize --quiet
 	VTX_CPP_BUILD=$$PWD/build/cpp-sanitize $(BIN)/pytest tests/runtime/cpp
+
+cpp-threads: $(READY) ## many threads on one model of libvtx, under ThreadSanitizer
+	cmake -S runtime/cpp -B build/cpp-threads -G Ninja -DVTX_THREAD_SANITIZE=ON -DVTX_WERROR=ON > /dev/null
+	ninja -C build/cpp-threads --quiet
+	VTX_CPP_BUILD=$$PWD/build/cpp-threads $(BIN)/pytest tests/runtime/cpp/test_threads.py
+
+cpp-fuzz: $(DEMO)/vtx.json ## libFuzzer on what libvtx reads, FUZZ_SECONDS a target; needs clang
+	CXX=$(CLANG) scripts/cpp_fuzz.sh $(DEMO) build/cpp-fuzz $(FUZZ_SECONDS)
+
+# Directories of TensorRT's headers, one a release, with spaces between.
+TENSORRT ?=
+empty :=
+cpp-tensorrt: $(READY) ## libvtx with a plug-in for each release of TensorRT whose headers are in TENSORRT, tested on stand-ins
+	cmake -S runtime/cpp -B build/cpp-tensorrt -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_STANDIN=ON \
+		-DVTX_TENSORRT_INCLUDES="$(subst $(empty) $(empty),;,$(strip $(TENSORRT)))" > /dev/null
+	ninja -C build/cpp-tensorrt --quiet
+	VTX_CPP_BUILD=$$PWD/build/cpp-tensorrt $(BIN)/pytest -rs tests/runtime/cpp/test_tensorrt.py
+
+test-aarch64: cpp $(DEMO)/vtx.json ## libvtx for aarch64 answers under qemu as it does here; needs a Debian on x86-64, downloads 150 MB
+	PATH="$$PWD/$(BIN):$$PATH" scripts/test_aarch64.sh $(DEMO) build/aarch64
 
 test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; skipped in one line elsewhere
 	$(BIN)/pytest -m gpu -rs

@@ -7,7 +7,7 @@
 //   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
 //   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
 //   specs                     specs on stdin, one a line; the canonical one, or the error
-//   parse KIND FILE           reads a manifest, safetensors, tokenizer or image file; prints ok or the error
+//   parse KIND FILE           reads a manifest, safetensors, tokenizer, forms or image file; prints ok or the error
 //   fuzz KIND COUNT SEED FILE...  the same for COUNT altered copies of the files
 #include <fstream>
 #include <iostream>
@@ -18,10 +18,9 @@
 #include "base/json.hpp"
 #include "bundle/bundle.hpp"
 #include "bundle/sha256.hpp"
-#include "bundle/safetensors.hpp"
 #include "policies/policy.hpp"
-#include "prompt/tokenizer.hpp"
 #include "session/random.hpp"
+#include "tools/parse.hpp"
 #include "vision/layout.hpp"
 
 namespace {
@@ -94,24 +93,6 @@ void specs() {
     } catch (const Error& error) {
       std::cout << "error: " << error.what() << "\n";
     }
-  }
-}
-
-void parse(const std::string& kind, const std::string& content) {
-  if (kind == "manifest") {
-    Manifest m = parse_manifest(content);
-    read_layout(m.layout, m.model.tower);
-  } else if (kind == "safetensors") {
-    unpack(content, "the file");
-  } else if (kind == "tokenizer") {
-    Tokenizer tokenizer(content);
-    Ids ids;
-    for (const TokenAt& token : tokenizer.encode("A caf\xC3\xA9, <s> 12\n\xF0\x9F\x98\x80  it's")) ids.push_back(token.id);
-    tokenizer.decode(ids);
-  } else if (kind == "image") {
-    decode_picture(content, "the image");
-  } else {
-    throw std::runtime_error("there is no kind " + kind);
   }
 }
 
