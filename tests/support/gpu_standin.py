@@ -14,15 +14,22 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
+from vtx.exporter.tensorrt import build as engines
+from vtx.exporter.tensorrt.build import build_engines, plan_engines
 from vtx.exporter.tensorrt.child import BuildRequest, BuiltEngine
+from vtx.exporter.tensorrt.releases import RTX, Release
+from vtx.exporter.tensorrt.targets import TARGETS
 from vtx.runtime.backends.ort.library import session_options
-from vtx.runtime.bundle.bundle import sha256
+from vtx.runtime.bundle.bundle import Bundle, sha256
 
 Work = Callable[[], None]
 TYPES = {
@@ -32,6 +39,8 @@ TYPES = {
     "tensor(int32)": np.int32,
 }
 SCRATCH = 4096
+VERSION = "1.7.1"
+RTX_17 = Release(RTX, (1, 7))
 
 
 class Error(IntEnum):
@@ -188,6 +197,16 @@ def write_engine(request: BuildRequest, watch: Any) -> BuiltEngine:
     content = {"graph": os.fspath(request.graph.resolve()), "profiles": request.profiles}
     request.engine.write_text(json.dumps(content))
     return BuiltEngine(request.engine.stat().st_size, sha256(request.engine), 0.0, 0)
+
+
+def build_all(
+    folder: Path, target: str = "sm89", release: Release = RTX_17, dialect: str = "trt", version: str = VERSION
+) -> None:
+    """Engines that name their graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "build", write_engine)
+        plan = plan_engines(Bundle.open(folder), TARGETS[target], release, version, dialect)
+        list(build_engines(plan, IGNORE))
 
 
 class Mode(IntEnum):

@@ -13,14 +13,11 @@ import numpy as np
 import pytest
 
 from tests.support import gpu_standin
-from tests.support.bundles import IGNORE, copy, export
+from tests.support.bundles import copy, export
 from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
-from tests.support.gpu_standin import Gpu
+from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.tensorrt import build as engines
-from vtx.exporter.tensorrt.build import build_engines, plan_engines
-from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
-from vtx.exporter.tensorrt.targets import TARGETS
+from vtx.exporter.tensorrt.releases import TENSORRT, Release
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
@@ -49,22 +46,8 @@ WORDS = [
     "dart:keep=5,k=0",
     "cdpruner:keep=5",
 ]
-VERSION = "1.7.1"
-RTX_17 = Release(RTX, (1, 7))
+VERSION = gpu_standin.VERSION
 STEPS = 6
-
-
-def build_all(
-    folder: Path,
-    target: str = "sm89",
-    release: Release = RTX_17,
-    dialect: str = "trt",
-) -> None:
-    """Engines that name their graphs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "build", gpu_standin.write_engine)
-        plan = plan_engines(Bundle.open(folder), TARGETS[target], release, VERSION, dialect)
-        list(build_engines(plan, IGNORE))
 
 
 @pytest.fixture(scope="module")

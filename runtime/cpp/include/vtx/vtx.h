@@ -56,9 +56,9 @@ VTX_API const char* vtx_last_error(void);
 
 typedef struct vtx_load_options {
   size_t size;
-  const char* device;  /* "cpu" (ONNX Runtime), "openvino", or "auto": the best that is possible here */
-  const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME or $VTX_OPENVINO, then the
-                          system's */
+  const char* device;  /* "cpu" (ONNX Runtime), "openvino", "tensorrt", or "auto": the best that is possible here */
+  const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME, $VTX_OPENVINO or
+                          $VTX_TENSORRT, then the system's */
   int32_t threads;     /* to compute with; 0: all cores */
   const char* fit;     /* images of another shape: "crop", "pad", "squash"; NULL: as in the model's training */
   const char* compute; /* the type of the arithmetic, such as "f32"; NULL: the engine's default */

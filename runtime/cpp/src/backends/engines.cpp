@@ -2,6 +2,7 @@
 
 #include "backends/openvino/backend.hpp"
 #include "backends/ort/backend.hpp"
+#include "backends/tensorrt/backend.hpp"
 
 namespace vtxcore {
 
@@ -9,6 +10,7 @@ const std::vector<Engine>& engines() {
   static const std::vector<Engine> kEngines{
       ort_engine(),
       openvino_engine(),
+      tensorrt_engine(),
   };
   return kEngines;
 }

@@ -28,6 +28,7 @@ class File {
   File& operator=(File&&) = delete;
   ~File();
   const Identity& identity() const { return identity_; }
+  int descriptor() const { return descriptor_; }  // closed with the object
   int64_t size() const { return identity_.size; }
   std::string read_all();
   std::string sha256();

@@ -1,0 +1,162 @@
+#include "backends/tensorrt/cuda.hpp"
+
+#include <cstring>
+
+#include "base/errors.hpp"
+#include "base/units.hpp"
+
+namespace vtxcore {
+namespace {
+
+constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kNoDevice = 100;
+constexpr int kNonBlocking = 1, kHostDefault = 0, kCaptureThreadLocal = 1;
+constexpr int kIn = 1, kOut = 2, kWithin = 3;  // cudaMemcpyKind
+
+const char* cure_of(int error) {
+  if (error == kDriverTooOld)
+    return "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver";
+  if (error == kNoDevice) return "no NVIDIA GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES";
+  return "run it again; run vtx-doctor if it fails again";
+}
+
+}  // namespace
+
+struct CudaCalls {
+  int (*cudaMalloc)(void**, size_t);
+  int (*cudaFree)(void*);
+  int (*cudaHostAlloc)(void**, size_t, unsigned);
+  int (*cudaFreeHost)(void*);
+  int (*cudaMemGetInfo)(size_t*, size_t*);
+  int (*cudaMemsetAsync)(void*, int, size_t, void*);
+  int (*cudaMemcpyAsync)(void*, const void*, size_t, int, void*);
+  int (*cudaMemcpy2DAsync)(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
+  int (*cudaStreamCreateWithFlags)(void**, unsigned);
+  int (*cudaStreamDestroy)(void*);
+  int (*cudaStreamSynchronize)(void*);
+  int (*cudaStreamBeginCapture)(void*, int);
+  int (*cudaStreamEndCapture)(void*, void**);
+  int (*cudaGraphInstantiateWithFlags)(void**, void*, unsigned long long);
+  int (*cudaGraphDestroy)(void*);
+  int (*cudaGraphExecDestroy)(void*);
+  int (*cudaGraphLaunch)(void*, void*);
+  const char* (*cudaGetErrorName)(int);
+};
+
+Cuda::Cuda()
+    : library_("the CUDA runtime", "", "VTX_CUDART", {"libcudart.so.13", "libcudart.so.12", "libcudart.so"},
+               "cudaGraphInstantiateWithFlags"),
+      calls_(std::make_unique<CudaCalls>()) {
+  auto find = [this](auto& call, const char* name) {
+    call = reinterpret_cast<std::decay_t<decltype(call)>>(library_.symbol(name));
+    if (call == nullptr) fail(Kind::device, "the CUDA runtime in ", library_.where(), " has no ", name, "; install CUDA 12 or newer");
+  };
+#define VTX_FIND(name) find(calls_->name, #name)
+  VTX_FIND(cudaMalloc);
+  VTX_FIND(cudaFree);
+  VTX_FIND(cudaHostAlloc);
+  VTX_FIND(cudaFreeHost);
+  VTX_FIND(cudaMemGetInfo);
+  VTX_FIND(cudaMemsetAsync);
+  VTX_FIND(cudaMemcpyAsync);
+  VTX_FIND(cudaMemcpy2DAsync);
+  VTX_FIND(cudaStreamCreateWithFlags);
+  VTX_FIND(cudaStreamDestroy);
+  VTX_FIND(cudaStreamSynchronize);
+  VTX_FIND(cudaStreamBeginCapture);
+  VTX_FIND(cudaStreamEndCapture);
+  VTX_FIND(cudaGraphInstantiateWithFlags);
+  VTX_FIND(cudaGraphDestroy);
+  VTX_FIND(cudaGraphExecDestroy);
+  VTX_FIND(cudaGraphLaunch);
+  VTX_FIND(cudaGetErrorName);
+#undef VTX_FIND
+  check("cudaStreamCreateWithFlags", calls_->cudaStreamCreateWithFlags(&stream_, kNonBlocking));
+}
+
+Cuda::~Cuda() { calls_->cudaStreamDestroy(stream_); }
+
+void Cuda::check(const char* name, int error) {
+  if (error != 0)
+    fail(Kind::device, "the GPU fails at ", name, " (", calls_->cudaGetErrorName(error), "): ", cure_of(error));
+}
+
+uint8_t* Cuda::allocate(size_t bytes, const std::string& purpose) {
+  std::lock_guard<std::recursive_mutex> held(lock);
+  void* address = nullptr;
+  int error = calls_->cudaMalloc(&address, bytes);
+  if (error == kOutOfMemory) {
+    auto [left, total] = memory();
+    fail(Kind::device, purpose, " needs ", size_text(static_cast<int64_t>(bytes)), " of device memory, ", size_text(left),
+         " of ", size_text(total), " is free; end other programs on the GPU, export with a smaller --precision or ",
+         "--max-context, or use --device cpu");
+  }
+  check("cudaMalloc", error);
+  return static_cast<uint8_t*>(address);
+}
+
+void Cuda::release(void* address) noexcept {
+  std::lock_guard<std::recursive_mutex> held(lock);
+  calls_->cudaFree(address);
+}
+
+void* Cuda::allocate_host(size_t bytes) {
+  std::lock_guard<std::recursive_mutex> held(lock);
+  void* address = nullptr;
+  check("cudaHostAlloc", calls_->cudaHostAlloc(&address, bytes, kHostDefault));
+  std::memset(address, 0, bytes);
+  return address;
+}
+
+void Cuda::release_host(void* address) noexcept {
+  std::lock_guard<std::recursive_mutex> held(lock);
+  calls_->cudaFreeHost(address);
+}
+
+std::pair<int64_t, int64_t> Cuda::memory() {
+  size_t left = 0, total = 0;
+  check("cudaMemGetInfo", calls_->cudaMemGetInfo(&left, &total));
+  return {static_cast<int64_t>(left), static_cast<int64_t>(total)};
+}
+
+void Cuda::zero(void* address, size_t bytes) {
+  check("cudaMemsetAsync", calls_->cudaMemsetAsync(address, 0, bytes, stream_));
+}
+
+void Cuda::copy_in(void* to, const void* from, size_t bytes) { copy(to, from, bytes, kIn); }
+void Cuda::copy_out(void* to, const void* from, size_t bytes) { copy(to, from, bytes, kOut); }
+
+void Cuda::copy_rows(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height) {
+  int error = calls_->cudaMemcpy2DAsync(to, to_pitch, from, pitch, width, height, kWithin, stream_);
+  check("cudaMemcpy2DAsync", error);
+}
+
+void Cuda::wait() { check("cudaStreamSynchronize", calls_->cudaStreamSynchronize(stream_)); }
+
+void Cuda::copy(void* to, const void* from, size_t bytes, int kind) {
+  check("cudaMemcpyAsync", calls_->cudaMemcpyAsync(to, from, bytes, kind, stream_));
+}
+
+void* Cuda::record(const std::function<void()>& work) {
+  void *graph = nullptr, *recorded = nullptr;
+  check("cudaStreamBeginCapture", calls_->cudaStreamBeginCapture(stream_, kCaptureThreadLocal));
+  try {
+    work();
+  } catch (...) {
+    if (calls_->cudaStreamEndCapture(stream_, &graph) == 0 && graph) calls_->cudaGraphDestroy(graph);
+    throw;
+  }
+  check("cudaStreamEndCapture", calls_->cudaStreamEndCapture(stream_, &graph));
+  int error = calls_->cudaGraphInstantiateWithFlags(&recorded, graph, 0);
+  calls_->cudaGraphDestroy(graph);
+  check("cudaGraphInstantiateWithFlags", error);
+  return recorded;
+}
+
+void Cuda::launch(void* recorded) { check("cudaGraphLaunch", calls_->cudaGraphLaunch(recorded, stream_)); }
+
+void Cuda::forget(void* recorded) noexcept {
+  std::lock_guard<std::recursive_mutex> held(lock);
+  calls_->cudaGraphExecDestroy(recorded);
+}
+
+}  // namespace vtxcore

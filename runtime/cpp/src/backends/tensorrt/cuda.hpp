@@ -1,0 +1,93 @@
+// The few calls of the CUDA runtime that vtx makes: memory, copies, one stream, graphs. Failures are Error(device).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "backends/library.hpp"
+
+namespace vtxcore {
+
+struct CudaCalls;
+
+// One GPU and one stream on it. Work is queued, and `wait` waits for all of it; `lock` is held meanwhile.
+class Cuda {
+ public:
+  Cuda();  // throws Error(device) where the library is missing or no GPU answers
+  ~Cuda();
+  Cuda(const Cuda&) = delete;
+  Cuda& operator=(const Cuda&) = delete;
+
+  // The address of `bytes` bytes; the error says how many are free where there are not enough.
+  uint8_t* allocate(size_t bytes, const std::string& purpose);
+  void release(void* address) noexcept;
+  void* allocate_host(size_t bytes);  // zeroed, and read and written by the device itself
+  void release_host(void* address) noexcept;
+  std::pair<int64_t, int64_t> memory();  // free and total bytes of the device
+
+  void zero(void* address, size_t bytes);
+  void copy_in(void* to, const void* from, size_t bytes);
+  void copy_out(void* to, const void* from, size_t bytes);
+  // `height` rows of `width` bytes, `pitch` bytes apart, from one place on the device to another.
+  void copy_rows(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height);
+  void wait();
+
+  // Records what `work` queues, instead of running it; `launch` queues all of it at once.
+  void* record(const std::function<void()>& work);
+  void launch(void* recorded);
+  void forget(void* recorded) noexcept;
+
+  void* stream() const { return stream_; }
+  std::recursive_mutex lock;
+
+ private:
+  void check(const char* name, int error);
+  void copy(void* to, const void* from, size_t bytes, int kind);
+
+  Library library_;
+  std::unique_ptr<CudaCalls> calls_;
+  void* stream_ = nullptr;
+};
+
+// Device memory that is freed with this object.
+class Buffer {
+ public:
+  Buffer(Cuda& cuda, size_t bytes, const std::string& purpose)
+      : cuda_(&cuda), size_(bytes), address_(cuda.allocate(bytes, purpose)) {}
+  Buffer(Buffer&& other) noexcept
+      : cuda_(other.cuda_), size_(other.size_), address_(std::exchange(other.address_, nullptr)) {}
+  Buffer& operator=(Buffer&&) = delete;
+  ~Buffer() {
+    if (address_) cuda_->release(address_);
+  }
+  uint8_t* address() const { return address_; }
+  size_t size() const { return size_; }
+
+ private:
+  Cuda* cuda_;
+  size_t size_;
+  uint8_t* address_;
+};
+
+// Host memory that the device reads and writes by itself: `count` values.
+template <typename Value>
+class Pinned {
+ public:
+  Pinned(Cuda& cuda, size_t count)
+      : cuda_(cuda), bytes_(count * sizeof(Value)), data_(static_cast<Value*>(cuda.allocate_host(bytes_))) {}
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+  ~Pinned() { cuda_.release_host(data_); }
+  Value* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  Cuda& cuda_;
+  size_t bytes_;
+  Value* data_;
+};
+
+}  // namespace vtxcore

@@ -1,0 +1,87 @@
+// A bundle's engines on one GPU: deserialised, with their contexts, and one buffer for each input and output.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backends/tensorrt/cuda.hpp"
+#include "bundle/fingerprint.hpp"
+#include "bundle/graphs.hpp"
+#include "plugins/tensorrt.hpp"
+
+namespace vtxcore {
+
+using Shapes = std::map<std::string, Ids>;         // of inputs with free sizes
+using Addresses = std::map<std::string, uint8_t*>;  // of every tensor, on the device
+
+// One engine with one profile; shapes and addresses are set where they change.
+class Context {
+ public:
+  Context(std::string graph, std::unique_ptr<tensorrt::Execution> execution, Cuda& cuda)
+      : graph_(std::move(graph)), execution_(std::move(execution)), cuda_(cuda) {}
+  void bind(const Shapes& shapes, const Addresses& addresses);
+  void enqueue();
+  bool capturable() { return execution_->capturable(cuda_.stream()); }
+
+ private:
+  std::string graph_;
+  std::unique_ptr<tensorrt::Execution> execution_;
+  Cuda& cuda_;
+  Shapes shapes_;
+  Addresses addresses_;
+};
+
+constexpr int kDecode = 0, kPrefill = -1;  // of an engine's profiles, which may be one and the same
+
+// Host arrays that go into a graph, or come out of it.
+struct Input {
+  std::string name;
+  const void* data;
+  size_t bytes;
+  Ids shape;
+};
+struct Output {
+  std::string name;
+  void* data;
+  size_t bytes;
+};
+
+// The engines of every graph. All of them share their working memory and, by name, their inputs and outputs.
+class LoadedEngines {
+ public:
+  LoadedEngines(const Bundle& bundle, const EngineSet& engines, tensorrt::Runtime& runtime, Cuda& cuda);
+
+  // A context that the caller alone uses. `profile` -1: the last.
+  std::unique_ptr<Context> new_context(const std::string& graph, int profile);
+  // The one context that all share for a graph and a profile.
+  Context& context(const std::string& graph, int profile);
+  // The most tokens that a graph's engine takes at once.
+  int64_t longest(const std::string& graph) const { return set_.engines.at(graph).longest("tokens"); }
+  // Where the input or output of that name lies, which all graphs share.
+  uint8_t* address(const std::string& name) const { return buffers_.at(name).address(); }
+  // Throws Error(context) where a graph's engine does not take `tokens` tokens at once.
+  void check_tokens(const std::string& graph, size_t tokens) const;
+  // Runs a graph of one profile on host arrays.
+  void run(const std::string& graph, const std::vector<Input>& inputs, const std::vector<Output>& outputs);
+
+ private:
+  struct Loaded {
+    std::unique_ptr<tensorrt::Deserialized> engine;
+    int64_t scratch;
+  };
+  void load(const std::string& graph, const GraphIO& io, tensorrt::Runtime& runtime);
+  std::map<std::string, GraphIO> contracts() const;
+  std::map<std::string, int64_t> io_bytes() const;
+
+  const Bundle& bundle_;
+  const EngineSet& set_;
+  Cuda& cuda_;
+  std::map<std::string, Loaded> engines_;
+  std::unique_ptr<Buffer> scratch_;
+  std::map<std::string, Buffer> buffers_;
+  std::map<std::pair<std::string, int>, std::unique_ptr<Context>> contexts_;
+};
+
+}  // namespace vtxcore

@@ -1,0 +1,79 @@
+#include "backends/tensorrt/release.hpp"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "base/errors.hpp"
+
+namespace vtxcore {
+namespace {
+
+constexpr char kMajorSymbol[] = "getInferLibMajorVersion";
+const char* const kVersionSymbols[] = {kMajorSymbol, "getInferLibMinorVersion", "getInferLibPatchVersion",
+                                       "getInferLibBuildVersion"};
+
+std::string major_of(const std::string& version) { return version.substr(0, version.find('.')); }
+
+std::vector<std::string> names_of(const EngineSet& engines) {
+  std::string name = engines.flavour == kFlavourRtx ? "libtensorrt_rtx.so" : "libnvinfer.so";
+  return {name + "." + major_of(engines.version), name};
+}
+
+// The directory that this code was loaded from, where its plug-ins lie beside it.
+std::string own_directory() {
+  Dl_info info;
+  if (::dladdr(reinterpret_cast<const void*>(&own_directory), &info) == 0 || info.dli_fname == nullptr) return ".";
+  std::string path = info.dli_fname;
+  size_t end = path.rfind('/');
+  return end == std::string::npos ? "." : path.substr(0, end);
+}
+
+}  // namespace
+
+Release::Release(const EngineSet& engines, const std::string& path)
+    : flavour_(engines.flavour), library_(flavour_name(engines.flavour), path, "VTX_TENSORRT", names_of(engines), kMajorSymbol) {
+  for (size_t i = 0; i < 4; ++i) {
+    auto ask = reinterpret_cast<int (*)()>(library_.symbol(kVersionSymbols[i]));
+    parts_[i] = ask ? ask() : 0;
+  }
+}
+
+std::string Release::version(const std::string& like) const {
+  auto count = std::min<size_t>(4, 1 + static_cast<size_t>(std::count(like.begin(), like.end(), '.')));
+  std::string out = std::to_string(parts_[0]);
+  for (size_t i = 1; i < count; ++i) out += "." + std::to_string(parts_[i]);
+  return out;
+}
+
+// The newest plug-in that is not newer than the library: within a major release, later ones keep what earlier ones have.
+void* Release::plugin() const {
+  const char* named = std::getenv("VTX_PLUGINS");
+  std::string folder = named && *named ? named : own_directory();
+  for (int minor = parts_[1]; minor >= 0; --minor) {
+    std::string path = cat(folder, "/libvtx-", flavour_, "-", parts_[0], ".", minor, ".so");
+    if (::access(path.c_str(), R_OK) != 0) continue;
+    if (void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
+    const char* problem = ::dlerror();
+    fail(Kind::device, "the plug-in ", path, " cannot be loaded (", problem ? problem : "", "); build libvtx again");
+  }
+  fail(Kind::device, flavour_name(flavour_), " ", version("0.0.0"), " is here (", where(), "), but ", folder,
+       " has no plug-in of libvtx for it; build libvtx with its headers: cmake -DVTX_TENSORRT_INCLUDES=DIR");
+}
+
+std::unique_ptr<tensorrt::Runtime> Release::runtime() const {
+  void* handle = plugin();
+  auto interface = reinterpret_cast<tensorrt::PluginInterface>(::dlsym(handle, tensorrt::kPluginInterfaceSymbol));
+  auto make = reinterpret_cast<tensorrt::MakeRuntime>(::dlsym(handle, tensorrt::kMakeRuntimeSymbol));
+  void* create = library_.symbol(tensorrt::kCreateSymbol);
+  if (interface == nullptr || make == nullptr || interface() != tensorrt::kPluginInterface)
+    fail(Kind::device, "the plug-in for ", flavour_name(flavour_), " is of another libvtx; build and install both together");
+  std::unique_ptr<tensorrt::Runtime> runtime(create ? make(create) : nullptr);
+  if (!runtime)
+    fail(Kind::device, flavour_name(flavour_), " ", version("0.0.0"), " does not start here; see nvidia-smi, or use --device cpu");
+  return runtime;
+}
+
+}  // namespace vtxcore

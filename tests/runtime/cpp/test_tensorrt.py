@@ -1,0 +1,266 @@
+"""libvtx on TensorRT, over a stand-in that is compiled with TensorRT's own headers and watches every call.
+
+`make cpp-tensorrt TENSORRT=DIRECTORIES` builds plug-ins and stand-ins for the releases whose headers are given and runs
+this; elsewhere it is skipped in one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bundles import copy, export
+from tests.support.cpp import BUILD, needs_cpp, run
+from tests.support.exported import THREADS
+from tests.support.gpu_standin import build_all
+from tests.support.tiny import Tiny, random_image
+from vtx.exporter.tensorrt.releases import TENSORRT, Release
+from vtx.runtime.api.load import load
+from vtx.runtime.bundle import fingerprint
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.seal import write_sealed
+from vtx.runtime.report.golden import logits_limit
+from vtx.runtime.report.traces.compare import compare_traces
+from vtx.runtime.report.traces.record import write_traces
+
+RELEASES = {
+    "10.3": ("jetson-orin", "8.7", "plain"),
+    "10.16": ("jetson-thor", "11.0", "trt"),
+    "11.1": ("sm90", "9.0", "trt"),
+}
+BUILT = [release for release in RELEASES if (BUILD / f"libvtx-standin-{release}.so").exists()]
+DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2,key=0.1"
+REDUCTIONS = (DUAL, "fastv:k=2", "cls:keep=0.5+dart:keep=8,k=2", "cdpruner:keep=5")
+
+pytestmark = [
+    needs_cpp,
+    pytest.mark.skipif(not BUILT, reason="built without TensorRT's headers: make cpp-tensorrt TENSORRT=DIRECTORIES"),
+]
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with engines for every release."""
+    folder = tmp_path_factory.mktemp("cpp-tensorrt") / "bundle"
+    export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS)
+    for release in BUILT:
+        target, _, dialect = RELEASES[release]
+        major, minor = map(int, release.split("."))
+        build_all(folder, target, Release(TENSORRT, (major, minor)), dialect, f"{release}.0")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def traces(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What Python does with the bundle, on onnxruntime."""
+    folder = tmp_path_factory.mktemp("traces") / "python"
+    write_traces(load(exported, device="cpu", threads=THREADS), folder)
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[], dict[str, int]]]:
+    """`machine(release)`: from then on tools find the stand-ins of that release; what it gives reads their report."""
+
+    def become(release: str) -> Callable[[], dict[str, int]]:
+        libraries, report = tmp_path / release, tmp_path / f"{release}.json"
+        libraries.mkdir()
+        for name in (f"libnvinfer.so.{release.partition('.')[0]}", "libcudart.so.13", "libcuda.so.1"):
+            (libraries / name).symlink_to(BUILD / f"libvtx-standin-{release}.so")
+        monkeypatch.setenv("LD_LIBRARY_PATH", os.fspath(libraries))
+        monkeypatch.setenv("VTX_STANDIN_CAPABILITY", RELEASES[release][1])
+        monkeypatch.setenv("VTX_STANDIN_REPORT", os.fspath(report))
+        return lambda: dict[str, int](json.loads(report.read_text()))
+
+    return become
+
+
+def everything_given_back(report: dict[str, int]) -> bool:
+    return not any(report[key] for key in ("device", "host", "queued", "graphs", "engines", "contexts"))
+
+
+@pytest.mark.parametrize("release", BUILT)
+def test_every_release_meets_the_traces(
+    release: str, exported: Path, traces: Path, machine: Callable[[str], Callable[[], dict[str, int]]], tmp_path: Path
+) -> None:
+    report = machine(release)
+    done = run("traces", exported, traces, tmp_path / "cpp", "tensorrt")
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    limit = logits_limit(Bundle.open(exported).manifest, "f32")
+    checks = list(compare_traces(traces, tmp_path / "cpp", limit))
+    assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
+    assert len(checks) > 60
+    assert everything_given_back(report())
+    assert (report().get("cudaGraphLaunch", 0) > 0) == (RELEASES[release][2] == "trt")
+
+
+def ask(bundle: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[bytes]:
+    random_image(1).save(folder / "a.png")
+    return run("run", "--bundle", bundle, "--device", "tensorrt", "--json", folder / "a.png", "red?", *options)
+
+
+@pytest.mark.parametrize("release", BUILT[-1:])
+def test_decoding_is_recorded_once_and_launched_from_then_on(
+    release: str, exported: Path, machine: Callable[[str], Callable[[], dict[str, int]]], tmp_path: Path
+) -> None:
+    report = machine(release)
+    done = ask(exported, tmp_path, "--k", "none", "--reduce", "none", "--max-new-tokens", "10", "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    with load(exported, device="cpu", threads=THREADS).open([random_image(1)]) as image:
+        want = image.ask("red?", "none", reduce="none", max_new_tokens=10, ignore_eos=True)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert (answer["device"], answer["token_ids"]) == ("tensorrt", list(want.token_ids))
+    stages = len(Bundle.open(exported).manifest.stages)
+    assert report()["cudaStreamBeginCapture"] == stages
+    assert report()["cudaGraphLaunch"] == stages * (9 - 1)  # all steps but each stage's first
+
+
+def rewrite(bundle: Path, target: str, **changes: Any) -> None:
+    found = fingerprint.read_engines(Bundle.open(bundle), target)
+    write_sealed(bundle / f"engines/{target}/engines.json", replace(found, **changes).to_json().encode())
+
+
+def _another_version(bundle: Path, target: str) -> None:
+    rewrite(bundle, target, version="11.0.7")
+
+
+def _another_card(bundle: Path, target: str) -> None:
+    rewrite(bundle, target, capability=(10, 0))
+
+
+def _no_engines(bundle: Path, target: str) -> None:
+    shutil.rmtree(bundle / "engines")
+
+
+def _cut_short(bundle: Path, target: str) -> None:
+    path = bundle / f"engines/{target}/head.trt.engine"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _refused(bundle: Path, target: str) -> None:
+    path = bundle / f"engines/{target}/head.trt.engine"
+    path.write_bytes(b"not an engine")
+    found = fingerprint.read_engines(Bundle.open(bundle), target)
+    record = replace(found.engines["head.trt.onnx"], bytes=13, sha256=hashlib.sha256(b"not an engine").hexdigest())
+    rewrite(bundle, target, engines={**found.engines, "head.trt.onnx": record})
+
+
+def _of_another_graph(bundle: Path, target: str) -> None:
+    found = fingerprint.read_engines(Bundle.open(bundle), target)
+    engines = {**found.engines, "head.trt.onnx": found.engines["embed.trt.onnx"]}
+    rewrite(bundle, target, engines=engines)
+
+
+def _of_other_weights(bundle: Path, target: str) -> None:
+    found = fingerprint.read_engines(Bundle.open(bundle), target)
+    record = replace(found.engines["head.trt.onnx"], sources={"vtx.json": "0" * 64})
+    rewrite(bundle, target, engines={**found.engines, "head.trt.onnx": record})
+
+
+def _outside(bundle: Path, target: str) -> None:
+    found = fingerprint.read_engines(Bundle.open(bundle), target)
+    record = replace(found.engines["head.trt.onnx"], file="../../../x")
+    rewrite(bundle, target, engines={**found.engines, "head.trt.onnx": record})
+
+
+def _damaged(bundle: Path, target: str) -> None:
+    write_sealed(bundle / f"engines/{target}/engines.json", b'{"format": 1}')
+
+
+PROBLEMS: dict[Callable[[Path, str], None], str] = {
+    _another_version: "were built for TensorRT 11.0.7 and compute capability 9.0; here is TensorRT 11.1.0 and",
+    _another_card: "compute capability 10.0; here is compute capability 9.0 (Stand-in); build them with: vtx-build",
+    _no_engines: "holds no engines; build them with: vtx-build",
+    _cut_short: "it is cut short; build them with",
+    _refused: "TensorRT does not take head.trt.engine: Serialization assertion stdArchiveReader failed; build them",
+    _of_another_graph: "is not the graph that vtx.json says it is",
+    _of_other_weights: "was built from another vtx.json than this bundle's",
+    _outside: "leaves the bundle",
+    _damaged: "engines.json is damaged",
+}
+
+
+@pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
+@pytest.mark.parametrize("change", PROBLEMS, ids=lambda change: change.__name__.strip("_"))
+def test_engines_that_do_not_fit_are_refused_in_one_line(
+    change: Callable[[Path, str], None],
+    exported: Path,
+    machine: Callable[[str], Callable[[], dict[str, int]]],
+    tmp_path: Path,
+) -> None:
+    machine("11.1")
+    bundle = copy(exported, tmp_path / "bundle")
+    for other in {target for target, _, _ in RELEASES.values()} - {"sm90"}:
+        shutil.rmtree(bundle / "engines" / other, ignore_errors=True)
+    change(bundle, "sm90")
+    done = ask(bundle, tmp_path)
+    assert (done.returncode, done.stdout) == (1, b"")
+    [line] = done.stderr.decode().splitlines()
+    assert PROBLEMS[change] in line
+
+
+@pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("VTX_STANDIN_CAPABILITY", "", "no NVIDIA GPU answers here"),
+        ("VTX_STANDIN_MEMORY", "100000", "of 100 kB of the device is free; --max-context 96 would fit"),
+        (
+            "VTX_PLUGINS",
+            "/nowhere",
+            "TensorRT 11.1.0 is here (libnvinfer.so.11), but /nowhere has no plug-in of libvtx",
+        ),
+        ("VTX_TENSORRT", "/nowhere/libnvinfer.so.11", "TensorRT was not found (/nowhere/libnvinfer.so.11"),
+    ],
+)
+def test_a_machine_that_cannot_run_engines_says_why(
+    variable: str,
+    value: str,
+    message: str,
+    exported: Path,
+    machine: Callable[[str], Callable[[], dict[str, int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine("11.1")
+    monkeypatch.setenv(variable, value)
+    bundle = copy(exported, tmp_path / "bundle")
+    for other in {target for target, _, _ in RELEASES.values()} - {"sm90"}:
+        shutil.rmtree(bundle / "engines" / other, ignore_errors=True)
+    done = ask(bundle, tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr.decode()
+
+
+@pytest.mark.skipif(find_spec("tensorrt_rtx_libs") is None, reason="TensorRT-RTX is not installed")
+def test_the_library_of_tensorrt_rtx_says_its_version(
+    exported: Path,
+    machine: Callable[[str], Callable[[], dict[str, int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = find_spec("tensorrt_rtx_libs")
+    assert spec is not None
+    machine(BUILT[-1])
+    monkeypatch.setenv("VTX_STANDIN_CAPABILITY", "8.9")
+    monkeypatch.setenv("VTX_TENSORRT", next(iter(spec.submodule_search_locations or ())))
+    bundle = copy(exported, tmp_path / "bundle")
+    shutil.rmtree(bundle / "engines")
+    build_all(bundle, version="1.0.0")
+    said = ask(bundle, tmp_path).stderr.decode()
+    assert "built for TensorRT-RTX 1.0.0 and compute capability 8.9; here is TensorRT-RTX 1." in said
+    here = said.partition("here is TensorRT-RTX ")[2].partition(" ")[0]
+    rewrite(bundle, "sm89", version=here)
+    said = ask(bundle, tmp_path).stderr.decode()
+    assert f"TensorRT-RTX {here} is here (" in said
+    assert "no plug-in of libvtx for it; build libvtx with its headers" in said

@@ -1,0 +1,68 @@
+// A GPU that watches every call, for machines without one: the state that both halves of the stand-in share.
+//
+// The device's memory is this process's, by real addresses. A stream is a queue: nothing runs before something waits for
+// it. What would be undefined on a GPU ends the process with a line that says what it was.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace standin {
+
+using Work = std::function<void()>;
+
+[[noreturn]] inline void broken(const std::string& what) {
+  std::fprintf(stderr, "stand-in: %s\n", what.c_str());
+  std::fflush(stderr);
+  std::_Exit(70);
+}
+
+inline void require(bool holds, const std::string& what) {
+  if (!holds) broken(what);
+}
+
+struct Gpu {
+  size_t total = size_t{1} << 32;
+  std::map<uintptr_t, std::vector<uint8_t>> device, host;
+  std::map<std::string, int> calls;
+  std::deque<Work> queue;
+  std::vector<Work>* recording = nullptr;
+  int engines = 0, contexts = 0, graphs = 0;  // living
+
+  // The one GPU; at the process's end it writes what was called and what is still there to $VTX_STANDIN_REPORT.
+  static Gpu& one();
+
+  size_t used() const {
+    size_t bytes = 0;
+    for (const auto& [address, memory] : device) bytes += memory.size();
+    return bytes;
+  }
+
+  // These bytes lie in one living allocation of the device.
+  void holds(const void* address, size_t bytes, const std::string& what) const {
+    auto at = reinterpret_cast<uintptr_t>(address);
+    auto next = device.upper_bound(at);
+    if (next != device.begin()) {
+      auto found = std::prev(next);
+      if (at + bytes <= found->first + found->second.size()) return;
+    }
+    broken(what + ": " + std::to_string(bytes) + " bytes that are not device memory");
+  }
+
+  void add(Work work) {
+    if (recording)
+      recording->push_back(std::move(work));
+    else
+      queue.push_back(std::move(work));
+  }
+};
+
+}  // namespace standin
