@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
     from vtx.runtime.api.options import Options
     from vtx.runtime.api.stream import AnswerStream
+    from vtx.runtime.vision.video import Video
 
 
 # --- vtx-run --------------------------------------------------------------------------------------
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
     'vtx-run image.jpg "How many shapes are there?" "Where is the star?" --k 16 --json\n'
     'cat image.jpg | vtx-run - "Is there a red star?"\n'
     'vtx-run a.jpg --image b.jpg "Which picture shows a star?"\n'
+    'vtx-run clip.mp4 "What happens?" --frames 16\n'
     'vtx-run --text-only "Who are you?"'
 )
-@click.argument("arguments", nargs=-1, required=True, metavar="IMAGE QUESTION [QUESTION ...]")
+@click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
 @bundle_option
 @click.option(
     "--k",
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
 @click.option("--show-tokens", type=click.Path(path_type=Path), help="Draw the patches that survive each cut, as PNG.")
 @click.option("--gate-threshold", type=float, default=0.5, show_default=True, help="With --k auto: exit above this.")
 @click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
+@click.option("--video", "videos", multiple=True, type=click.Path(), help="One more video in the same prompt.")
+@click.option("--frames", type=int, metavar="N", help="Frames sampled from each video [default: the bundle's].")
 @click.option(
     "--fit",
     type=click.Choice(["crop", "pad", "squash"]),
@@ -94,12 +98,13 @@ if TYPE_CHECKING:
 def run(
     arguments: tuple[str, ...], bundle: str | None,
     k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
-    more: tuple[str, ...], fit: str | None, max_tiles: int | None, image_formats: str, text_only: bool, chat: bool,
+    more: tuple[str, ...], videos: tuple[str, ...], frames: int | None, fit: str | None, max_tiles: int | None,
+    image_formats: str, text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, device: str, compute: str | None, threads: int | None,
     force: bool, require_signature: Path | None,
 ) -> None:  # fmt: skip
-    """Answer questions about an image. Several questions reuse the image."""
+    """Answer questions about an image or a video. Several questions reuse it."""
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
@@ -108,9 +113,9 @@ def run(
     from vtx.runtime.session.sampling import Sampling
 
     options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
-    names = [*images, *more]
+    names = [*images, *more, *videos]
     formats = image_formats.split(",")
-    pictures = _read(names, formats, reduce)
+    pictures = _read([*images, *more], videos, formats, reduce, frames)
     folder = find_bundle(bundle, (k,))
     model = load(
         folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature,
@@ -134,14 +139,30 @@ def run(
             _draw(show_tokens, conversation, questions, answers)
 
 
-def _read(names: Sequence[str], formats: Sequence[str], reduce: str) -> list[Image]:
-    """The pictures, read before anything expensive; a spec that is wrong is told before that too."""
+def _read(
+    names: Sequence[str], videos: Sequence[str], formats: Sequence[str], reduce: str, frames: int | None
+) -> list[Image | Video]:
+    """The pictures, read before anything expensive; a spec that is wrong is told before that too.
+
+    How many frames of a video are needed only the bundle says, so videos are read later.
+    """
+    from vtx.runtime.errors import RequestError
     from vtx.runtime.policies.spec import parse
     from vtx.runtime.vision.image import load_image
+    from vtx.runtime.vision.video import as_video, video
 
     if reduce != "default":
         parse(reduce)
-    return [load_image(sys.stdin.buffer if name == "-" else name, formats) for name in names]
+    pictures: list[Image | Video] = []
+    for name in names:
+        if as_video(name):
+            pictures.append(video(name, frames=frames))
+        else:
+            pictures.append(load_image(sys.stdin.buffer if name == "-" else name, formats))
+    pictures += [video(name, frames=frames) for name in videos]
+    if frames is not None and not any(as_video(picture) for picture in pictures):
+        raise RequestError(f"--frames {frames} has no effect: there is no video; leave it out")
+    return pictures
 
 
 def _where(model: Model, folder: Path, *, automatic: bool) -> str:

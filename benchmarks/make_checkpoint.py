@@ -4,6 +4,7 @@
     python benchmarks/make_checkpoint.py llava-1.5-7b build/llava-7b
     python benchmarks/make_checkpoint.py llava-next-7b build/llava-next-7b
     python benchmarks/make_checkpoint.py internvl3-8b build/internvl3-8b
+    python benchmarks/make_checkpoint.py video-llava-7b build/video-llava-7b
 
 Float16 safetensors shards, with a byte-level tokenizer of the full vocabulary size, image processor settings and a chat
 template. Tensors have the public hub's names for LLaVA-1.5, and for other families the names that vtx gives them, which
@@ -36,12 +37,14 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 IMAGE_TOKENS = {"internvl": "<IMG_CONTEXT>"}
+WORDS = "{% for part in message['content'] if part['type'] == 'text' %}"
+VIDEOS = "{% for part in message['content'] if part['type'] == 'video' %}<video>\n{% endfor %}"
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the decoder; the tower is CLIP-L/336, for InternVL InternViT-300M."""
+    """Sizes of the decoder; the tower is CLIP-L/336, for InternVL InternViT-300M, for Video-LLaVA CLIP-L/224 twice."""
 
     layers: int
     hidden: int
@@ -59,6 +62,7 @@ SHAPES = {
     "llava-1.5-7b": Shape(32, 4096, 11008, 32),
     "llava-1.5-13b": Shape(40, 5120, 13824, 40),
     "llava-next-7b": Shape(32, 4096, 11008, 32, family="llava_next"),
+    "video-llava-7b": Shape(32, 4096, 11008, 32, family="video_llava"),
     "internvl3-8b": Shape(28, 3584, 18944, 28, 151674, "internvl", 4, 151667),
 }
 
@@ -109,7 +113,7 @@ def canonical_tensors(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
     from vtx.exporter.graphs import decoder, vision
 
     config = read_config(json.loads((folder / "config.json").read_text()))
-    return [*vision.vision_tensors(config), *decoder.decoder_tensors(config.text)]
+    return [*vision.vision_tensors(config), *vision.video_tensors(config), *decoder.decoder_tensors(config.text)]
 
 
 def blocks(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Iterator[NDArray[np.float16]]:
@@ -161,13 +165,14 @@ def write_tokenizer(folder: Path, s: Shape) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    added = "<unk>", "<s>", "</s>", IMAGE_TOKENS.get(s.family, "<image>"), "<pad>", "<img>", "</img>"
+    added = "<unk>", "<s>", "</s>", IMAGE_TOKENS.get(s.family, "<image>"), "<pad>", "<img>", "</img>", "<video>"
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in added])
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
-    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", IMAGE_TOKENS.get(s.family, "<image>")))
+    template = TEMPLATE.replace(WORDS, VIDEOS + WORDS) if s.family == "video_llava" else TEMPLATE
+    (folder / "chat_template.jinja").write_text(template.replace("<image>", IMAGE_TOKENS.get(s.family, "<image>")))
 
 
 def write_config(folder: Path, s: Shape) -> None:
@@ -187,6 +192,10 @@ def write_config(folder: Path, s: Shape) -> None:
         config |= {"architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next",
                    "image_grid_pinpoints": PINPOINTS}  # fmt: skip
         image["image_processor_type"] = "LlavaNextImageProcessor"
+    if s.family == "video_llava":
+        config |= {"architectures": ["VideoLlavaForConditionalGeneration"], "model_type": "video_llava",
+                   "video_token_index": s.image_token + 4, "vision_config": vision | {"image_size": 224}}  # fmt: skip
+        image = {"image_processor_type": "VideoLlavaImageProcessor"}  # whose defaults are 224 x 224
     if s.family == "internvl":
         config = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl",
                   "image_token_id": s.image_token, "vision_config": {"model_type": "internvl_vision"},

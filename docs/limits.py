@@ -91,6 +91,15 @@ TABLES = [
         ("Area after resizing, before the crop", "runtime.vision.limits", "MAX_RESIZED_PIXELS", "pixels"),
         ("Decoding", "runtime.vision.limits", "MAX_DECODE_SECONDS", "seconds of CPU time"),
     ]),
+    ("Videos", [
+        ("File", "runtime.vision.limits", "MAX_VIDEO_BYTES", "bytes"),
+        ("Duration, as the file declares it", "runtime.vision.limits", "MAX_VIDEO_SECONDS", "seconds"),
+        ("Frames of a file", "runtime.vision.limits", "MAX_VIDEO_FRAMES", "frames"),
+        ("Area of a frame", "runtime.vision.limits", "MAX_FRAME_PIXELS", "pixels"),
+        ("Frames that are sampled", "runtime.vision.limits", "MAX_SAMPLED_FRAMES", "frames"),
+        ("Tokens of a frame", "runtime.vision.layouts.frames", "MAX_FRAME_TOKENS", "tokens"),
+        ("Decoding", "runtime.vision.limits", "MAX_VIDEO_DECODE_SECONDS", "seconds"),
+    ]),
     ("Requests to vtx-serve, unless told otherwise", [
         ("Body", "runtime.server.limits", "Limits.body", "bytes"),
         ("Images", "runtime.server.limits", "Limits.images", "images"),

@@ -36,6 +36,8 @@ _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_
 _TEXT = {"model_type": "llama", "vocab_size": 32064}
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 152000}
 _OWN: Mapping[str, Mapping[str, Any]] = {
+    "llava_next_video": {"video_token_index": 32001},
+    "video_llava": {"vision_config": {**_TOWER, "image_size": 224}, "video_token_index": 32001},
     "llava_onevision": {
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 384},
         "text_config": _QWEN2,
@@ -69,6 +71,15 @@ def _tokens(_: Family, config: ModelConfig) -> str:
     return f"up to {layout.max_tokens:,}, in up to {layout.max_views} passes of the tower"
 
 
+def _video(_: Family, config: ModelConfig) -> str:
+    """Tokens of a video, and of another number of frames."""
+    if config.video is None:
+        return "no"
+    frames = config.video.layout
+    each, ending = frames.count(2) - frames.count(1), " and a newline" if frames.newline else ""
+    return f"{frames.count(frames.frames):,}: {frames.frames} frames of {each}{ending}; other numbers by `--frames`"
+
+
 def _cpp(_: Family, config: ModelConfig) -> str:
     """Whether libvtx reads the manifest: what it does not know it refuses by name."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
@@ -76,7 +87,7 @@ def _cpp(_: Family, config: ModelConfig) -> str:
     if not file.exists():
         return f"no: the layout `{layout.name}` is refused by name"
     known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
-    fields = {*plain(spec.tower), *plain(spec.projector), *layout.parameters}
+    fields = {*plain(spec.tower), *plain(spec.projector), *layout.parameters, *(["video"] if config.video else [])}
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     return f"no: `{'`, `'.join(later)}` of the manifest is refused by name" if later else "yes"
 
@@ -97,6 +108,7 @@ ROWS: Mapping[str, Cell] = {
     "image processors": lambda family, _: ", ".join(f"`{kind.name}`" for kind in family.processors),
     "layout": lambda _, config: f"`{spec_of(config.layout).name}`",
     "tokens of an image": _tokens,
+    "tokens of a video": _video,
     **{f"`--reduce {spec}`": _reduction(spec) for spec in _SPECS},
     "[libvtx](cpp.md), the C++ runtime": _cpp,
     "`--fit`": lambda _, c: "yes" if c.layout.max_views == 1 else "no: tiles show all of any shape",
@@ -117,7 +129,28 @@ def page() -> str:
 
 TAIL = """
 
-Video files are not read.
+## Videos
+
+`vtx-run clip.mp4 "What happens?"`; further ones by `--video`, images among them by `--image`. Files (MP4, MOV, MKV,
+WebM, AVI) are read by PyAV, from `pip install "vtx-edge[video]"`; what a file is its content says, not its name. In
+Python a video is also an array of frames ([API](api.md)).
+
+- Frames are sampled evenly from the first to the last, as Video-LLaVA's own code does it: of n, frame i of N is
+  `int(i * (n - 1) / (N - 1))`. N is the model's (above) unless `--frames N` (`vtx.video(..., frames=N)`) says
+  another; of shorter videos frames are taken twice. Frames are turned upright as their file says, and prepared by
+  Pillow: within a level of 255 of transformers, which resizes tensors.
+- **Video-LLaVA** has a tower for images and one for videos, whose frames keep the class token: 257 tokens each.
+  **LLaVA-NeXT-Video** averages 2 x 2 patches of a frame before the projector, **LLaVA-OneVision** shrinks a frame's
+  tokens after it, and ends a video with a newline. Token ids and logits equal transformers' on the same pixels for
+  one video, two, and an image with a video, and the plain statement of VTW at two K *(run on a CPU, random models of
+  eight layers: `tests/runtime/session/test_videos.py`)*.
+- At K every frame of every video leaves, class tokens and the newline too. In a prompt's ids a video's tokens stand
+  as image tokens.
+- `fastv`, `cdpruner` and `dart` rank the tokens of all frames together. What looks at patches (`cls`, `mustdrop` with
+  key tokens, merging, `cdpruner:text=tower`) is refused for videos when it is asked, and works for images of the same
+  bundle.
+- TensorRT has no engine for the frames of Video-LLaVA and LLaVA-NeXT-Video: refused by name, images are answered.
+  `vtx-serve`, `vtx-bench` and calibration take images only, and golden vectors cover the images' graph.
 
 ## Original LLaVA
 

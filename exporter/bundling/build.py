@@ -26,7 +26,7 @@ from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.text_tower import build_text_tower
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
-from vtx.exporter.graphs.vision import build_vision
+from vtx.exporter.graphs.vision import build_vision, of_video
 from vtx.exporter.weights.journal import JOURNAL, PROBE, ExportJournal
 from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
@@ -115,7 +115,10 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     text, precisions = plan.config.text, plan.precisions
     kv = _kv_element(plan, dialect)
 
-    def write(name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None) -> None:
+    def write(
+        name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None,
+        weights: Mapping[str, StoredTensor] = weights,
+    ) -> None:  # fmt: skip
         written = make_dialect(dialect, precision, plan.max_context, kv_type)
         builder = Builder(name.partition(".")[0], weights, folder, written)
         build(builder)
@@ -128,6 +131,9 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     }
     tower = plan.text_tower.spec if plan.text_tower else None
     write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras, text_tower=tower))
+    frames = plan.config.frames
+    if graphs.video and frames is not None:
+        write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights=of_video(weights))
     if graphs.text_tower and tower is not None:
         write(graphs.text_tower, precisions.vision, partial(build_text_tower, spec=tower))
     write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
@@ -249,6 +255,7 @@ def _manifest(
         text=plan.text,
         files=records,
         record=record,
+        video=plan.video,
     )
 
 

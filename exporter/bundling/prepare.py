@@ -18,7 +18,7 @@ from vtx.exporter.checkpoint.families.family import Family
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
-from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
+from vtx.exporter.checkpoint.processor import image_settings, read_image_processor, read_video_settings
 from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.data.source import Source
@@ -26,17 +26,18 @@ from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
 from vtx.exporter.graphs.text_tower import text_tower_tensors
-from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.weights.plan import WeightPlan, plan_weights
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec
+from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.policies.make import TEXT_TOWER_FIX
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
+from vtx.runtime.vision.layout_spec import spec_of
 
 DEFAULT_CONTEXT = 4096
 
@@ -60,6 +61,7 @@ class Plan:
     precisions: Precisions
     text_tower: TextTowerCheckpoint | None = None
     reductions: Reductions = Reductions()  # noqa: RUF009 - frozen
+    video: VideoSpec | None = None
 
     @property
     def name(self) -> str:
@@ -94,7 +96,7 @@ class Plan:
     @property
     def dialects(self) -> dict[str, Graphs]:
         """The files of the graphs to be, by dialect."""
-        return {name: self._graphs(f"{name}.onnx") for name in self.options.dialects}
+        return {name: self._graphs(name, f"{name}.onnx") for name in self.options.dialects}
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -104,7 +106,7 @@ class Plan:
         gates = self.gates.warnings if self.gates else ()
         return *gates, *tower, *(f"skipped {line}" for line in skipped)
 
-    def _graphs(self, suffix: str) -> Graphs:
+    def _graphs(self, dialect: str, suffix: str) -> Graphs:
         needs = self.reductions.needs
         stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
         gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
@@ -114,6 +116,7 @@ class Plan:
             vision_merges=needs.merging, vision_attention=needs.attention,
             vision_last_attention=needs.last_attention,
             text_tower=f"text-tower.{suffix}" if self.text_tower else None,
+            video=f"video.{suffix}" if self.config.frames is not None and dialect != "trt" else None,
         )  # fmt: skip
 
 
@@ -148,6 +151,7 @@ def plan_export(options: ExportOptions) -> Plan:
     tokenizer, template, text = read_text(
         checkpoint.folder, config.image_token_id, text_config, checkpoint.config,
         _template(checkpoint, options, family), original=checkpoint.original is not None,
+        video_token_id=config.video.token_id if config.video else None,
     )  # fmt: skip
     precisions = options.precisions()
     weights = _weights(options, checkpoint, config, text_tower, reductions)
@@ -156,12 +160,13 @@ def plan_export(options: ExportOptions) -> Plan:
     written = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     texts = sum(len(text.encode("utf-8", "replace")) for text in written)
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
-    layers = config.text.layers + max(config.feature_layers) + (text_tower.spec.layers if text_tower else 0)
+    towers = max(config.feature_layers) * (1 if config.frames is None else 2)
+    layers = config.text.layers + towers + (text_tower.spec.layers if text_tower else 0)
     small = small_files(config, context, len(ks), layers * len(options.dialects), texts + gates_bytes)
     prediction = predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config))
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
-        precisions, text_tower, reductions,
+        precisions, text_tower, reductions, _video(checkpoint, config, family),
     )  # fmt: skip
 
 
@@ -182,13 +187,28 @@ def _gates_and_ks(
 def _image_settings(checkpoint: Checkpoint, config: ModelConfig) -> ImageSettings:
     """The checkpoint's, which must give what its tower takes."""
     processor = checkpoint.original.processor if checkpoint.original else read_image_processor(checkpoint.folder)
-    image, side = image_settings(processor, find_family(checkpoint.config).processors), config.vision.image
-    if (image.height, image.width) != (side, side):
+    image = image_settings(processor, find_family(checkpoint.config).processors)
+    _check_side(image, config, "image")
+    return image
+
+
+def _check_side(settings: ImageSettings, config: ModelConfig, kind: str) -> None:
+    side = config.vision.image
+    if (settings.height, settings.width) != (side, side):
         raise UnsupportedModelError(
-            f"the image processor gives {image.height} x {image.width} pixels, the tower takes {side} x {side}; "
+            f"the {kind} processor gives {settings.height} x {settings.width} pixels, the tower takes {side} x {side}; "
             "correct preprocessor_config.json"
         )
-    return image
+
+
+def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> VideoSpec | None:
+    """How the checkpoint sees videos, where it does."""
+    if config.video is None or family.video_processor is None:
+        return None
+    settings, frames = read_video_settings(checkpoint.folder, family.video_processor, family.processors)
+    _check_side(settings, config, "video")
+    layout = config.video.layout if frames is None else replace(config.video.layout, frames=frames)
+    return VideoSpec(spec_of(layout), settings, config.frames is not None)
 
 
 def _weights(
@@ -200,7 +220,8 @@ def _weights(
 ) -> WeightPlan:
     """Where every tensor that a graph needs will lie in the bundle."""
     precisions = options.precisions()
-    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *decoder_tensors(config.text)]
+    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
+    needed += decoder_tensors(config.text)
     sources = checkpoint
     if text_tower is not None:
         needed += text_tower_tensors(text_tower.spec, config.vision.hidden)

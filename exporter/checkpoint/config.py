@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.layouts.frames import Frames
 
 MAX_WIDTH = 1 << 20
 MAX_POSITIONS = (1 << 24) - 1
@@ -64,7 +65,10 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """A CLIP, SigLIP or InternViT tower. `shuffle`: patches a side of a square whose states become one token."""
+    """A CLIP, SigLIP or InternViT tower. `shuffle`: patches a side of a square whose states become one token.
+
+    `pool`: patches a side of a square whose states are averaged before the projector.
+    """
 
     family: str
     layers: int
@@ -78,6 +82,7 @@ class VisionConfig:
     qkv_bias: bool = True
     layer_scale: bool = False
     shuffle: int = 1
+    pool: int = 1
 
     @property
     def grid(self) -> int:
@@ -105,6 +110,21 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoConfig:
+    """How videos become tokens: `token_id` stands for one in a prompt.
+
+    `own_tower`: frames go through a tower of their own, whose weights are named `video.`; `select` and `pool` are as
+    for images. Images' tower, projector and all else serve both.
+    """
+
+    token_id: int
+    layout: Frames
+    select: str
+    pool: int = 1
+    own_tower: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model: decoder, tower, projector, and how an image becomes views of the tower and tokens (`layout`).
 
@@ -122,11 +142,20 @@ class ModelConfig:
     layout: Layout
     projector_norm_eps: float | None = None
     projector_layers: int = 2
+    video: VideoConfig | None = None
 
     @property
     def view_tokens(self) -> int:
         """Tokens of one pass of the tower: its rows, less the first where the strategy is `default`."""
-        return (self.vision.rows - (self.select == "default")) // self.vision.shuffle**2
+        return (self.vision.rows - (self.select == "default")) // (self.vision.shuffle * self.vision.pool) ** 2
+
+    @property
+    def frames(self) -> ModelConfig | None:
+        """The configuration of the vision graph of a video's frames; None where there is none but that of images."""
+        video = self.video
+        if video is None or (video.select, video.pool, video.own_tower) == (self.select, self.vision.pool, False):
+            return None
+        return replace(self, select=video.select, vision=replace(self.vision, pool=video.pool), video=None)
 
 
 def model_type(part: Any, default: str) -> str:
@@ -181,12 +210,12 @@ def size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
     return value
 
 
-def image_token_of(parsed: Any, text: TextConfig) -> int:
-    """The id of the image token, which the decoder's vocabulary must have."""
-    token = parsed.image_token_id
+def image_token_of(parsed: Any, text: TextConfig, kind: str = "image") -> int:
+    """The id of the token of an image, or of another `kind`, which the decoder's vocabulary must have."""
+    token = getattr(parsed, f"{kind}_token_id")
     if not isinstance(token, int) or not 0 <= token < text.vocab:
         raise CheckpointError(
-            f"image_token_index {token!r:.60} is not a token id below the vocabulary's {text.vocab}; "
+            f"{kind}_token_index {token!r:.60} is not a token id below the vocabulary's {text.vocab}; "
             "correct config.json"
         )
     return token

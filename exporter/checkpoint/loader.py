@@ -112,7 +112,9 @@ class Checkpoint:
             )
 
     def _promise(self, name: str, shape: tuple[int, ...]) -> str:
-        part = self.config.get({"text": "text_config", "vision": "vision_config"}.get(name.partition(".")[0], ""))
+        part = self.config.get(
+            {"text": "text_config", "vision": "vision_config", "video": "vision_config"}.get(name.partition(".")[0], "")
+        )
         layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
         return f"{layers} layers" if layers and ".layers." in name else f"it with shape {list(shape)}"
 

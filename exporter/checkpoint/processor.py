@@ -11,6 +11,7 @@ from vtx.exporter.checkpoint.families.processors import ONE_PIECE, ImageProcesso
 from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
 from vtx.runtime.bundle.spec.image_settings import RESAMPLING, ImageSettings
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
 ALONE = "preprocessor_config.json"
 _FILTERS = dict(enumerate(RESAMPLING))
@@ -35,6 +36,33 @@ def read_image_processor(folder: Path) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
     return config
+
+
+def read_video_settings(
+    folder: Path, kind: ImageProcessor, images: Sequence[ImageProcessor]
+) -> tuple[ImageSettings, int | None]:
+    """Settings of a video's frames, and how many are sampled where the file says it.
+
+    From `processor_config.json`'s `video_processor`, `video_preprocessor_config.json`, else the file of the image
+    processor, which is one of `images`; `kind` is the video processor. Raises as `read_image_settings` does.
+    """
+    config: Any = read_settings(folder, "processor_config.json").get("video_processor")
+    if config is None:
+        config = read_settings(folder, "video_preprocessor_config.json") or read_settings(folder, ALONE)
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"the video processor's configuration is {_show(config)}, not a JSON object")
+    named = config.get("video_processor_type") or config.get("image_processor_type")
+    if named is not None and named not in (kind.name, *(image.name for image in images)):
+        raise UnsupportedModelError(f"video processor {_show(named)} is not supported; supported: {kind.name}")
+    frames = config.get("num_frames")
+    if config.get("do_sample_frames") and (config.get("fps") is not None or frames is None):
+        raise UnsupportedModelError(f"{kind.name} samples frames by fps; vtx takes a number of them: set num_frames")
+    if frames is not None and (not isinstance(frames, int) or not 1 <= frames <= MAX_SAMPLED_FRAMES):
+        raise CheckpointError(
+            f"{kind.name}: num_frames is {_show(frames)}; it must be a whole number from 1 to {MAX_SAMPLED_FRAMES}"
+        )
+    settings = {key: value for key, value in config.items() if key != "do_pad"}
+    return image_settings({**settings, "image_processor_type": kind.name}, [kind]), frames
 
 
 def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = ONE_PIECE) -> ImageSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from vtx.exporter.checkpoint.original.tokenizer import original_tokenizer
 from vtx.exporter.checkpoint.tokenizer_limits import check_spec
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
-from vtx.runtime.prompt.messages import Message
+from vtx.runtime.prompt.messages import PICTURES, Part
 from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import encode, parse_tokenizer, rust_errors
@@ -41,8 +42,9 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     if ends is None:
         ends = [] if loaded.eos_token_id is None else [int(loaded.eos_token_id)]
     before, after = _added_ids(tokenizer)
+    video = request["video_token_id"]
     settings = TextSettings(
-        image_token=_image_token(tokenizer, request["image_token_id"]),
+        image_token=_added_token(tokenizer, request["image_token_id"], "image"),
         image_token_id=request["image_token_id"],
         bos_token=_token(loaded, "bos_token"),
         eos_token=_token(loaded, "eos_token"),
@@ -56,6 +58,8 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         length_bound=None,
         forms=None,
         no_forms="not derived yet",
+        video_token=None if video is None else _added_token(tokenizer, video, "video"),
+        video_token_id=video,
     )
     control = control_tokens(tokenizer, settings)
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
@@ -132,16 +136,17 @@ def _token(tokenizer: Any, name: str) -> str | None:
     return None if token is None else str(token)
 
 
-def _image_token(tokenizer: Tokenizer, image_token_id: int) -> str:
-    token = tokenizer.get_added_tokens_decoder().get(image_token_id)
+def _added_token(tokenizer: Tokenizer, id: int, kind: str) -> str:
+    """The token that stands for an image or a video."""
+    token = tokenizer.get_added_tokens_decoder().get(id)
     if token is None:
         raise CheckpointError(
-            f"the tokenizer has no added token {image_token_id}, which the config names as the image token; "
+            f"the tokenizer has no added token {id}, which the config names as the {kind} token; "
             "take the tokenizer that belongs to the model"
         )
     ids = encode(tokenizer, token.content).ids
-    if ids != [image_token_id]:
-        raise CheckpointError(f"the tokenizer makes {ids} of the image token {token.content!r}, not [{image_token_id}]")
+    if ids != [id]:
+        raise CheckpointError(f"the tokenizer makes {ids} of the {kind} token {token.content!r}, not [{id}]")
     return str(token.content)
 
 
@@ -160,10 +165,9 @@ def _added_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _try(text: Text) -> None:
-    """Ask a question about an image, one that holds special tokens as text, and decode it."""
-    for typed in ("", "".join(text.settings.control_tokens)):
-        question: Message = {
-            "role": "user",
-            "content": [{"type": "image"}, {"type": "text", "text": _QUESTION.format("猫", typed)}],
-        }
-        text.decode(text.prompt([question], 1))
+    """Ask a question about an image, or a video, one that holds special tokens as text, and decode it."""
+    kinds = PICTURES if text.settings.video_token_id is not None else PICTURES[:1]
+    for typed, kind in product(("", "".join(text.settings.control_tokens)), kinds):
+        picture: Part = {"type": "video"} if kind == "video" else {"type": "image"}
+        words: Part = {"type": "text", "text": _QUESTION.format("猫", typed)}
+        text.decode(text.prompt([{"role": "user", "content": [picture, words]}], 1))

@@ -26,7 +26,17 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"
 _SMALL_FILES = ("special_tokens_map.json", "added_tokens.json")
 # What a tokenizer's ids depend on. Whatever else stands in a tokenizer_config.json (auto_map, paths, templates) never
 # reaches transformers.
-_TOKENS = {"bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token", "image_token"}
+_TOKENS = {
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+    "image_token",
+    "video_token",
+}
 _FLAGS = {"tokenizer_class", "add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "fix_mistral_regex"}
 _TOKENIZER_KEYS = _TOKENS | _FLAGS | {"additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"}
 
@@ -40,6 +50,7 @@ def read_text(
     limits: ChildLimits = LIMITS,
     *,
     original: bool = False,
+    video_token_id: int | None = None,
 ) -> tuple[str, str, TextSettings]:
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
@@ -65,6 +76,7 @@ def read_text(
             "folder": name,
             "name": str(folder),
             "image_token_id": image_token_id,
+            "video_token_id": video_token_id,
             "end_ids": _end_ids(folder, text_config, top_config),
             "template": template,
             "original": original,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HELP = """/k N|none|auto   withdraw the image at another K, from the next question on
 /reduce SPEC     drop image tokens, as vtx-run --reduce does; none for none
-/image FILE      talk about another image
+/image FILE      talk about another image or video
 /new             forget the turns so far
 /stats           what the last answer cost
 /help, /quit     this list; the end (Ctrl-D as well)"""
@@ -52,8 +52,9 @@ def chat(
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.load import load
     from vtx.runtime.vision.image import load_image
+    from vtx.runtime.vision.video import as_video
 
-    if image:
+    if image and not as_video(image):
         load_image(image)  # a wrong name is told before a bundle is loaded
     model = load(find_bundle(bundle, (k,)), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
     talk = _Talk(model, image, k, reduce, max_new_tokens)

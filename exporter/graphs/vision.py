@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import onnx_ir as ir
 
@@ -16,6 +17,8 @@ from vtx.exporter.graphs.text_tower import project_patches
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 
+T = TypeVar("T")
+IMAGES, VIDEO = "vision.", "video."  # what the names of towers' weights begin with
 MAX_ROW = 1 << 30
 NEWLINE = "image_newline"  # a weight of the layout that no graph reads
 
@@ -54,6 +57,21 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
 def projector_layers(c: ModelConfig) -> list[str]:
     """The canonical names of the projector's matrices; an activation stands between each two."""
     return [f"projector.linear_{number}" for number in range(1, c.projector_layers + 1)]
+
+
+def video_tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Canonical names and shapes of the weights of a tower that videos alone have."""
+    if c.frames is None or c.video is None or not c.video.own_tower:
+        return
+    for name, shape in vision_tensors(c.frames):
+        if name.startswith(IMAGES):
+            yield VIDEO + name.removeprefix(IMAGES), shape
+
+
+def of_video(weights: Mapping[str, T]) -> dict[str, T]:
+    """Weights by name as the graph of a video's frames asks for them: a tower of its own goes by the images' names."""
+    own = {IMAGES + name.removeprefix(VIDEO): weight for name, weight in weights.items() if name.startswith(VIDEO)}
+    return {**weights, **own}
 
 
 def feature_width(c: ModelConfig) -> int:
@@ -101,7 +119,7 @@ def build_vision(
     tower = _tower(b, c, _embeddings(b, v, pixels), tau)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
-    hidden = b.reshape(_shuffled(b, c, features), -1, feature_width(c))
+    hidden = b.reshape(_shuffled(b, c, _pooled(b, c, features)), -1, feature_width(c))
     if c.projector_norm_eps is not None:
         hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
     for number, name in enumerate(projector_layers(c)):
@@ -126,6 +144,16 @@ def build_vision(
         b.output(b.reshape(given, -1), names.CLS_ATTENTION_LAST, FLOAT, each)
     if text_tower is not None:
         project_patches(b, text_tower, chosen[0], v.hidden, *each)
+
+
+def _pooled(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
+    """Features [images, patches, width] with those of each square of patches averaged, row by row."""
+    side, grid, width = c.vision.pool, c.vision.grid, c.vision.hidden * len(c.feature_layers)
+    if side == 1:
+        return features
+    planes = b.op("Transpose", b.reshape(features, -1, grid, grid, width), perm=[0, 3, 1, 2])
+    means = b.op("AveragePool", planes, kernel_shape=[side, side], strides=[side, side])
+    return b.op("Transpose", b.reshape(means, 0, width, -1), perm=[0, 2, 1])
 
 
 def _shuffled(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:

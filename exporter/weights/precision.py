@@ -48,9 +48,13 @@ class Precisions:
     def of(self, name: str) -> str:
         """The precision of the part that the tensor of canonical `name` belongs to."""
         part = name.partition(".")[0]
-        return {"vision": self.vision, "projector": self.vision, "clip": self.vision, "head": self.head}.get(
-            part, self.decoder
-        )
+        return {
+            "vision": self.vision,
+            "video": self.vision,
+            "projector": self.vision,
+            "clip": self.vision,
+            "head": self.head,
+        }.get(part, self.decoder)
 
     def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
         """How a tensor that a checkpoint holds as `source` is stored: safetensors dtype, and a scheme if quantised.

@@ -16,7 +16,8 @@ from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, combine
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.checks import check_text
-from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.policies.make import check_video_policy
+from vtx.runtime.prompt.messages import PICTURES, Message, Part
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.result import Selection
 from vtx.runtime.session.session import Session
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from vtx.runtime.api.model import Model
+
+
+def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:
+    """The content of a first question: images and videos, then the words."""
+    pictures: list[Part] = [{"type": "video"} if image.kind == "video" else {"type": "image"} for image in images]
+    return [*pictures, {"type": "text", "text": question}]
 
 
 def _forget(_: Answer, __: Selection | None) -> None:
@@ -65,8 +72,9 @@ class Conversation:
         self.close()
 
     def __repr__(self) -> str:
-        count = f"{len(self.images)} image{'' if len(self.images) == 1 else 's'}"
-        return f"<vtx.Conversation about {count} with {self.model.manifest.model.name}>"
+        kinds: list[str] = [image.kind for image in self.images]
+        counts = [f"{count} {kind}{'' if count == 1 else 's'}" for kind in PICTURES if (count := kinds.count(kind))]
+        return f"<vtx.Conversation about {' and '.join(counts) or '0 images'} with {self.model.manifest.model.name}>"
 
     def close(self) -> None:
         """End a running answer and free the caches. The conversation can be used again and then starts afresh."""
@@ -144,8 +152,7 @@ class Conversation:
     def opening(self, question: str) -> list[Message]:
         """The messages of a first question: the system prompt, if there is one, the images, and the question."""
         check_text("the question", question)
-        images: list[Part] = [{"type": "image"} for _ in self.images]
-        parts: list[Part] = [*images, {"type": "text", "text": question}]
+        parts = opening_parts(self.images, question)
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": parts}]
 
@@ -163,6 +170,8 @@ class Conversation:
         model = self.model
         model.check_open()
         policy = model.policy(k, options, reduce)
+        if any(image.kind == "video" for image in self.images):
+            check_video_policy(policy)
         ids = model.prompt_ids(messages, self.images)
         if not policy.entries:  # these leave out image tokens before the decoder
             model.check_room(ids, self.images)

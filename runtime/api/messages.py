@@ -11,16 +11,18 @@ from urllib.parse import unquote, urlsplit
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.vision.image import ImageSource
+from vtx.runtime.vision.video import Video
 
 ROLES = {"developer": "system"}  # OpenAI's newer name
 _FORMS = (
     '{"type": "text", "text": ...}, {"type": "image", "image": path, bytes, data URL, array or PIL image}, '
-    'or {"type": "image_url", "image_url": {"url": data URL or path}}'
+    '{"type": "image_url", "image_url": {"url": data URL or path}}, '
+    'or {"type": "video", "video": path, bytes or array of frames}'
 )
 
 
-def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSource], list[Message]]:
-    """The images of a message list in their order, and the messages with a mark for each.
+def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSource | Video], list[Message]]:
+    """The images and videos of a message list in their order, and the messages with a mark for each.
 
     Raises:
         RequestError: what is not a message list, or an image that would have to be downloaded.
@@ -28,11 +30,11 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSourc
     """
     if not isinstance(messages, list | tuple):
         raise RequestError(f"messages is a {type(messages).__name__}; it must be a list of dicts with role and content")
-    images: list[ImageSource] = []
+    images: list[ImageSource | Video] = []
     return images, [_message(message, images) for message in messages]
 
 
-def _message(message: Any, images: list[ImageSource]) -> Message:
+def _message(message: Any, images: list[ImageSource | Video]) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message must be a dict with role and content; got {message!r:.80}")
     content = message.get("content")
@@ -43,10 +45,14 @@ def _message(message: Any, images: list[ImageSource]) -> Message:
     return {"role": role, "content": content if isinstance(content, str) else [_part(p, images) for p in content]}
 
 
-def _part(part: Any, images: list[ImageSource]) -> Part:
+def _part(part: Any, images: list[ImageSource | Video]) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
+    if kind == "video" and part.get("video") is not None:
+        given = part["video"]
+        images.append(given if isinstance(given, Video) else Video(_local(given) if isinstance(given, str) else given))
+        return {"type": "video"}
     if kind not in ("image", "image_url"):
         raise RequestError(f"a part of a message must be {_FORMS}; got {part!r:.80}")
     images.append(_image(part))

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.conversation import Conversation, opening_parts
 from vtx.runtime.api.messages import split_images
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
@@ -44,17 +44,22 @@ from vtx.runtime.prompt.text_tower import TextTower
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.session.image_cache import ImageCache
 from vtx.runtime.vision.files.formats import check_formats
-from vtx.runtime.vision.fit import note_discarded
+from vtx.runtime.vision.fit import fitted, note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import settings_for
-from vtx.runtime.vision.layout_spec import read_layout
+from vtx.runtime.vision.layout_spec import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
+from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.video import Video, as_video, load_frames
 
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from PIL import Image
+
 log = logging.getLogger(__name__)
-Images: TypeAlias = "ImageSource | Sequence[ImageSource]"
+Picture: TypeAlias = "ImageSource | Video"
+Images: TypeAlias = "Picture | Sequence[Picture]"
 
 
 class Model:
@@ -128,23 +133,28 @@ class Model:
             self._conversations.add(conversation)
 
     def open(self, images: Images = (), *, system: str | None = None, fit: str | None = None) -> Conversation:
-        """Open one image, several, or none, for questions about them.
+        """Open one image or video, several, or none, for questions about them.
 
         Args:
             images: a path, a data URL, bytes, an open file, a PIL image or an array of uint8 ([height, width, 3] RGB,
-                `vtx.bgr(array)` BGR, [height, width] grey); or a list of these.
+                `vtx.bgr(array)` BGR, [height, width] grey); or a list of these. A video is the path or the bytes of
+                its file, an array [frames, height, width, 3], or `vtx.video` of these.
             system: a system prompt, which stands before every question.
             fit: what becomes of images of another shape than the model takes: "crop", "pad" or "squash"; when left
                 out, what `load` was given, else what the checkpoint's image processor says.
 
+        Where the chat template prints images before videos, they stand in that order.
+
         Raises:
-            ImageError: an image cannot be read or is beyond the limits.
-            RequestError: the chat template has no place for a system prompt.
+            ImageError: an image or video cannot be read or is beyond the limits.
+            RequestError: the chat template has no place for a system prompt, or the model takes no videos.
 
         """
         self.check_open()
-        many = cast("Sequence[ImageSource]", images if isinstance(images, list | tuple) else [images])
-        conversation = Conversation(self, self.prepare_all(many, fit), system)
+        many = cast("Sequence[Picture]", images if isinstance(images, list | tuple) else [images])
+        prepared = self.prepare_all(many, fit)
+        order = self.text.order([{"role": "user", "content": opening_parts(prepared, "?")}])
+        conversation = Conversation(self, tuple(prepared[number] for number in order), system)
         if system is not None:
             self.check_system(conversation.opening("?"))
         return conversation
@@ -195,7 +205,8 @@ class Model:
         if not turns or turns[-1]["role"] != "user":
             raise RequestError("the last message must be the user's question: a dict with role 'user'")
         self.check_system(turns)
-        conversation = self.open(images)
+        prepared = self.prepare_all(images)
+        conversation = Conversation(self, tuple(prepared[number] for number in self.text.order(turns)))
         return conversation.stream_messages(turns, k, combined(options, keywords), reduce)
 
     async def agenerate(
@@ -286,9 +297,32 @@ class Model:
             final_norm=lambda: read_final_norm(self.bundle),
         )
 
-    def prepare_all(self, sources: Sequence[ImageSource], fit: str | None = None) -> tuple[PreparedImage, ...]:
-        """Read and preprocess the images of one prompt, as `open` does."""
-        return tuple(self.prepare(source, fit, among=len(sources)) for source in sources)
+    def prepare_all(self, sources: Sequence[Picture], fit: str | None = None) -> tuple[PreparedImage, ...]:
+        """Read and preprocess the images and videos of one prompt, as `open` does."""
+        given = [as_video(source) or source for source in sources]
+        images = sum(not isinstance(source, Video) for source in given)
+        return tuple(
+            self.prepare_video(source, fit) if isinstance(source, Video) else self.prepare(source, fit, among=images)
+            for source in given
+        )
+
+    def prepare_video(self, video: Video, fit: str | None = None) -> PreparedImage:
+        """Read some frames of a video and preprocess them."""
+        if self.manifest.video is None:
+            raise RequestError(f"{self.manifest.model.name} takes no videos; give frames of it as images")
+        layout = read_frames(self.manifest.video.layout)
+        settings = fitted(self.manifest.video.image, self.fit if fit is None else fit)
+        sizes = list[tuple[int, int]]()
+
+        def prepared(frame: Image.Image) -> NDArray[np.float32]:
+            sizes.append(frame.size)
+            return preprocess(frame, settings)
+
+        views = np.stack(load_frames(video, video.frames or layout.frames, prepared))
+        note_discarded(*sizes[0], settings)
+        key = f"{hashlib.sha256(views.tobytes()).hexdigest()} of a video"
+        arrange = partial(layout.arrange, newline=self._newline)
+        return PreparedImage(views, key, layout.count(len(views)), sizes[0], arrange, "video")
 
     def prepare(self, source: ImageSource, fit: str | None = None, *, among: int = 1) -> PreparedImage:
         """Read and preprocess an image that is one of `among` images in a prompt."""
@@ -314,14 +348,20 @@ class Model:
         return self.text.prompt(messages, [image.tokens for image in images] or 1)
 
     def check_room(self, ids: NDArray[np.int64], images: Sequence[PreparedImage]) -> None:
-        """Raise ContextError where a prompt of images in tiles does not fit, with the number of tiles that would."""
+        """Raise ContextError where tiles or frames do not fit, with the number of tiles, or of frames, that would."""
         room = self.manifest.max_context - 1
-        if self.layout.max_views == 1 or len(ids) <= room:
+        videos = [image for image in images if image.kind == "video"]
+        if len(ids) <= room or (self.layout.max_views == 1 and not videos):
             return
         vision = sum(image.tokens for image in images)
         text, fewer = len(ids) - vision, range(self.layout.max_views - 1, 0, -1)
         fitting = next((tiles for tiles in fewer if self._fits(tiles, text, images)), 0)
         cure = f"--max-tiles {fitting} (max_tiles={fitting}) fits, or " if fitting else ""
+        if videos and self.manifest.video is not None:
+            layout, others = read_frames(self.manifest.video.layout), len(ids) - sum(video.tokens for video in videos)
+            fewer = range(max(len(video.views) for video in videos) - 1, 0, -1)
+            frames = next((n for n in fewer if others + len(videos) * layout.count(n) <= room), 0)
+            cure += f"--frames {frames} (frames={frames}) of each video fits, or " if frames else ""
         raise ContextError(
             f"the prompt takes {len(ids)} tokens, {vision} of them for images, and {room} fit into this bundle beside "
             f"the answer; {cure}export with a larger --max-context"
@@ -329,7 +369,8 @@ class Model:
 
     def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:
         layout = self.layout.limited(max_tiles).among(len(images))
-        return text + sum(layout.count(*image.size) for image in images) < self.manifest.max_context
+        counts = (image.tokens if image.kind == "video" else layout.count(*image.size) for image in images)
+        return text + sum(counts) < self.manifest.max_context
 
     def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:
         """The embeddings [segments, width] of what was asked about the last image, by the bundle's text tower."""

@@ -74,6 +74,13 @@ class Backend(Protocol):
         """
         ...
 
+    def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
+        """One frame of a video [1, 3, height, width] to its tokens. Only where the manifest declares videos.
+
+        Raises DeviceError where this engine has no graph for it.
+        """
+        ...
+
     def head(self, rows: Rows) -> NDArray[np.float32]:
         """Rows [n, hidden] to logits [n, vocab]."""
         ...

@@ -40,6 +40,10 @@ def vision(m: Manifest, dialect: str) -> Contract:
     return _contract(graphs.vision(m, dialect))
 
 
+def video(m: Manifest) -> Contract:
+    return _contract(graphs.video(m))
+
+
 def vision_extras(
     m: Manifest, dialect: str, extras: Mapping[str, NDArray[np.float32]]
 ) -> dict[str, NDArray[np.float32]]:

@@ -79,6 +79,17 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
             )
 
 
+def check_video_policy(policy: Policy) -> None:
+    """Raise RequestError for reductions that need of a vision graph what that of a video's frames does not give."""
+    for part in policy.reductions:
+        needs = part.needs()
+        if needs.merging or needs.attention or needs.last_attention or needs.text_tower:
+            raise RequestError(
+                f"{part.name} looks at the patches of images, and is not built for the frames of videos; use fastv, "
+                "cdpruner, dart, or mustdrop:...,tau=off,key=0"
+            )
+
+
 def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
     """What of `needs` the graphs do not have, in words; empty where they have all."""
     graphs = manifest.dialects[dialect]

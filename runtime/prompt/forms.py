@@ -29,6 +29,8 @@ def render_content(form: ContentForm, parts: Sequence[Part]) -> str | None:
     images = [part for part in parts if part["type"] == "image"]
     texts = [part for part in parts if part["type"] == "text"]
     blank = not any(part["text"].strip() for part in texts)
+    if len(images) + len(texts) < len(parts):  # the forms say nothing of videos
+        return None
     if not texts or (images and form.image is None) or (blank and not form.blank):
         return None
     ordered = [*images, *texts] if form.images_first else parts

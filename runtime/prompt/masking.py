@@ -105,6 +105,6 @@ class Masking:
 
 
 def _refill(part: Part, text: Iterator[str]) -> Part:
-    if part["type"] == "image":
-        return {"type": "image"}
+    if part["type"] != "text":
+        return {"type": part["type"]}
     return {"type": "text", "text": "".join(islice(text, len(part["text"])))}

@@ -7,13 +7,14 @@ from typing import Literal, TypedDict
 
 from vtx.runtime.errors import RequestError
 
+PICTURES = ("image", "video")
 MAX_TEXT = 2 << 20  # characters of one conversation
 
 
 class Part(TypedDict, total=False):
-    """One part of a message: an image, or text."""
+    """One part of a message: an image, a video, or text."""
 
-    type: Literal["image", "text"]
+    type: Literal["image", "video", "text"]
     text: str
 
 
@@ -36,18 +37,23 @@ def texts_of(message: Message) -> list[str]:
 
 
 def asked_text(messages: Sequence[Message]) -> str:
-    """What was asked about the last image: the user's text in its message, else in the first one after it.
+    """What was asked about the last image or video: the user's text in its message, else in the first one after it.
 
-    It is the same at every turn of a chat. Empty where no image stands in the messages.
+    It is the same at every turn of a chat. Empty where none stands in the messages.
     """
-    with_image = [n for n, message in enumerate(messages) if any(p["type"] == "image" for p in parts_of(message))]
+    with_image = [n for n, message in enumerate(messages) if any(p["type"] != "text" for p in parts_of(message))]
     following = messages[with_image[-1] :] if with_image else ()
     texts = (" ".join(texts_of(message)) for message in following if message["role"] == "user")
     return next((text for text in texts if text.strip()), "")
 
 
-def check_messages(messages: Sequence[Message]) -> int:
-    """The number of images. Raises `RequestError` for what cannot be asked."""
+def pictures_of(messages: Sequence[Message]) -> list[str]:
+    """The types of the images and videos, in their order."""
+    return [part["type"] for message in messages for part in parts_of(message) if part["type"] != "text"]
+
+
+def check_messages(messages: Sequence[Message]) -> list[str]:
+    """The types of the images and videos, in their order. Raises `RequestError` for what cannot be asked."""
     if not messages:
         raise RequestError("the conversation is empty; ask a question")
     for message in messages:
@@ -59,7 +65,7 @@ def check_messages(messages: Sequence[Message]) -> int:
     questions = [text for message, text in zip(messages, texts, strict=True) if message["role"] == "user"]
     if not questions or not questions[-1].strip():
         raise RequestError("the question is empty; write at least one word")
-    return sum(part["type"] == "image" for message in messages for part in parts_of(message))
+    return pictures_of(messages)
 
 
 def _check_message(message: Message) -> None:
@@ -71,9 +77,10 @@ def _check_message(message: Message) -> None:
         raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "image" and not (kind == "text" and isinstance(part.get("text"), str)):
+        if kind not in PICTURES and not (kind == "text" and isinstance(part.get("text"), str)):
             raise RequestError(
-                'a part must be {"type": "image"} or {"type": "text", "text": ...}; got ' + repr(part)[:99]
+                'a part must be {"type": "image"}, {"type": "video"} or {"type": "text", "text": ...}; got '
+                + repr(part)[:99]
             )
     for text in (message["role"], *texts_of(message)):
         _check_unicode(text)

@@ -55,6 +55,6 @@ class ShapingTemplate:
         if isinstance(content, str) and reads_parts and not reads_strings:
             content = [{"type": "text", "text": content}]
         elif not isinstance(content, str) and reads_strings and not reads_parts:
-            image = self._settings.image_token + "\n"
-            content = "".join(part["text"] if part["type"] == "text" else image for part in content)
+            tokens = {"image": f"{self._settings.image_token}\n", "video": f"{self._settings.video_token}\n"}
+            content = "".join(part["text"] if part["type"] == "text" else tokens[part["type"]] for part in content)
         return {"role": message["role"], "content": content}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from vtx.runtime.bundle.spec.manifest import TEMPLATE, TOKENIZER
 from vtx.runtime.bundle.spec.text_settings import TextSettings
-from vtx.runtime.errors import BundleError, ContextError, TemplateError, VtxError
+from vtx.runtime.errors import BundleError, ContextError, RequestError, TemplateError, VtxError
 from vtx.runtime.prompt.detokenizer import Detokenizer
 from vtx.runtime.prompt.masking import Masking
 from vtx.runtime.prompt.messages import Message, check_messages, texts_of
@@ -19,7 +19,7 @@ from vtx.runtime.prompt.tokenizer import decode, encode, parse_tokenizer, rust_e
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 512 << 10
-_TEMPLATE_CURE = "give one that prints it for content of type 'image' with vtx-export --chat-template FILE"
+_TEMPLATE_CURE = "give one that prints it for content of type '{}' with vtx-export --chat-template FILE"
 
 
 class Text:
@@ -43,11 +43,14 @@ class Text:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         added = tokenizer.get_added_tokens_decoder()
-        if getattr(added.get(settings.image_token_id), "content", None) != settings.image_token:
-            raise BundleError(
-                f"token {settings.image_token_id} of the tokenizer is not the added token {settings.image_token!r}; "
-                "export the bundle again"
-            )
+        for id, token in (
+            (settings.image_token_id, settings.image_token),
+            (settings.video_token_id, settings.video_token),
+        ):
+            if id is not None and getattr(added.get(id), "content", None) != token:
+                raise BundleError(
+                    f"token {id} of the tokenizer is not the added token {token!r}; export the bundle again"
+                )
         self.settings = settings
         self.tokenizer, self._max_context, self._vocab = tokenizer, max_context, vocab
         self._hidden = frozenset(id for id, token in added.items() if token.special)
@@ -79,27 +82,65 @@ class Text:
     ) -> NDArray[np.int64]:
         """Token ids [tokens], int64, of the conversation, each image standing as `image_tokens` image tokens.
 
-        One number goes for all images; several, one for each in turn.
+        One number goes for all images; several, one for each in the order of `order`. A video is an image here, whose
+        tokens are image tokens too.
 
         Special tokens that stand in the messages are text. Raises `RequestError` for messages that cannot be asked,
         `ContextError` for those that cannot fit, `TemplateError` when the template fails or does not place every image
         once, `BundleError` when the tokenizer gives a token that the model does not have.
         """
-        images = check_messages(messages)
+        kinds = check_messages(messages)
         self._check_length(messages, add_generation_prompt)
-        messages, marks = self._masking.mask(messages)
-        rendered = self._renderer.render(messages, add_generation_prompt=add_generation_prompt)
-        ids = np.asarray(self._encode(rendered, marks), dtype=np.int64)
-        self._check_ids(ids)
-        is_image = ids == self.settings.image_token_id
-        if is_image.sum() != images:
-            raise TemplateError(
-                f"the chat template prints {self.settings.image_token} {is_image.sum()} times for {images} images; "
-                + _TEMPLATE_CURE
-            )
+        ids = self._ids(messages, add_generation_prompt)
+        self._check_printed(ids, kinds)
+        is_image = np.isin(ids, self._pictures)
+        ids[is_image] = self.settings.image_token_id
         counts = np.ones(len(ids), np.int64)
         counts[is_image] = image_tokens
         return np.repeat(ids, counts)
+
+    def order(self, messages: Sequence[Message]) -> list[int]:
+        """In which order the template prints the images and videos of messages: their numbers there, from 0.
+
+        Raises as `prompt` does.
+        """
+        kinds = check_messages(messages)
+        if len({*kinds}) < 2:
+            return [*range(len(kinds))]
+        ids = self._ids(messages, add_generation_prompt=True)
+        self._check_printed(ids, kinds)
+        left = {kind: iter([n for n, own in enumerate(kinds) if own == kind]) for kind in kinds}
+        printed = ids[np.isin(ids, self._pictures)]
+        return [next(left["image" if id == self.settings.image_token_id else "video"]) for id in printed.tolist()]
+
+    @property
+    def _pictures(self) -> list[int]:
+        """The ids that stand for an image or a video."""
+        video = self.settings.video_token_id
+        return [self.settings.image_token_id, *([] if video is None else [video])]
+
+    def _ids(self, messages: Sequence[Message], add_generation_prompt: bool) -> NDArray[np.int64]:
+        """The ids of messages, one for each image and video."""
+        masked, marks = self._masking.mask(messages)
+        rendered = self._renderer.render(masked, add_generation_prompt=add_generation_prompt)
+        ids = np.asarray(self._encode(rendered, marks), dtype=np.int64)
+        self._check_ids(ids)
+        return ids
+
+    def _check_printed(self, ids: NDArray[np.int64], kinds: Sequence[str]) -> None:
+        settings = self.settings
+        if settings.video_token_id is None and "video" in kinds:
+            raise RequestError("this model takes no videos; leave the video out, or give its frames as images")
+        for kind, token, id in (
+            ("image", settings.image_token, settings.image_token_id),
+            ("video", settings.video_token, settings.video_token_id),
+        ):
+            printed, wanted = int((ids == id).sum()) if id is not None else 0, kinds.count(kind)
+            if printed != wanted:
+                raise TemplateError(
+                    f"the chat template prints {token} {printed} times for {wanted} {kind}s; "
+                    + _TEMPLATE_CURE.format(kind)
+                )
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""

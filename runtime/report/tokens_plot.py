@@ -37,6 +37,8 @@ def check_shown(policy: Policy, pictures: Sequence[PreparedImage]) -> None:
     """Raise RequestError where no patch could be drawn."""
     if not pictures:
         raise RequestError("--show-tokens has nothing to show: there is no image; name one, or leave it out")
+    if any(picture.kind == "video" for picture in pictures):
+        raise RequestError("--show-tokens draws images and no videos; leave it out, or give frames as images")
     if not policy.reductions:
         raise RequestError("--show-tokens has nothing to show without a reduction; add --reduce, as --reduce fastv")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ ExtrasKey = tuple[tuple[str, bytes], ...]
 class PreparedImage:
     """One preprocessed image: its `views` [views, 3, height, width] float32, a hash of them, and its number of tokens.
 
-    `size` is its width and height before that; `arrange` makes the image's tokens of those of its views.
+    `size` is its width and height before that; `arrange` makes the image's tokens of those of its views. A video is
+    one too, of the `kind` "video": each frame is a view, and `size` that of the first.
     """
 
     views: NDArray[np.float32]
@@ -32,6 +34,7 @@ class PreparedImage:
     tokens: int
     size: tuple[int, int]
     arrange: Callable[[Sequence[ImageTokens]], ImageTokens]
+    kind: Literal["image", "video"] = "image"
 
     @property
     def pixels(self) -> NDArray[np.float32]:
@@ -41,6 +44,9 @@ class PreparedImage:
 
     def encode(self, backend: Backend, extras: Extras = NO_EXTRAS) -> ImageTokens:
         """The image's tokens, from one pass of the tower a view."""
+        if self.kind == "video":
+            assert not extras, "policies that need extra inputs are refused for videos"
+            return self.arrange([backend.video(view[None]) for view in self.views])
         return self.arrange([backend.vision(view[None], extras) for view in self.views])
 
 

@@ -11,6 +11,9 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.modules import modules_of
 from vtx.runtime.strict import Strict, plain
 from vtx.runtime.vision.layout import Layout, registered
+from vtx.runtime.vision.layouts.frames import Frames
+
+FRAMES = "frames"  # the layout of videos
 
 
 def layouts() -> Mapping[str, type[Layout]]:
@@ -44,7 +47,25 @@ def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
     return layout
 
 
-def spec_of(layout: Layout) -> LayoutSpec:
+def read_frames(spec: LayoutSpec) -> Frames:
+    """The layout of videos that a bundle declares. Raises BundleError as `read_layout` does."""
+    if spec.name != FRAMES:
+        raise BundleError(
+            f"vtx.json: the layout of videos {spec.name!r} is unknown to this vtx, which has {FRAMES}; "
+            'upgrade it with pip install -U "vtx-edge"'
+        )
+    layout = Strict().read(Frames, spec.parameters, f"vtx.json: layout {spec.name!r}")
+    if layout.max_tokens != spec.max_tokens:
+        raise BundleError(
+            f"vtx.json: layout {spec.name!r} gives {layout.max_tokens} tokens, max_tokens is {spec.max_tokens}; "
+            "export again"
+        )
+    return layout
+
+
+def spec_of(layout: Layout | Frames) -> LayoutSpec:
     """A layout as a bundle declares it."""
+    if isinstance(layout, Frames):
+        return LayoutSpec(FRAMES, layout.max_tokens, plain(layout))
     name = next(name for name, kind in layouts().items() if type(layout) is kind)
     return LayoutSpec(name, layout.max_tokens, plain(layout))

@@ -15,3 +15,10 @@ MAX_DECODE_SECONDS = 10.0  # CPU time of the thread that decodes
 
 DEFAULT_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 KNOWN_FORMATS = (*DEFAULT_FORMATS, "PPM")
+
+MAX_VIDEO_BYTES = 1 << 30
+MAX_VIDEO_SECONDS = 1200  # that the file declares
+MAX_VIDEO_FRAMES = 72_000  # 20 minutes of 60 a second
+MAX_FRAME_PIXELS = 16 << 20  # 4K has 8.8 million
+MAX_VIDEO_DECODE_SECONDS = 120.0  # from the first frame on
+MAX_SAMPLED_FRAMES = 64  # that a question may be asked about, a video

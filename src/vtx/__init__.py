@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vtx.runtime.errors import VtxError as VtxError
     from vtx.runtime.session.sampling import Sampling as Sampling
     from vtx.runtime.vision.files.source import bgr as bgr
+    from vtx.runtime.vision.video import video as video
 
 __version__ = "0.1.0"
 _ERRORS = (
@@ -63,6 +64,7 @@ _HOMES = {
     "bgr": "runtime.vision.files.source",
     "export": "exporter.python",
     "load": "runtime.api.load",
+    "video": "runtime.vision.video",
 } | dict.fromkeys(_ERRORS, "runtime.errors")
 __all__ = [*sorted(_HOMES), "__version__"]
 

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from tests.support.bundles import export
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
-from vtx.runtime.api.model import Model
+from vtx.runtime.api.model import Model, Picture
 from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
@@ -59,9 +58,10 @@ class Greedy(NamedTuple):
     done: PrefillResult
 
 
-def prompt(model: Model, messages: Sequence[Message], images: Sequence[Image.Image]) -> Prompt:
+def prompt(model: Model, messages: Sequence[Message], images: Sequence[Picture]) -> Prompt:
     """The prompt as a session takes it, pixels and all."""
-    pictures = model.prepare_all(images)
+    prepared = model.prepare_all(images)
+    pictures = [prepared[number] for number in model.text.order(messages)]
     ids = model.text.prompt(messages, [picture.tokens for picture in pictures])
     encoders = tuple((p.key, lambda p=p: p.encode(model.backend)) for p in pictures)
     return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)

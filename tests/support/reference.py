@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from PIL import Image
@@ -47,6 +48,7 @@ class Reference:
         self.template = self.processor.chat_template or self.tokenizer.chat_template
         self.layers = len(self.model.model.language_model.layers)
         self.image_token = self.model.config.image_token_id
+        self.video_token = getattr(self.model.config, "video_token_id", None) or -1
         self.eos = self.model.generation_config.eos_token_id
         self.model.generation_config.eos_token_id = None  # the reference answers to full length
 
@@ -59,11 +61,16 @@ class Reference:
         processors = {
             "internvl": ("GotOcr2ImageProcessorPil", "InternVLProcessor"),
             "llava_onevision": ("LlavaOnevisionImageProcessorPil", "LlavaOnevisionProcessor"),
+            "llava_next_video": ("LlavaNextImageProcessorPil", "LlavaNextVideoProcessor"),
+            "video_llava": ("VideoLlavaImageProcessor", "VideoLlavaProcessor"),
         }
         if config.model_type not in processors:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
         of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])
         settings: dict[str, Any] = {"image_seq_length": getattr(config, "image_seq_length", None)}
+        if config.model_type in ("llava_next_video", "video_llava"):
+            settings = {"patch_size": config.vision_config.patch_size, "num_additional_image_tokens": 1}
+            settings["vision_feature_select_strategy"] = config.vision_feature_select_strategy
         if config.model_type == "llava_onevision":
             side = config.vision_config.image_size // config.vision_config.patch_size
             settings = {"num_image_tokens": side**2, "vision_feature_select_strategy": "full"}
@@ -80,11 +87,11 @@ class Reference:
             **settings,
         )
 
-    def inputs(self, messages: list[Message], images: list[Image.Image]) -> Inputs:
+    def inputs(self, messages: list[Message], images: list[Image.Image], videos: Sequence[torch.Tensor] = ()) -> Inputs:
         """`input_ids` and `attention_mask` [1, S+V+T], `pixel_values` [images, 3, H, W] where there are images.
 
         With tiles `pixel_values` are [images, tiles, 3, H, W], and `image_sizes` (height, width) go with them. The
-        images take the placeholders in their order.
+        images take the placeholders in their order, and so do `videos`, which are given as pixel values.
         """
         left = iter(images)
         filled = [
@@ -98,10 +105,23 @@ class Reference:
         ]
         if next(left, None) is not None:
             raise ValueError(f"{len(images)} images are more than the placeholders")
+        if videos:
+            return self._with_videos(messages, images, videos)
         found = self.processor.apply_chat_template(
             filled, self.template, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
-        return dict(found)
+        return _renamed(found)
+
+    def _with_videos(
+        self, messages: list[Message], images: list[Image.Image], videos: Sequence[torch.Tensor]
+    ) -> Inputs:
+        """Transformers' processor asked with videos that its part for videos is spared."""
+        processor = self.processor
+        processor.video_processor = lambda given, **_: {"pixel_values_videos": torch.stack(given)}
+        text = processor.apply_chat_template(messages, self.template, add_generation_prompt=True, tokenize=False)
+        found = processor(images=[images] if images else None, text=text, videos=list(videos), return_tensors="pt")
+        del processor.video_processor
+        return _renamed(found)
 
     @torch.inference_mode()
     def generate_hf(self, inputs: Inputs, n: int) -> tuple[list[int], torch.Tensor]:
@@ -146,7 +166,7 @@ class Reference:
 
     def _vision(self, inputs: Inputs) -> torch.Tensor:
         ids: torch.Tensor = inputs["input_ids"][0]
-        vision: torch.Tensor = ids == self.image_token
+        vision: torch.Tensor = (ids == self.image_token) | (ids == self.video_token)
         return vision
 
     def prompt(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +177,10 @@ class Reference:
             names = ("pixel_values", "image_sizes", "batch_num_images")
             pictures = {name: inputs[name] for name in names if name in inputs}
             features = self.model.model.get_image_features(**pictures).pooler_output
-            rows[0, vision] = torch.cat(list(features)).to(rows.dtype)
+            rows[0, inputs["input_ids"][0] == self.image_token] = torch.cat(list(features)).to(rows.dtype)
+        if inputs.get("pixel_values_videos") is not None:
+            frames = self.model.model.get_video_features(inputs["pixel_values_videos"]).pooler_output
+            rows[0, inputs["input_ids"][0] == self.video_token] = frames.reshape(-1, rows.shape[-1]).to(rows.dtype)
         return rows, vision
 
     def last_logits(self, rows: torch.Tensor, vision: torch.Tensor, k: int | None) -> torch.Tensor:
@@ -178,3 +201,8 @@ class Reference:
         for layer in layers:
             rows = layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=rope)
         return rows
+
+
+def _renamed(found: Any) -> Inputs:
+    """Video-LLaVA's image processor has a name of its own for what its model calls `pixel_values`."""
+    return {name.removesuffix("_images") if name == "pixel_values_images" else name: found[name] for name in found}

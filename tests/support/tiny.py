@@ -48,7 +48,9 @@ IMAGE_TOKEN = "<image>"
 ARCHITECTURES = {
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_next_video": "LlavaNextVideoForConditionalGeneration",
     "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "video_llava": "VideoLlavaForConditionalGeneration",
     "vipllava": "VipLlavaForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "llava_llama": "LlavaLlamaForCausalLM",
@@ -57,11 +59,19 @@ ARCHITECTURES = {
 PROCESSORS = {
     "llava": "LlavaProcessor",
     "llava_next": "LlavaNextProcessor",
+    "llava_next_video": "LlavaNextVideoProcessor",
     "llava_onevision": "LlavaOnevisionProcessor",
+    "video_llava": "VideoLlavaProcessor",
     "vipllava": "LlavaProcessor",
     "internvl": "InternVLProcessor",
 }
-PINPOINTS = ("llava_next", "llava_onevision")
+PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
+VIDEOS = {
+    "llava_next_video": "LlavaNextVideoVideoProcessor",
+    "llava_onevision": "LlavaOnevisionVideoProcessor",
+    "video_llava": "VideoLlavaVideoProcessor",
+}
+VIDEO_TOKEN = "<video>"
 AROUND = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}  # internvl's
 
 
@@ -74,8 +84,9 @@ class Tiny:
     """
 
     family: Literal[
-        "llava", "llava_next", "llava_onevision", "vipllava", "internvl", "llava_llama", "llava_mistral"
-    ] = "llava"
+        "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
+        "llava_llama", "llava_mistral",
+    ] = "llava"  # fmt: skip
     text: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     layers: int = 8
     hidden: int = 64
@@ -125,11 +136,19 @@ class Tiny:
 
     @property
     def template(self) -> str:
-        return TEMPLATE.replace(IMAGE_TOKEN, self.image_token)
+        videos = "{% for part in m['content'] if part['type'] == 'video' %}<video>\n{% endfor %}"
+        first = "{% for part in m['content'] if part['type'] == 'text' %}"
+        template = TEMPLATE.replace(first, videos + first) if self.family in VIDEOS else TEMPLATE
+        return template.replace(IMAGE_TOKEN, self.image_token)
+
+    @property
+    def around(self) -> list[str]:
+        """Further special tokens, which stand before the image token in the vocabulary."""
+        return list(AROUND.values()) if self.family == "internvl" else [VIDEO_TOKEN] * (self.family in VIDEOS)
 
     @property
     def pinpoints(self) -> list[list[int]]:
-        """The (height, width) that tiles may cover in llava_next and llava_onevision."""
+        """The (height, width) that tiles may cover."""
         more = ((1, 1), (2, 3), (3, 2), (3, 3)) if self.family == "llava_onevision" else ()
         return [[self.image * a, self.image * b] for a, b in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3), *more)]
 
@@ -168,9 +187,17 @@ def random_image(seed: int, size: tuple[int, int] = (80, 60)) -> Image.Image:
     return Image.fromarray(np.clip(np.asarray(blocks) + noise, 0, 255).astype(np.uint8))
 
 
-def prompt_messages(question: str, images: int = 1) -> list[Message]:
-    """One user turn: the images' placeholders, then the question."""
-    return [{"role": "user", "content": [{"type": "image"}] * images + [{"type": "text", "text": question}]}]
+def random_video(seed: int, frames: int = 30, size: tuple[int, int] = (80, 60)) -> np.ndarray:
+    """Frames [frames, height, width, 3] uint8 RGB: a picture that another one wipes away from the left."""
+    first, last = (np.asarray(random_image(seed + 100 * part, size)) for part in (1, 2))
+    edges = np.linspace(0, size[0], frames).astype(int)
+    return np.stack([np.where(np.arange(size[0])[None, :, None] < edge, last, first) for edge in edges])
+
+
+def prompt_messages(question: str, images: int = 1, videos: int = 0) -> list[Message]:
+    """One user turn: the placeholders of images and videos, then the question."""
+    pictures = [{"type": "image"}] * images + [{"type": "video"}] * videos
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -239,7 +266,7 @@ def _vision_fields(tiny: Tiny) -> dict[str, Any]:
 
 def _llava_fields(tiny: Tiny) -> dict[str, Any]:
     layer = tiny.feature_layer
-    fields = {
+    fields: dict[str, Any] = {
         "image_seq_length": tiny.vision_tokens,
         "projector_hidden_act": tiny.projector_act,
         "vision_feature_layer": layer if isinstance(layer, int) else list(layer),
@@ -249,6 +276,8 @@ def _llava_fields(tiny: Tiny) -> dict[str, Any]:
     if tiny.family == "vipllava":
         return fields | {"projector_layernorm_eps": 1e-5}
     fields |= {"multimodal_projector_bias": tiny.projector_bias, "vision_feature_select_strategy": tiny.select}
+    if tiny.family in VIDEOS:
+        fields["video_token_index"] = tiny.vocab - 2
     if tiny.family == "llava_onevision":
         fields["vision_aspect_ratio"] = "anyres_max_1"
     return fields | ({"image_grid_pinpoints": tiny.pinpoints} if tiny.family in PINPOINTS else {})
@@ -270,8 +299,9 @@ def _config(tiny: Tiny, image_token: int) -> Any:
 
 def _new_config(config: Any, tiny: Tiny) -> dict[str, Any]:
     written: dict[str, Any] = config.to_dict()
-    if "image_token_index" in written:
-        written["image_token_id"] = written.pop("image_token_index")
+    for kind in ("image", "video"):
+        if f"{kind}_token_index" in written:
+            written[f"{kind}_token_id"] = written.pop(f"{kind}_token_index")
     return written | {"architectures": [ARCHITECTURES[tiny.family]], "dtype": tiny.dtype}
 
 
@@ -322,7 +352,7 @@ def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
     else:
         base = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*SPECIALS.values(), *base]
-    around = list(AROUND.values()) if tiny.family == "internvl" else []
+    around = tiny.around
     merges = _merges(tiny.vocab - len(pieces) - len(around) - 1, "▁" if metaspace else "Ġ")
     pieces += ["".join(pair) for pair in merges]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -347,7 +377,7 @@ def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
         "model_max_length": tiny.context,
         "clean_up_tokenization_spaces": False,
     }
-    if around:
+    if tiny.family == "internvl":
         settings["extra_special_tokens"] = AROUND | {"context_image_token": tiny.image_token}
     if tiny.template_place == "tokenizer_config":
         settings["chat_template"] = tiny.template
@@ -369,6 +399,10 @@ def _write_processor(folder: Path, tiny: Tiny) -> None:
         _write_json(folder / "chat_template.json", {"chat_template": tiny.template})
     elif tiny.template_place == "jinja":
         (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
+    if tiny.family in VIDEOS and tiny.names != "hub":
+        settings["video_processor"] = _video_settings(tiny)
+    if tiny.family in VIDEOS and tiny.names == "hub":
+        _write_json(folder / "video_preprocessor_config.json", _video_settings(tiny))
     if tiny.names == "hub":
         _write_json(
             folder / "preprocessor_config.json", _image_settings(tiny) | {"processor_class": PROCESSORS[tiny.family]}
@@ -398,16 +432,24 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
         half = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
         tiles = {"crop_to_patches": False, "min_patches": 1, "max_patches": 6}
         return settings | half | tiles | {"image_processor_type": "GotOcr2ImageProcessor", "size": square}
-    if tiny.family == "llava_next":
+    if tiny.family in PINPOINTS:
         settings |= {"image_grid_pinpoints": tiny.pinpoints, "do_pad": True}
+    kinds = dict.fromkeys(PINPOINTS, "LlavaNextImageProcessor") | {"video_llava": "VideoLlavaImageProcessor"}
     return settings | {
-        "image_processor_type": "LlavaNextImageProcessor" if tiny.family == "llava_next" else "CLIPImageProcessor",
+        "image_processor_type": kinds.get(tiny.family, "CLIPImageProcessor"),
         "do_center_crop": True,
         "crop_size": square,
         "size": {"shortest_edge": tiny.image},
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
     }
+
+
+def _video_settings(tiny: Tiny) -> dict[str, Any]:
+    """How frames are prepared: as images in one piece."""
+    leave = ("image_processor_type", "image_grid_pinpoints", "do_pad")
+    settings = {key: value for key, value in _image_settings(tiny).items() if key not in leave}
+    return settings | {"video_processor_type": VIDEOS[tiny.family]}
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -458,7 +500,9 @@ def _rename(name: str, tiny: Tiny) -> str:
         return name.replace("language_model.", "language_model.model.", 1)
     if name.startswith("lm_head."):
         return f"language_model.{name}"
-    return name.replace("vision_tower.", "vision_tower.vision_model.", 1) if tiny.names == "hub" else name
+    for tower in ("vision_tower.", "image_tower.", "video_tower.") if tiny.names == "hub" else ():
+        name = name.replace(tower, f"{tower}vision_model.", 1)
+    return name
 
 
 def _write_weights(folder: Path, tiny: Tiny, weights: dict[str, torch.Tensor]) -> None:

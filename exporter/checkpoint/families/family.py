@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import (
     TEXT_FAMILIES,
     VISION_FAMILIES,
     ModelConfig,
+    VideoConfig,
     VisionConfig,
     check_known,
     check_layers,
@@ -28,6 +29,7 @@ from vtx.runtime.vision.layout import Layout
 
 NORM = "projector_layernorm_eps"
 MakeLayout = Callable[[Any, VisionConfig, str], Layout]
+MakeVideo = Callable[[Any, ModelConfig], VideoConfig]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Family:
 
     `read` makes of `config.json` what the graphs need. `processors` are the image processors it may have, `tensors`
     pairs of a pattern and what it becomes in canonical names, for names that other families do not have.
+    `video_processor` prepares the frames of videos, where the family takes them.
     `adjust` adds what the image processor's file says, `template` what transformers' processor does to a prompt beside
     the chat template. A family with an `original` layout, its authors', is recognised by its `architecture` alone.
     """
@@ -45,13 +48,18 @@ class Family:
     read: Callable[[Mapping[str, Any]], ModelConfig]
     processors: tuple[ImageProcessor, ...]
     tensors: tuple[tuple[str, str], ...] = ()
+    video_processor: ImageProcessor | None = None
     adjust: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig] | None = None
     template: Callable[[str], str] | None = None
     original: OriginalLayout | None = None
 
 
-def read_llava_like(config: Mapping[str, Any], kind: str, layout: MakeLayout) -> ModelConfig:
+def read_llava_like(
+    config: Mapping[str, Any], kind: str, layout: MakeLayout, video: MakeVideo | None = None
+) -> ModelConfig:
     """Read `config.json` as transformers' class `kind` does, with its defaults; `layout` gets that, tower and strategy.
+
+    `video` gets it too, with all that is known of the model.
 
     Raises:
         UnsupportedModelError: a part that vtx does not export, by name.
@@ -70,7 +78,7 @@ def read_llava_like(config: Mapping[str, Any], kind: str, layout: MakeLayout) ->
         raise UnsupportedModelError(
             f"vision_feature_select_strategy {select!r} is not supported; vtx knows 'default' and 'full'"
         )
-    return ModelConfig(
+    model = ModelConfig(
         text=text_config,
         vision=vision_config,
         feature_layers=feature_layers_of(parsed.vision_feature_layer, vision_config.layers),
@@ -81,3 +89,4 @@ def read_llava_like(config: Mapping[str, Any], kind: str, layout: MakeLayout) ->
         layout=layout(parsed, vision_config, select),
         projector_norm_eps=number(vars(parsed), NORM) if hasattr(parsed, NORM) else None,
     )
+    return model if video is None else replace(model, video=video(parsed, model))

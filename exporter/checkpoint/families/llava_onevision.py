@@ -7,23 +7,36 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, VisionConfig, image_token_of
 from vtx.exporter.checkpoint.families.family import Family, read_llava_like
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.llava_next import anyres
 from vtx.exporter.checkpoint.families.processors import CLIP_DEFAULTS, ImageProcessor
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
+from vtx.runtime.vision.layouts.frames import Frames
+
+FRAMES = 8  # of a video: 32, which the model was trained with, take 6,273 tokens
 
 PROCESSOR = ImageProcessor(
     "LlavaOnevisionImageProcessor",
     {**CLIP_DEFAULTS, "size": {"height": 384, "width": 384}, "do_center_crop": False, "do_pad": True},
     tiled=True,
 )
+VIDEO_PROCESSOR = ImageProcessor(
+    "LlavaOnevisionVideoProcessor",
+    {**CLIP_DEFAULTS, "size": {"height": 384, "width": 384}, "do_center_crop": False},
+)
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    return read_llava_like(config, "LlavaOnevisionConfig", _layout)
+    return read_llava_like(config, "LlavaOnevisionConfig", _layout, _video)
+
+
+def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
+    token = image_token_of(parsed, model.text, "video")
+    frames = Frames(FRAMES, model.view_tokens, halved=True, newline=True)
+    return VideoConfig(token, frames, select=model.select)
 
 
 def _layout(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
@@ -48,5 +61,6 @@ FAMILY = Family(
     architecture="LlavaOnevisionForConditionalGeneration",
     read=_read,
     processors=(PROCESSOR,),
+    video_processor=VIDEO_PROCESSOR,
     tensors=LLAVA_NEXT.tensors,
 )

@@ -19,8 +19,6 @@ FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(pack
 # Known, and not exported: what is missing, by model_type.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "llava_next_video": "videos and pooled frames are not built",
-        "video_llava": "videos, and a second tower for them, are not built",
         "internvl_chat": "its code is part of the checkpoint and never run; its tower and decoders are not built",
         "eagle_llama": "its five towers are not built",
         "qwen2_vl": "images at their own resolution and three-part positions are not built",

@@ -21,6 +21,7 @@ from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
 from vtx.runtime.backends.openvino.paged import page_caches
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
@@ -87,6 +88,7 @@ class OpenvinoBackend:
         self.stages = [self._compile_stage(spec, file) for spec, file in self._manifest.stage_files(DIALECT)]
         self._batches: list[OpenvinoStageBatch] = []
         self._vision: OpenvinoGraph | None = None
+        self._video: OpenvinoGraph | None = None
         self._text_tower: OpenvinoGraph | None = None
         self._vision_lock = threading.Lock()
 
@@ -139,7 +141,8 @@ class OpenvinoBackend:
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         with self._vision_lock:
             if self._vision is None:
-                self._vision = self._compile_vision()
+                promised = contract.vision(self._manifest, DIALECT)
+                self._vision = self._compile_tower(self._graphs.vision, promised, self._manifest.image)
             graph = self._vision
         inputs = {
             names.PIXELS: np.ascontiguousarray(pixels),
@@ -147,10 +150,18 @@ class OpenvinoBackend:
         }
         return ImageTokens.of(graph.run(inputs))
 
-    def _compile_vision(self) -> OpenvinoGraph:
+    def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
+        name, declared = self._graphs.video, self._manifest.video
+        if name is None or declared is None:
+            return self.vision(pixels)
+        with self._vision_lock:
+            if self._video is None:
+                self._video = self._compile_tower(name, contract.video(self._manifest), declared.image)
+            graph = self._video
+        return ImageTokens.of(graph.run({names.PIXELS: np.ascontiguousarray(pixels)}))
+
+    def _compile_tower(self, name: str, promised: contract.Contract, image: ImageSettings) -> OpenvinoGraph:
         """Compiled for one image, which lets the engine choose its kernels for these very sizes."""
-        image, name = self._manifest.image, self._graphs.vision
-        promised = contract.vision(self._manifest, DIALECT)
         model = self._read(name, promised)
         model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
         with letting_go(model):
@@ -203,6 +214,7 @@ class OpenvinoBackend:
                 *self._gates.values(),
                 self._context.score,
                 self._vision,
+                self._video,
                 self._text_tower,
             ]
         for graph in (*loaded, *self.stages):

@@ -51,6 +51,7 @@ class OrtBackend:
         self._score = loader.load(graphs.score, contract.score(m, "ort")) if graphs.score else None
         self._batches: list[OrtStageBatch] = []
         self._vision: OrtGraph | None = None
+        self._video: OrtGraph | None = None
         self._text_tower: OrtGraph | None = None
         self._vision_lock = threading.Lock()
         self._context = self._cache_context(bundle)
@@ -85,6 +86,15 @@ class OrtBackend:
             graph = self._vision
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
         return ImageTokens.of(graph.run(inputs))
+
+    def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
+        if self._graphs.video is None:
+            return self.vision(pixels)
+        with self._vision_lock:
+            if self._video is None:
+                self._video = self._loader.load(self._graphs.video, contract.video(self._manifest))
+            graph = self._video
+        return ImageTokens.of(graph.run({names.PIXELS: pixels}))
 
     def head(self, rows: Rows) -> NDArray[np.float32]:
         return self._head.run({names.HIDDEN: rows})[names.LOGITS]
@@ -131,7 +141,7 @@ class OrtBackend:
         self._batches = []
         with self._vision_lock:
             loaded = [self._embed, self._head, *self._stages, *self._gates.values(), self._score]
-            loaded += [self._vision, self._text_tower]
+            loaded += [self._vision, self._video, self._text_tower]
         for graph in loaded:
             if graph is not None:
                 graph.close()

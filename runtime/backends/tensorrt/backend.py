@@ -104,6 +104,14 @@ class TensorrtBackend:
         with self._lock:
             return ImageTokens.of(self.engines.run(self._graphs.vision, inputs, self._vision_shapes()))
 
+    def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
+        if self._manifest.video is not None and self._manifest.video.own_graph:
+            raise DeviceError(
+                "TensorRT has no engine for the frames of videos of this model; ask about videos with --device cpu, "
+                "cuda or openvino"
+            )
+        return self.vision(pixels)
+
     def _vision_shapes(self) -> dict[str, tuple[int, ...]]:
         model, graphs = self._manifest.model, self._graphs
         of_tokens = [names.PATCH_INDEX, names.MERGED, names.SIMILARITY] if graphs.vision_merges else []

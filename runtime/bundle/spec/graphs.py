@@ -68,6 +68,14 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
     return GraphIO(inputs, outputs)
 
 
+def video(m: Manifest) -> GraphIO:
+    """The graph of a video's frames, where they have one of their own."""
+    assert m.video is not None, "only a bundle for videos has their graph"
+    image, tokens = m.video.image, m.video.layout.parameters["tokens"]
+    inputs = {names.PIXELS: Tensor("float32", (IMAGES, 3, image.height, image.width))}
+    return GraphIO(inputs, {names.FEATURES: Tensor("float32", (IMAGES, tokens, m.model.hidden))})
+
+
 def text_tower(m: Manifest) -> GraphIO:
     assert m.text_tower is not None, "only a bundle with a text tower has its graph"
     width = m.text_tower.width

@@ -43,6 +43,8 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
     }
     if m.gates:
         entries["gate"] = graphs.gate(m)
+    if m.dialects[dialect].video is not None:
+        entries["video"] = graphs.video(m)
     if m.text_tower is not None:
         entries["text_tower"] = graphs.text_tower(m)
     if m.dialects[dialect].score is not None:

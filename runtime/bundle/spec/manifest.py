@@ -13,6 +13,7 @@ from vtx.runtime.bundle.spec.names import DIALECTS, kv_type
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import later
 
 FORMAT = 4
 MAX_BYTES = 4 << 20
@@ -38,6 +39,18 @@ class LayoutSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoSpec:
+    """How videos become tokens: their layout, and how a frame's pixels are prepared.
+
+    `own_graph`: frames have a vision graph of their own, with other weights or other tokens than images' have.
+    """
+
+    layout: LayoutSpec
+    image: ImageSettings
+    own_graph: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
     """Layers `first` to `last`, both counted from 1 and included; `query`: it gives the last one's q."""
 
@@ -56,7 +69,8 @@ class Graphs:
 
     `score` is there where a stage gives its queries. `vision_merges`: the vision graph takes the threshold of window
     merging, one image at a time; `vision_attention`: it says what the class token looks at in the tower's last block in
-    use; `vision_last_attention`: in its very last block. `text_tower` is there where the manifest declares one.
+    use; `vision_last_attention`: in its very last block. `text_tower` is there where the manifest declares one,
+    `video` where it declares a graph of frames, but not in `trt`.
     """
 
     vision: str
@@ -69,11 +83,12 @@ class Graphs:
     vision_attention: bool = False
     vision_last_attention: bool = False
     text_tower: str | None = None
+    video: str | None = later(None)
 
     @property
     def all(self) -> tuple[str, ...]:
         """Every file, once."""
-        further = tuple(file for file in (self.score, self.text_tower) if file)
+        further = tuple(file for file in (self.score, self.text_tower, self.video) if file)
         return self.vision, self.embed, *self.stages, self.head, *self.gates, *further
 
 
@@ -92,7 +107,8 @@ class Manifest:
     `variants` are the prebuilt K in rising order and `default_k` the one used when none is asked for
     (None: no withdrawal; "auto": the gates decide). `reductions` are the specs of the methods that it was
     exported for, the first one used when none is asked for. `stages` cut the decoder, `gates` are the K that have
-    one; both hold for every dialect. `text_tower` is CLIP's, None where the bundle holds none.
+    one; both hold for every dialect. `text_tower` is CLIP's, `video` says how videos are seen; None where the bundle
+    has no such thing.
     `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of
     the bundle but the manifest. `record` says how the bundle was made and is not interpreted.
     """
@@ -122,6 +138,7 @@ class Manifest:
     text: TextSettings
     files: dict[str, FileRecord]
     record: dict[str, Any]
+    video: VideoSpec | None = later(None)
 
     def __post_init__(self) -> None:
         parts = self.precision, self.vision_precision, self.head_precision
@@ -179,6 +196,11 @@ class Manifest:
                 )
             if (self.text_tower is None) != (graphs.text_tower is None):
                 raise BundleError(f"vtx.json: dialect {name!r}: a text tower and its graph go together; export again")
+            wanted = self.video is not None and self.video.own_graph and name != "trt"
+            if wanted != (graphs.video is not None) or (self.video is None) != (self.text.video_token_id is None):
+                raise BundleError(
+                    f"vtx.json: dialect {name!r}: videos, their token and their graph go together; export again"
+                )
             if any(stage.query for stage in self.stages) != (graphs.score is not None):
                 raise BundleError(
                     f"vtx.json: dialect {name!r}: stages that give queries and a score graph go together; export again"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import later
 
 START, REPLY, END = "start", "reply", "end"
 ROLES = ("system", "user", "assistant")
@@ -98,6 +99,9 @@ class TextSettings:
     """The chat template as data; null where it is not regular enough."""
     no_forms: str | None
     """Why there are no forms."""
+    video_token: str | None = later(None)
+    """What the template prints for a video; null where the model takes none."""
+    video_token_id: int | None = later(None)
 
     def __post_init__(self) -> None:
         for name in ("bos_token", "eos_token", "pad_token", "unk_token", "no_forms"):
@@ -108,13 +112,20 @@ class TextSettings:
             ids = getattr(self, name)
             _require(isinstance(ids, tuple) and all(map(_is_id, ids)), name, "a list of ids")
         _require(isinstance(self.add_special_tokens, bool), "add_special_tokens", "true or false")
+        for_video = self.video_token is None if self.video_token_id is None else self.video_token is not None
+        sound = self.video_token_id is None or (
+            _is_id(self.video_token_id) and self.video_token_id != self.image_token_id
+        )
+        _require(
+            for_video and sound, "video_token_id", "another id than the image token's, beside video_token, or null"
+        )
         control = self.control_tokens
         _require(isinstance(control, Mapping) and all(map(_is_id, control.values())), "control_tokens", "ids by text")
         _require((self.forms is None) == (self.no_forms is not None), "no_forms", "null if and only if there are forms")
 
     def variables(self) -> dict[str, str]:
         """The special tokens by the names that templates use."""
-        names = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token", "video_token")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

@@ -93,6 +93,12 @@ def _read_data_url(url: str) -> bytes:
 
 
 def _read_file(name: str, path: str | os.PathLike[str]) -> bytes:
+    with open_file(name, path) as file:
+        return _read_stream(name, file)
+
+
+def open_file(name: str, path: str | os.PathLike[str]) -> BinaryIO:
+    """The regular file at `path`, open for reading; messages call it `name`. Raises ImageError."""
     try:
         # without O_NONBLOCK a FIFO would wait here for its writer
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -107,8 +113,7 @@ def _read_file(name: str, path: str | os.PathLike[str]) -> bytes:
         os.close(handle)
         kind = "a directory" if stat.S_ISDIR(mode) else "a device or pipe"
         raise ImageError(f"{name} is {kind}, not a file; give an image file, or its bytes as a stream")
-    with open(handle, "rb") as file:
-        return _read_stream(name, file)
+    return open(handle, "rb")
 
 
 def _read_stream(name: str, stream: BinaryIO) -> bytes:

@@ -1,0 +1,69 @@
+"""Some frames of a video, each one view of the same number of tokens: Video-LLaVA, LLaVA-NeXT-Video, LLaVA-OneVision.
+
+The tokens stand frame by frame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import later
+from vtx.runtime.vision.bilinear import nearest, resized
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.runtime.vision.tokens import ImageTokens, Rows, joined
+
+MAX_FRAME_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """`frames` of a video unless more or fewer are asked for, and `tokens` of each as its graph gives them.
+
+    `halved`: these form a square, which is shrunk bilinearly to half its side, rounded up. `newline`: one learned
+    newline ends the video.
+    """
+
+    frames: int
+    tokens: int
+    halved: bool = later(False)
+    newline: bool = later(False)
+
+    def __post_init__(self) -> None:
+        sound = 1 <= self.frames <= MAX_SAMPLED_FRAMES and 1 <= self.tokens <= MAX_FRAME_TOKENS
+        if not sound or (self.halved and math.isqrt(self.tokens) ** 2 != self.tokens):
+            raise BundleError(
+                f"layout 'frames' has {self.frames} frames of {self.tokens} tokens; it needs 1 to "
+                f"{MAX_SAMPLED_FRAMES} frames, and a square of tokens where it is halved; export the bundle again"
+            )
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a video of the usual number of frames."""
+        return self.count(self.frames)
+
+    @property
+    def _side(self) -> int:
+        return math.isqrt(self.tokens)
+
+    @property
+    def _half(self) -> int:
+        return math.ceil(self._side / 2)
+
+    def count(self, frames: int) -> int:
+        """Tokens of so many frames."""
+        return frames * (self._half**2 if self.halved else self.tokens) + self.newline
+
+    def arrange(self, views: Sequence[ImageTokens], newline: Rows) -> ImageTokens:
+        """The tokens of a video from those of its frames; `newline` [1, hidden], [0, hidden] if none."""
+        frames = [self._shrunk(view) for view in views] if self.halved else [*views]
+        return joined([*frames, ImageTokens.newlines(newline)] if self.newline else frames)
+
+    def _shrunk(self, view: ImageTokens) -> ImageTokens:
+        """A frame's tokens with each a mean of four, which has the patch index of the nearest."""
+        side, half = self._side, self._half
+        near = nearest(side, half)
+        rows = resized(view.rows.reshape(side, side, -1), half, half).reshape(half**2, -1)
+        return ImageTokens(rows, view.patches.take((near[:, None] * side + near).ravel()))

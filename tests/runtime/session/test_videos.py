@@ -1,0 +1,167 @@
+"""Videos: Video-LLaVA, LLaVA-NeXT-Video and LLaVA-OneVision against transformers, at K against the plain statement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.exported import Models, greedy, prompt
+from tests.support.reference import Reference
+from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
+from vtx.runtime.api.load import load
+from vtx.runtime.api.options import Options
+from vtx.runtime.errors import ContextError, ImageError, RequestError
+from vtx.runtime.vision.video import Video, load_frames, sampled, video
+
+STEPS = 6
+TOLERANCE = 2e-5
+QUESTION = "What is the colour of the square in the picture?"
+VIDEO_LLAVA = Tiny(family="video_llava", context=768)
+NEXT_VIDEO = Tiny(family="llava_next_video", context=512)
+ONEVISION = Tiny(
+    family="llava_onevision", vision="siglip", text="qwen2", tokenizer="bytes", feature_layer=-1, select="full",
+    vision_head=False, context=512, image=70,
+)  # fmt: skip
+VARIANTS = {
+    "video_llava, grouped": VIDEO_LLAVA,
+    "video_llava, multi-head, names as saved": replace(VIDEO_LLAVA, kv_heads=4, names="saved", shards=2),
+    "llava_next_video, grouped": NEXT_VIDEO,
+    "llava_next_video, multi-head, new names": replace(NEXT_VIDEO, kv_heads=4, names="new", text="mistral"),
+    "llava_onevision": ONEVISION,
+}
+FAMILIES = [VIDEO_LLAVA, NEXT_VIDEO, ONEVISION]
+WIDE, HIGH = random_video(0, size=(90, 60)), random_video(1, 12, (50, 70))
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("images", "videos"), [pytest.param(0, [WIDE], marks=slow), pytest.param(0, [HIGH, WIDE], marks=slow), (1, [HIGH])],
+    ids=["one", "two", "image and video"],
+)  # fmt: skip
+@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement(
+    models: Models, reference: Callable[..., Reference], tiny: Tiny, images: int, videos: list[np.ndarray]
+) -> None:
+    model, judge = models(tiny, (3, 5)), reference(tiny)
+    pictures, messages = [random_image(0, (40, 60))] * images, prompt_messages(QUESTION, images, len(videos))
+    pixels = [torch.from_numpy(model.prepare_video(Video(given)).views) for given in videos]
+    inputs, asked = judge.inputs(messages, pictures, pixels), prompt(model, messages, [*pictures, *videos])
+    ids = inputs["input_ids"][0]
+    assert asked.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
+    ids, logits = judge.generate_hf(inputs, STEPS)
+    for k in (None, 3, 5):
+        wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
+        assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert list(found.done.slots) == judge.kv_slots(inputs, k)
+        if k is None:
+            assert found.ids == ids
+            np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("k", [None, 5])
+def test_later_questions_about_a_video_equal_fresh_runs(models: Models, k: int | None) -> None:
+    model, options = models(VIDEO_LLAVA, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
+    questions, pictures = ("red?", "How many circle shapes are there?", "red?"), [HIGH, random_image(0)]
+    with model.open(pictures) as conversation:
+        later = [conversation.ask(question, k, options) for question in questions]
+    for question, answer in zip(questions, later, strict=True):
+        alone = model.open(pictures).ask(question, k, options)
+        assert answer.token_ids == alone.token_ids
+        assert answer.logprobs is not None
+        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
+    assert [answer.stats.reused_image for answer in later] == [False, True, True]
+
+
+def test_each_picture_has_its_own_span_in_the_order_that_the_template_prints(models: Models) -> None:
+    model, image = models(VIDEO_LLAVA, (3, 5)), random_image(0)
+    assert [picture.kind for picture in model.open([HIGH, image, WIDE]).images] == ["image", "video", "video"]
+    content = [{"type": "video", "video": HIGH}, {"type": "image", "image": image}, {"type": "text", "text": "red?"}]
+    asked = model.generate([{"role": "user", "content": content}], 5, max_new_tokens=4, ignore_eos=True)
+    alone = model.open([image, HIGH]).ask("red?", 5, max_new_tokens=4, ignore_eos=True)
+    assert asked.token_ids == alone.token_ids
+    assert asked.stats.vision_tokens == 16 + 8 * 17
+    assert asked.stats.vision_tokens_kept[-1] == 0
+
+
+def test_frames_are_sampled_from_the_first_to_the_last() -> None:
+    assert sampled(30, 8) == [0, 4, 8, 12, 16, 20, 24, 29]
+    assert sampled(100, 1) == [0]
+    assert sampled(3, 8) == [0, 0, 0, 0, 1, 1, 1, 2]
+    taken = load_frames(Video(WIDE), 8, np.asarray)
+    assert all((frame == WIDE[place]).all() for frame, place in zip(taken, sampled(30, 8), strict=True))
+
+
+def test_pixels_of_frames_are_near_those_of_transformers_video_processors(models: Models) -> None:
+    """Which resize uint8 tensors, cut out the centre and normalise; Pillow differs by a level at most."""
+    model = models(VIDEO_LLAVA, (3, 5))
+    assert model.manifest.video is not None
+    settings = model.manifest.video.image
+    frames = torch.from_numpy(np.stack([WIDE[place] for place in sampled(len(WIDE), 8)])).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(frames, (56, 84), mode="bicubic", antialias=True)
+    cropped = resized[..., 14:70] / 255
+    mean, std = (torch.tensor(values)[:, None, None] for values in (settings.mean, settings.std))
+    found = model.prepare_video(Video(WIDE)).views
+    np.testing.assert_allclose(found, ((cropped - mean) / std).numpy(), atol=1.01 / 255 / min(settings.std))
+
+
+@pytest.mark.parametrize("frames", [1, 3, 12])
+def test_another_number_of_frames_may_be_asked_for(models: Models, frames: int) -> None:
+    answer = models(NEXT_VIDEO, (3, 5)).open(video(WIDE, frames=frames)).ask("red?", max_new_tokens=2)
+    assert answer.stats.vision_tokens == 4 * frames
+
+
+def test_frames_that_do_not_fit_say_which_number_would(models: Models) -> None:
+    model = models(VIDEO_LLAVA, (3, 5))
+    with pytest.raises(ContextError, match=r"--frames 4[0-9] \(frames=4[0-9]\) of each video fits"):
+        model.open(video(WIDE, frames=64)).ask("red?")
+
+
+@pytest.mark.parametrize("frames", [0, 65, 2.5, True])
+def test_a_number_of_frames_that_is_none_is_refused(frames: int) -> None:
+    with pytest.raises(RequestError, match="frames is"):
+        video(WIDE, frames=frames)
+
+
+def test_what_takes_no_videos_says_so(models: Models) -> None:
+    model = models(Tiny(), (3, 5))
+    with pytest.raises(RequestError, match="takes no videos"):
+        model.open(WIDE)
+    with pytest.raises(RequestError, match="takes no videos"):
+        model.text.prompt(prompt_messages("red?", 0, 1), 1)
+
+
+@pytest.mark.parametrize(
+    "array", [WIDE[..., :2], WIDE[:0], WIDE.astype(np.float32)], ids=["2 colours", "none", "float"]
+)
+def test_an_array_that_is_no_video_is_refused(models: Models, array: np.ndarray) -> None:
+    with pytest.raises(ImageError, match="is not a video"):
+        models(VIDEO_LLAVA, (3, 5)).open(array)
+
+
+@pytest.mark.slow
+def test_reductions_rank_the_tokens_of_frames_or_are_refused(models: Models) -> None:
+    model = models(VIDEO_LLAVA, (3, 5), "fp32", ("fastv", "cls", "cdpruner:keep=20", "dart:keep=24"))
+    with model.open(HIGH) as conversation:
+        for spec, left in (("fastv", 68), ("cdpruner:keep=20", 20), ("dart:keep=24", 24)):
+            answer = conversation.ask("red?", None, reduce=spec, max_new_tokens=2)
+            assert answer.stats.vision_tokens_kept[-1] == left
+        with pytest.raises(RequestError, match="not built for the frames of videos; use fastv"):
+            conversation.ask("red?", None, reduce="cls")
+    assert model.open(random_image(0)).ask("red?", None, reduce="cls").stats.vision_tokens_kept[-1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.family)
+def test_openvino_gives_the_same_answers_about_videos(models: Models, tiny: Tiny) -> None:
+    pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
+    model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True)
+    with load(model.bundle.folder, device="openvino", threads=1) as other:
+        answers = [m.open([random_image(0), HIGH]).ask(QUESTION, 5, options) for m in (model, other)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].stats.kv_slots == answers[1].stats.kv_slots

@@ -1,0 +1,176 @@
+"""Video files: which frames are read, and what is refused before and while it is decoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.tiny import random_image
+from vtx.runtime.errors import DeviceError, ImageError
+from vtx.runtime.vision import video as reading
+from vtx.runtime.vision.video import Video, as_video, load_frames, sampled
+
+av: Any = pytest.importorskip("av", reason="the [video] extra is not installed")
+FRAMES, RATE = 90, 30  # three seconds
+
+
+def write(
+    path: Path, *, codec: str = "mpeg4", frames: int = FRAMES, sound: bool = False, options: Any = None, top: int = 0
+) -> Path:
+    """A video whose frame n has the brightness 2n, its upper half `top` more; with `sound` a sound track alone."""
+    with av.open(str(path), "w", options=options or {}) as file:
+        stream = file.add_stream("aac", rate=8000) if sound else file.add_stream(codec, rate=RATE)
+        if sound:
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate = 8000
+            file.mux(stream.encode(frame))
+        else:
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+            file.start_encoding()
+            for number in range(frames):
+                picture = np.full((48, 64, 3), 2 * number, np.uint8)
+                picture[:24] += top
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        file.mux(stream.encode())
+    return path
+
+
+def levels(source: Any, wanted: int = 8) -> list[float]:
+    return load_frames(Video(source), wanted, lambda frame: float(np.asarray(frame).mean()))
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("video") / "clip.mp4")
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
+def test_the_sampled_frames_are_read(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    assert levels(path) == pytest.approx([2 * place for place in sampled(FRAMES, 8)], abs=4)
+    assert levels(path.read_bytes(), 3) == pytest.approx([0, 88, 178], abs=4)
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libvpx-vp9"])
+def test_usual_codecs_are_read(tmp_path: Path, codec: str) -> None:
+    path = write(tmp_path / "clip.mp4", codec=codec, frames=12)
+    assert levels(path, 3) == pytest.approx([0, 10, 22], abs=4)
+
+
+def test_a_frame_is_turned_upright(tmp_path: Path) -> None:
+    content = bytearray(write(tmp_path / "clip.mp4", frames=3, top=100).read_bytes())
+    at = content.index(b"tkhd") + 4 + 40  # a track's matrix, here of a quarter turn with the clock
+    matrix = (0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
+    content[at : at + 36] = b"".join(number.to_bytes(4, "big", signed=True) for number in matrix)
+    (frame,) = load_frames(Video(bytes(content)), 1, np.asarray)
+    assert frame.shape == (64, 48, 3)
+    assert frame[:, :20].mean() < 20 < 80 < frame[:, 28:].mean()
+
+
+def test_content_decides_what_is_a_video(clip: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "photo.mp4"
+    random_image(0).save(picture, "PNG")
+    assert as_video(clip.rename(tmp_path / "clip.jpg"))
+    assert as_video(np.zeros((2, 4, 4, 3), np.uint8))
+    assert not as_video(np.zeros((4, 4, 3), np.uint8))
+    assert not as_video(tmp_path / "absent.mp4")
+    (tmp_path / "clip.jpg").rename(clip)
+    with pytest.raises(ImageError, match=r"photo\.mp4' is not a video of a known format; vtx reads MP4"):
+        levels(picture)
+
+
+def test_a_playlist_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_text("#EXTM3U\n#EXTINF:1,\n/etc/passwd\n#EXT-X-ENDLIST\n")
+    with pytest.raises(ImageError, match="is not a video of a known format"):
+        levels(tmp_path / "clip.mp4")
+
+
+def test_a_file_without_a_video_stream_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match="has no video stream"):
+        levels(write(tmp_path / "sound.mp4", sound=True))
+
+
+def test_a_file_without_frames_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match=r"has no frames|cut off"):
+        levels(write(tmp_path / "empty.mkv", frames=0))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize("place", ["end", "start"])
+def test_a_truncated_file_is_refused(tmp_path: Path, share: float, place: str) -> None:
+    """With the index at the end nothing can be read, with the index at the start some frames are missing."""
+    options = {"movflags": "faststart"} if place == "start" else None
+    content = write(tmp_path / "clip.mp4", options=options).read_bytes()
+    with pytest.raises(ImageError, match=r"damaged|cut off"):
+        levels(content[: int(len(content) * share)])
+
+
+def test_noise_behind_a_sound_beginning_is_refused() -> None:
+    for start in (b"\0\0\0\x18ftypmp42", b"\x1aE\xdf\xa3", b"RIFF\0\0\0\0AVI LIST"):
+        noise = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
+        with pytest.raises(ImageError):
+            levels(start + noise)
+
+
+def test_a_video_that_changes_its_size_is_refused(tmp_path: Path) -> None:
+    small, large = (_elementary(tmp_path / f"{side}.mjpeg.avi", (side, side)) for side in (32, 48))
+    assert levels(small, 2)
+    with av.open(str(tmp_path / "both.avi"), "w") as file:
+        for path in (small, large):
+            with av.open(str(path)) as part:
+                stream = file.streams.video[0] if file.streams.video else file.add_stream_from_template(part.streams[0])
+                for packet in part.demux(part.streams[0]):
+                    if packet.dts is not None:
+                        packet.stream, packet.pts, packet.dts = stream, None, None
+                        file.mux(packet)
+    with pytest.raises(ImageError, match="changes its size from 32x32 to 48x48 at frame 5"):
+        levels(tmp_path / "both.avi", 2)
+
+
+def _elementary(path: Path, size: tuple[int, int]) -> Path:
+    """A video of five JPEGs."""
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("mjpeg", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuvj420p"
+        for number in range(5):
+            frame = av.VideoFrame.from_image(Image.new("RGB", size, (number, 0, 0)))
+            file.mux(stream.encode(frame.reformat(format="yuvj420p")))
+        file.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        ("MAX_VIDEO_BYTES", 1000, "over 0 MiB"),
+        ("MAX_VIDEO_SECONDS", 2, "takes 3 seconds, the limit is 2"),
+        ("MAX_VIDEO_FRAMES", 89, "over 89 frames"),
+        ("MAX_FRAME_PIXELS", 64 * 47, "frames of 64x48 pixels"),
+        ("MAX_VIDEO_DECODE_SECONDS", -1.0, "seconds to decode"),
+        ("CODECS", ("h264",), "is coded as 'mpeg4'"),
+    ],
+)
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["path", "bytes"])
+def test_limits_hold(
+    clip: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: Any, message: str, as_bytes: bool
+) -> None:
+    monkeypatch.setattr(reading, limit, value)
+    with pytest.raises(ImageError, match=message):
+        levels(clip.read_bytes() if as_bytes else clip)
+
+
+def test_a_directory_and_an_absent_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match="is a directory"):
+        levels(tmp_path)
+    with pytest.raises(ImageError, match="does not exist"):
+        levels(tmp_path / "absent.mp4")
+
+
+def test_without_pyav_the_extra_is_named(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with pytest.raises(DeviceError, match=r"pip install \"vtx-edge\[video\]\""):
+        levels(clip)
