@@ -20,6 +20,7 @@ from vtx import cli
 
 ROOT = Path(__file__).parents[2]
 RUNTIME_MAY_IMPORT = {
+    "av",
     "click",
     "cryptography",
     "cuda",
@@ -37,6 +38,7 @@ RUNTIME_MAY_IMPORT = {
 }
 EXPORTING = {"huggingface_hub", "onnx", "onnx_ir", "safetensors", "torch", "transformers"}
 HEAVY = EXPORTING | {
+    "av",
     "jinja2",
     "numpy",
     "onnxruntime",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from tests.runtime.session.test_videos import VIDEO_LLAVA
+from tests.support.exported import Models
 from tests.support.tiny import random_image
+from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError
 from vtx.runtime.vision import video as reading
 from vtx.runtime.vision.video import Video, as_video, load_frames, sampled
@@ -168,6 +173,20 @@ def test_a_directory_and_an_absent_file_are_refused(tmp_path: Path) -> None:
         levels(tmp_path)
     with pytest.raises(ImageError, match="does not exist"):
         levels(tmp_path / "absent.mp4")
+
+
+def test_vtx_run_answers_about_a_file(clip: Path, models: Models, tmp_path: Path) -> None:
+    bundle = str(models(VIDEO_LLAVA, (3, 5)).bundle.folder)
+    picture = tmp_path / "photo.png"
+    random_image(0).save(picture)
+    options = ["red?", "--bundle", bundle, "--device", "cpu", "--max-new-tokens", "1", "--frames", "3", "--json"]
+    done = CliRunner().invoke(cli.run, [str(clip), *options, "--video", str(clip), "--image", str(picture)])
+    answer = json.loads(done.stdout)
+    assert answer["stats"]["vision_tokens"] == 2 * 3 * 17 + 16
+    assert answer["image"] == [str(clip), str(picture), str(clip)]
+    refused = CliRunner().invoke(cli.run, [str(picture), *options])
+    assert refused.exit_code == 1
+    assert "--frames 3 has no effect" in refused.stderr
 
 
 def test_without_pyav_the_extra_is_named(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
