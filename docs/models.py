@@ -50,6 +50,12 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "mm_patch_merge_type": "spatial_unpad",
         "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
     },
+    "vila": {
+        "mm_vision_select_feature": "cls_patch",
+        "llm_cfg": _TEXT,
+        "mm_projector_cfg": {"mm_projector_type": "mlp_downsample"},
+        "vision_tower_cfg": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14},
+    },
     "internvl": {"image_token_id": 32000, "vision_config": {"model_type": "internvl_vision"}},
 }
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")

@@ -149,7 +149,8 @@ def plan_export(options: ExportOptions) -> Plan:
     image = _image_settings(checkpoint, config)
     text_config = checkpoint.config.get("text_config") or {}
     tokenizer, template, text = read_text(
-        checkpoint.folder, config.image_token_id, text_config, checkpoint.config,
+        checkpoint.original.text_folder if checkpoint.original else checkpoint.folder,
+        config.image_token_id, text_config, checkpoint.config,
         _template(checkpoint, options, family), original=checkpoint.original is not None,
         video_token_id=config.video.token_id if config.video else None,
     )  # fmt: skip

@@ -65,9 +65,11 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """A CLIP, SigLIP or InternViT tower. `shuffle`: patches a side of a square whose states become one token.
+    """A CLIP, SigLIP or InternViT tower.
 
-    `pool`: patches a side of a square whose states are averaged before the projector.
+    `shuffle`: patches a side of a square whose states become one token; zeros fill squares at the right and the bottom.
+    `shuffle_by_columns`: the tokens then stand column by column. `pool`: patches a side of a square whose states are
+    averaged before the projector.
     """
 
     family: str
@@ -83,6 +85,7 @@ class VisionConfig:
     layer_scale: bool = False
     shuffle: int = 1
     pool: int = 1
+    shuffle_by_columns: bool = False
 
     @property
     def grid(self) -> int:
@@ -146,8 +149,11 @@ class ModelConfig:
 
     @property
     def view_tokens(self) -> int:
-        """Tokens of one pass of the tower: its rows, less the first where the strategy is `default`."""
-        return (self.vision.rows - (self.select == "default")) // (self.vision.shuffle * self.vision.pool) ** 2
+        """Tokens of one pass of the tower: its rows, less the first where the strategy is `default`, or its squares."""
+        vision = self.vision
+        if vision.shuffle > 1:
+            return (-(-vision.grid // vision.shuffle)) ** 2
+        return (vision.rows - (self.select == "default")) // vision.pool**2
 
     @property
     def frames(self) -> ModelConfig | None:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,12 +133,14 @@ def open_model(
     judge: Callable[[Mapping[str, Any]], None],
     rename: Callable[[str], str],
     *,
+    parts: Callable[[Mapping[str, Any]], Collection[str]] = lambda _: (),
     allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
-    `judge` accepts its config, or raises, before weights are downloaded; `rename` says how its tensors are called. With
+    `judge` accepts its config, or raises, before weights are downloaded; `rename` says how its tensors are called.
+    `parts` are the folders that hold them, if they are not beside the config; their names then begin with it. With
     `allow_pickle` weights that are pickles are read, in a confined process.
 
     Raises:
@@ -150,8 +152,12 @@ def open_model(
         folder = Path(model).resolve()
         config = _config(folder, judge)
     else:
-        folder, config = _download(model, judge, progress or (lambda line: None), allow_pickle=allow_pickle)
-    tensors, notes = _source_tensors(folder, allow_pickle=allow_pickle)
+        folder, config = _download(model, judge, progress or (lambda line: None), parts, allow_pickle=allow_pickle)
+    tensors, notes = _source_tensors(folder, allow_pickle=allow_pickle) if not parts(config) else ({}, ())
+    for part in parts(config):
+        found, more = _source_tensors(_part(folder, part), allow_pickle=allow_pickle)
+        tensors |= {f"{part}.{name}": info for name, info in found.items()}
+        notes += more
     return Checkpoint(folder, config, _canonical(tensors, rename), _revision(folder), notes=notes)
 
 
@@ -240,6 +246,14 @@ def _canonical(sources: Mapping[str, TensorInfo], rename: Callable[[str], str]) 
     return tensors
 
 
+def _part(folder: Path, name: str) -> Path:
+    """A folder inside a checkpoint, by no link that leads out of it."""
+    part = folder / name
+    if not part.is_dir() or not Path(os.path.realpath(part)).is_relative_to(os.path.realpath(folder)):
+        raise CheckpointError(f"{folder} has no folder {name} of its own, which holds a part of it; download it again")
+    return part
+
+
 def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
     """Every tensor of the checkpoint by the name its file gives it, and what the user should know of the files."""
     files = checkpoint_files(folder)
@@ -324,8 +338,9 @@ def _sharded_tensors(
 def _stores(folder: Path) -> tuple[Path, ...]:
     # hub cache: models--org--name/snapshots/<commit>; files are links into blobs/, which may lead on to the store that
     # all models of the cache share.
-    repo = folder.parent.parent
-    return (repo / "blobs", repo.parent / "blobs") if _repo_name(folder) else ()
+    root = folder if _repo_name(folder) else folder.parent  # of a part
+    repo = root.parent.parent
+    return (repo / "blobs", repo.parent / "blobs") if _repo_name(root) else ()
 
 
 def _repo_name(folder: Path) -> str | None:
@@ -338,7 +353,12 @@ def _revision(folder: Path) -> str | None:
 
 
 def _download(
-    model: str, judge: Callable[[Mapping[str, Any]], None], progress: Callable[[str], None], *, allow_pickle: bool
+    model: str,
+    judge: Callable[[Mapping[str, Any]], None],
+    progress: Callable[[str], None],
+    parts: Callable[[Mapping[str, Any]], Collection[str]],
+    *,
+    allow_pickle: bool,
 ) -> tuple[Path, dict[str, Any]]:
     """Fetch settings, judge the config, then fetch the weights of the same commit."""
     if os.path.exists(model):
@@ -350,10 +370,11 @@ def _download(
     config = _config(folder, judge)
     progress(f"fetching the weights of {model}, commit {folder.name[:12]}")
     wanted = [*_WEIGHT_FILES, *(_PICKLED_FILES if allow_pickle else ())]
-    return _snapshot(model, folder.name, wanted), config
+    below = [f"{part}/{pattern}" for part in parts(config) for pattern in (*_SETTINGS_FILES, *wanted)]
+    return _snapshot(model, folder.name, below or wanted, nested=bool(below)), config
 
 
-def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
+def _snapshot(model: str, revision: str | None, patterns: list[str], *, nested: bool = False) -> Path:
     try:
         import huggingface_hub
     except ImportError as cause:
@@ -363,7 +384,7 @@ def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
         ) from cause
     try:
         found = huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=None if nested else ["*/*"]
         )
     except Exception as cause:  # the hub's errors, its HTTP library's, the disk's: one line each
         raise CheckpointError(_hub_reason(model, cause)) from cause

@@ -157,13 +157,20 @@ def _pooled(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
 
 
 def _shuffled(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
-    """Features [images, patches, width] with those of each square of patches side by side, row by row."""
+    """Features [images, patches, width] with those of each square of patches side by side, by rows or columns.
+
+    Where squares stick out of the grid at the right and the bottom, zeros fill them.
+    """
     side = c.vision.shuffle
     if side == 1:
         return features
-    along, width = c.vision.grid // side, c.vision.hidden * len(c.feature_layers)
+    grid, width = c.vision.grid, c.vision.hidden * len(c.feature_layers)
+    along, missing = -(-grid // side), -grid % side
+    if missing:
+        features = b.reshape(features, -1, grid, grid, width)
+        features = b.op("Pad", features, b.constant([0, 0, 0, 0, 0, missing, missing, 0]))
     squares = b.reshape(features, -1, along, side, along, side, width)
-    return b.op("Transpose", squares, perm=[0, 1, 3, 2, 4, 5])
+    return b.op("Transpose", squares, perm=[0, 3, 1, 2, 4, 5] if c.vision.shuffle_by_columns else [0, 1, 3, 2, 4, 5])
 
 
 def _tower(b: Builder, c: ModelConfig, x: ir.Value, tau: ir.Value | None) -> _Tower:

@@ -100,9 +100,12 @@ class Reference:
         first = int(c.select == "default")
         chosen = torch.cat([states[number][:, first:] for number in c.feature_layers], -1)
         if v.shuffle > 1:
-            side = v.grid // v.shuffle
-            blocks = chosen.reshape(len(x), side, v.shuffle, side, v.shuffle, -1)
-            chosen = blocks.transpose(2, 3).reshape(len(x), side**2, -1)
+            missing = -v.grid % v.shuffle
+            grid = F.pad(chosen.reshape(len(x), v.grid, v.grid, -1), (0, 0, 0, missing, 0, missing))
+            side = grid.shape[1] // v.shuffle
+            blocks = grid.reshape(len(x), side, v.shuffle, side, v.shuffle, -1).transpose(2, 3)
+            blocks = blocks.transpose(1, 2) if v.shuffle_by_columns else blocks
+            chosen = blocks.reshape(len(x), side**2, -1)
         if c.projector_norm_eps is not None:
             chosen = self._layer_norm(chosen, "projector.norm", c.projector_norm_eps)
         for number, matrix in enumerate(projector_layers(c)):

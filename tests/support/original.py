@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TOWER = "clip-tower"
 PIECES = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *"etaoinshrdlucmfwypvbgkqjxzUSERAITN:?"]
 WORDS = ("▁the", "▁what", "▁is", "▁picture", "▁red")
-DECODERS = {"llava_llama": "llama", "llava_mistral": "mistral"}
+DECODERS = {"llava_llama": "llama", "llava_mistral": "mistral", "vila": "llama"}
 
 
 def counterpart(tiny: Tiny) -> Tiny:
@@ -47,13 +47,49 @@ def make_original(folder: Path, tiny: Tiny, seed: int) -> Path:
     return folder
 
 
+def make_vila(folder: Path, tiny: Tiny, seed: int) -> Path:
+    """VILA 1.5: the decoder with the tokenizer, the tower and a projector of its own, each in a folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tests.support.tiny import make, random_tensor
+
+    with TemporaryDirectory() as other:
+        theirs = make(Path(other) / "hf", counterpart(tiny), seed)
+        weights = load_file(theirs / "model.safetensors")
+        config, processor = (
+            json.loads((theirs / name).read_text(encoding="utf-8")) for name in ("config.json", "processor_config.json")
+        )
+    write_tower(folder / "vision_tower", config["vision_config"], processor["image_processor"], weights)
+    for part in ("llm", "mm_projector"):
+        (folder / part).mkdir()
+    write_json(folder / "llm" / "config.json", config["text_config"] | {"architectures": ["LlamaForCausalLM"]})
+    write_tokenizer_model(folder / "llm" / "tokenizer.model", tiny.vocab)
+    write_json(folder / "llm" / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": False})
+    text = {_rename(name): tensor for name, tensor in weights.items() if "vision" not in name and "modal" not in name}
+    save_file(text, folder / "llm" / "model.safetensors", metadata={"format": "pt"})
+    wide, hidden = 4 * tiny.vision_hidden, tiny.hidden
+    shapes = {"1.norm": (wide,), "2.linear": (hidden, wide), "4.linear": (hidden, hidden)}
+    projector = {}
+    for name, shape in shapes.items():
+        for kind, of in (("weight", shape), ("bias", shape[:1])):
+            projector[f"layers.{name[0]}.{kind}"] = torch.from_numpy(random_tensor(f"{name}.{kind}", of, seed))
+    save_file(projector, folder / "mm_projector" / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "mm_projector" / "config.json", {"mm_projector_type": "mlp_downsample"})
+    top = {"mm_vision_select_layer": tiny.feature_layer, "mm_vision_select_feature": "cls_patch", "s2": False}
+    top |= {"architectures": ["LlavaLlamaModel"], "model_type": "llava_llama", "image_aspect_ratio": "resize"}
+    write_json(folder / "config.json", top | {f"{part}_cfg": {} for part in ("llm", "vision_tower", "mm_projector")})
+    return folder
+
+
 def write_tower(folder: Path, config: dict[str, Any], processor: dict[str, Any], weights: dict[str, Any]) -> None:
     """A CLIP or SigLIP tower as a checkpoint of its own, with the tensors of a LLaVA's."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)
-    kind = processor | {"image_processor_type": "CLIPImageProcessor"}
+    name = "SiglipImageProcessor" if config["model_type"].startswith("siglip") else "CLIPImageProcessor"
+    kind = processor | {"image_processor_type": name}
     kind.pop("do_pad", None)
     write_json(folder / "preprocessor_config.json", kind)
     mine = {"vision_model." + _after(name, "vision_tower."): w for name, w in weights.items() if _of_tower(name)}

@@ -55,6 +55,7 @@ ARCHITECTURES = {
     "internvl": "InternVLForConditionalGeneration",
     "llava_llama": "LlavaLlamaForCausalLM",
     "llava_mistral": "LlavaMistralForCausalLM",
+    "vila": "LlavaLlamaModel",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -85,7 +86,7 @@ class Tiny:
 
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
-        "llava_llama", "llava_mistral",
+        "llava_llama", "llava_mistral", "vila",
     ] = "llava"  # fmt: skip
     text: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     layers: int = 8
@@ -164,10 +165,10 @@ class Tiny:
 def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
     """Write the checkpoint into `folder`, made if need be, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    if tiny.family in ("llava_llama", "llava_mistral"):
-        from tests.support.original import make_original
+    if tiny.family in ("llava_llama", "llava_mistral", "vila"):
+        from tests.support.original import make_original, make_vila
 
-        return make_original(folder, tiny, seed)
+        return (make_vila if tiny.family == "vila" else make_original)(folder, tiny, seed)
     image_token = _write_tokenizer(folder, tiny)
     config = _config(tiny, image_token)
     written = _hub_config(tiny, image_token) if tiny.names == "hub" else _new_config(config, tiny)
@@ -466,10 +467,10 @@ def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     if tiny.tied:
         del shapes["lm_head.weight"]
     dtype = getattr(torch, tiny.dtype)
-    return {name: torch.from_numpy(_random(name, shape, seed)).to(dtype) for name, shape in shapes.items()}
+    return {name: torch.from_numpy(random_tensor(name, shape, seed)).to(dtype) for name, shape in shapes.items()}
 
 
-def _random(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """A float32 tensor of a size that keeps activations near one, attention uneven and logits a few units wide.
 
     Sharper attention would make the answers more varied, and float32 rounding of the logits larger than 2e-5.

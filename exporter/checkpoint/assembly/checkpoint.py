@@ -5,13 +5,15 @@ Such a checkpoint is completed by what Hugging Face's files would say, so that n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from vtx.exporter.checkpoint.assembly.towers import find_tower
 from vtx.exporter.checkpoint.families.registry import find_family
-from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name, check_model, open_model
+from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name, check_model, open_model, read_settings
 from vtx.exporter.checkpoint.original.parts import OriginalLayout, OriginalParts
+from vtx.exporter.checkpoint.processor import read_image_processor
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 
 TOWER = "vision."
@@ -36,13 +38,28 @@ def open_checkpoint(
         DeviceError: huggingface_hub is not installed.
 
     """
-    found = open_model(model, check_model, canonical_name, allow_pickle=allow_pickle, progress=progress)
+    found = open_model(model, check_model, canonical_name, parts=_folders, allow_pickle=allow_pickle, progress=progress)
     layout = find_family(found.config).original
-    if layout is not None:
+    if layout is not None and layout.tower is not None:
         return complete(found, layout, tower, allow_pickle=allow_pickle)
     if tower is not None:
         raise RequestError("--tower is for checkpoints that only name their tower; this one holds it, leave it out")
-    return found
+    return found if layout is None else _joined(found, layout)
+
+
+def _folders(config: Mapping[str, Any]) -> Collection[str]:
+    layout = find_family(config).original
+    return layout.folders.values() if layout else ()
+
+
+def _joined(checkpoint: Checkpoint, layout: OriginalLayout) -> Checkpoint:
+    """A checkpoint in several folders, with their configurations and the tower's image processor. CheckpointError."""
+    folder = checkpoint.folder
+    own = {key: read_settings(folder, f"{part}/config.json") for key, part in layout.folders.items()}
+    text, tower = (folder / layout.folders[key] for key in ("llm_cfg", "vision_tower_cfg"))
+    processor, config = read_image_processor(tower), {**checkpoint.config, **own}
+    parts = OriginalParts(layout.processor(config, processor), layout.template(config), text)
+    return replace(checkpoint, config=config, original=parts)
 
 
 def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, *, allow_pickle: bool) -> Checkpoint:
@@ -59,6 +76,7 @@ def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, 
             "config.json mixes the original LLaVA layout with Hugging Face's (vision_config, text_config); "
             "take a checkpoint in one of them"
         )
+    assert layout.tower is not None
     own = {name: info for name, info in checkpoint.tensors.items() if name.startswith(TOWER)}
     keeps = bool(own) and layout.own_tower(config)
     found = find_tower(layout.tower(config), tower, checkpoint, weights=not keeps, allow_pickle=allow_pickle)
@@ -75,5 +93,5 @@ def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, 
         config={**config, "vision_config": dict(found.config)},
         tensors=tensors,
         notes=(*notes, *(found.checkpoint.notes if found.checkpoint and not keeps else ())),
-        original=OriginalParts(layout.processor(config, found.processor), layout.template(config)),
+        original=OriginalParts(layout.processor(config, found.processor), layout.template(config), checkpoint.folder),
     )

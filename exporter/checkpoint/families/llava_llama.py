@@ -63,11 +63,11 @@ def _read(decoder: str, config: Config) -> ModelConfig:
             f"the vision tower is {model.vision.hidden} wide, and mm_hidden_size is {width!r:.20}; name the tower that "
             "the checkpoint was made with"
         )
-    most = min(model.text.max_positions, _trained_length(config))
+    most = min(model.text.max_positions, trained_length(config))
     return replace(model, text=replace(model.text, max_positions=most), projector_layers=_projector_layers(config))
 
 
-def _trained_length(config: Config) -> int:
+def trained_length(config: Config) -> int:
     """The original cuts prompts off here; vtx refuses longer ones."""
     length = config.get("tokenizer_model_max_length")
     return length if isinstance(length, int) and 1 <= length <= MAX_POSITIONS else MAX_POSITIONS
@@ -130,9 +130,12 @@ def _processor(config: Config, tower: Config) -> Config:
     """The tower's processor, which pads or cuts into tiles first."""
     kinds = {"pad": "LlavaImageProcessor", "anyres": "LlavaNextImageProcessor"}
     aspect = config.get("image_aspect_ratio")
-    if aspect not in kinds:
-        return tower
-    return {"do_center_crop": "crop_size" in tower, **tower, "image_processor_type": kinds[aspect], "do_pad": True}
+    return padding(tower, kinds[aspect]) if aspect in kinds else tower
+
+
+def padding(tower: Config, kind: str = "LlavaImageProcessor") -> Config:
+    """The tower's image processor as one of the class `kind`, which pads; what it leaves out is SigLIP's."""
+    return {"do_center_crop": "crop_size" in tower, **tower, "image_processor_type": kind, "do_pad": True}
 
 
 def _template(name: str, config: Config) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -14,20 +15,23 @@ IMAGE_TOKEN = "<image>"
 class OriginalLayout:
     """Functions of a family's `config.json`.
 
-    `tower` names the checkpoint of the vision tower, `own_tower` says whether a tower among the checkpoint's tensors
-    counts. `processor` makes of the tower's image processor, as Hugging Face's files have it, that of the model.
-    `template` is the chat template where the user gives none.
+    `processor` makes of the tower's image processor, as Hugging Face's files have it, that of the model. `template` is
+    the chat template where the user gives none. `tower` names the checkpoint of a vision tower elsewhere, `own_tower`
+    says whether one among the checkpoint's tensors counts. `folders` are those of a checkpoint in several parts, by the
+    key of `config.json` under which a part's configuration stands.
     """
 
-    tower: Callable[[Config], str]
-    own_tower: Callable[[Config], bool]
     processor: Callable[[Config, Config], Config]
     template: Callable[[Config], str]
+    tower: Callable[[Config], str] | None = None
+    own_tower: Callable[[Config], bool] = lambda _: False
+    folders: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class OriginalParts:
-    """Of one checkpoint: the image processor's configuration, and the chat template."""
+    """Of one checkpoint: the image processor's configuration, the chat template, and where the tokenizer is."""
 
     processor: Config
     template: str
+    text_folder: Path

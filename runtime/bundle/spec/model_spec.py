@@ -82,7 +82,9 @@ class TowerSpec:
     @property
     def tokens(self) -> int:
         """Tokens of one pass of the tower, as they leave it."""
-        return (self.grid**2 + self.class_token - (self.select == "default")) // self.shuffle**2
+        if self.shuffle > 1:
+            return (-(-self.grid // self.shuffle)) ** 2
+        return self.grid**2 + self.class_token - (self.select == "default")
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,9 @@ TowerSpec read_tower(const Json& value) {
     fail(Kind::bundle, "vtx.json: a tower of ", image, " pixels in patches of ", patch, ", ", hidden, " wide with ",
          heads, " heads, is not a tower; export again");
   int64_t grid = image / patch;
-  return {image, grid, (grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0)) / (shuffle * shuffle)};
+  const int64_t along = (grid + shuffle - 1) / shuffle;
+  const int64_t all = grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0);
+  return {image, grid, shuffle > 1 ? along * along : all};
 }
 
 ModelSpec read_model(const Json& value) {

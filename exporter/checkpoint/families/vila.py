@@ -1,0 +1,93 @@
+"""VILA 1.5 in its authors' layout: decoder, tower and projector in folders of their own, images in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.families.family import Family, read_llava_like
+from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID, padding, trained_length
+from vtx.exporter.checkpoint.families.processors import ONE_PIECE
+from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout
+from vtx.exporter.checkpoint.original.templates import TEMPLATES
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.single import Single
+
+SHUFFLE = 2  # patches a side of a token's square, in a projector that downsamples
+NORM_EPS = 1e-5  # of the projector's norm: no setting
+LLM, TOWER, PROJECTOR = "llm", "vision_tower", "mm_projector"
+# What the released code would read in another way than this file does, and the only value of each that is built.
+_BUILT: Mapping[str, tuple[Any, ...]] = {
+    "s2": (None, False),
+    "image_aspect_ratio": (None, "resize", "pad"),
+    "mm_vision_select_feature": ("cls_patch",),
+}
+
+
+def _read(config: Config) -> ModelConfig:
+    for name, known in _BUILT.items():
+        if config.get(name) not in known:
+            listed = ", ".join(str(value) for value in known if value)
+            raise UnsupportedModelError(
+                f"{name} {config.get(name)!r:.40} is not supported in a VILA model; vtx knows {listed or 'none'}"
+            )
+    projector = _part(config, "mm_projector_cfg").get("mm_projector_type")
+    if projector != "mlp_downsample":
+        raise UnsupportedModelError(f"mm_projector_type {projector!r:.40} is not supported; vtx knows mlp_downsample")
+    text, tower = _part(config, "llm_cfg"), _part(config, "vision_tower_cfg")
+    shaped = {
+        "text_config": text,
+        "vision_config": tower,
+        "vision_feature_layer": config.get("mm_vision_select_layer", -2),
+        "vision_feature_select_strategy": "full",
+        "image_token_index": IMAGE_TOKEN_ID,
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
+    }
+    model = read_llava_like(shaped, "LlavaConfig", _layout)
+    if model.vision.class_token:
+        raise UnsupportedModelError("a VILA model with a CLIP tower is not supported; vtx exports those with SigLIP")
+    return replace(
+        model,
+        text=replace(model.text, max_positions=min(model.text.max_positions, trained_length(text))),
+        vision=replace(model.vision, shuffle=SHUFFLE, shuffle_by_columns=True),
+        projector_norm_eps=NORM_EPS,
+    )
+
+
+def _part(config: Config, name: str) -> Config:
+    part = config.get(name)
+    if not isinstance(part, Mapping):
+        raise CheckpointError(f"config.json: {name} is {part!r:.40}, not the settings of a part; download it again")
+    return part
+
+
+def _layout(parsed: Any, vision: VisionConfig, select: str) -> Single:
+    return Single((-(-vision.grid // SHUFFLE)) ** 2)
+
+
+def _processor(config: Config, tower: Config) -> Config:
+    if config.get("image_aspect_ratio") != "pad":
+        return tower
+    return padding(tower)
+
+
+FAMILY = Family(
+    model_type="vila",
+    architecture="LlavaLlamaModel",
+    read=_read,
+    processors=ONE_PIECE,
+    tensors=(
+        (rf"^{LLM}\.model\.", "text."),
+        (rf"^{LLM}\.lm_head\.", "head."),
+        (rf"^{PROJECTOR}\.layers\.1\.", "projector.norm."),
+        (rf"^{PROJECTOR}\.layers\.2\.", "projector.linear_1."),
+        (rf"^{PROJECTOR}\.layers\.4\.", "projector.linear_2."),
+    ),
+    original=OriginalLayout(
+        processor=_processor,
+        template=lambda _: TEMPLATES["vicuna_v1"],
+        folders={"llm_cfg": LLM, "vision_tower_cfg": TOWER, "mm_projector_cfg": PROJECTOR},
+    ),
+)

@@ -1,0 +1,109 @@
+"""VILA 1.5 against transformers' parts of the same weights, and its projector stated patch by patch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.runtime.session.test_original import QUESTION, VICUNA
+from tests.support.bundles import export
+from tests.support.exported import Models, greedy, prompt
+from tests.support.original import counterpart
+from tests.support.reference import Reference
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.runtime.errors import UnsupportedModelError
+from vtx.runtime.report.golden import check_golden
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
+
+STEPS, TOLERANCE = 6, 2e-5
+# 5 x 5 patches: as 27 x 27, one row and column short of squares.
+VILA = Tiny(family="vila", vision="siglip", select="full", image=70, context=1024, kv_heads=4)
+WIDE, HIGH = (150, 60), (40, 90)
+
+
+def projected(folder: Path, states: torch.Tensor) -> torch.Tensor:
+    """The released code's projector, token by token: [patches, width] to [tokens, hidden], column after column."""
+    weights = load_file(folder / "mm_projector" / "model.safetensors")
+    side, tokens = round(len(states) ** 0.5), []
+    nothing = torch.zeros(states.shape[1])
+    for column in range(0, side, 2):
+        for row in range(0, side, 2):
+            square = [(row, column), (row, column + 1), (row + 1, column), (row + 1, column + 1)]
+            tokens.append(torch.cat([states[y * side + x] if max(y, x) < side else nothing for y, x in square]))
+    norm = weights["layers.1.weight"], weights["layers.1.bias"]
+    hidden = F.layer_norm(torch.stack(tokens), (4 * states.shape[1],), *norm)
+    hidden = F.gelu(F.linear(hidden, weights["layers.2.weight"], weights["layers.2.bias"]))
+    return F.linear(hidden, weights["layers.4.weight"], weights["layers.4.bias"])
+
+
+@torch.inference_mode()
+def stated(judge: Reference, folder: Path, images: list[Image.Image]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """The prompt's ids, with 0 for image tokens, its hidden states, and which of them are image tokens."""
+    cut = sentencepiece.SentencePieceProcessor(model_file=str(folder / "llm" / "tokenizer.model"))
+    pixels = judge.processor.image_processor(images, return_tensors="pt")["pixel_values"]
+    states = judge.model.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-2]
+    pieces = VICUNA.format("<image>\n" * len(images), QUESTION).split("<image>")
+    embed, ids, rows = judge.model.model.language_model.embed_tokens, [1], []
+    rows.append(embed(torch.tensor([1])))
+    for number, piece in enumerate(pieces):
+        if number:
+            rows.append(projected(folder, states[number - 1]))
+            ids += [0] * len(rows[-1])
+        ids += cut.encode(piece)
+        rows.append(embed(torch.tensor(cut.encode(piece))))
+    return ids, torch.cat(rows)[None], torch.tensor(ids) == 0
+
+
+@torch.inference_mode()
+def test_a_bundle_answers_as_the_statement(
+    models: Models, tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference]
+) -> None:
+    model, judge, folder = models(VILA, (3, 5)), reference(counterpart(VILA)), tiny_checkpoint(VILA)
+    for shapes in ((WIDE,), (HIGH, WIDE)):
+        images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
+        ids, rows, vision = stated(judge, folder, images)
+        asked = prompt(model, prompt_messages(QUESTION, len(images)), images)
+        assert asked.ids.tolist() == ids
+        assert int(vision.sum()) == 9 * len(images)
+        for k in (None, 3, 5):
+            found, now, image = greedy(model, asked, k, STEPS), rows, vision
+            for step in range(STEPS):
+                logits = judge.last_logits(now, image, k)
+                np.testing.assert_allclose(found.logits[step], logits.numpy(), atol=TOLERANCE, rtol=0)
+                assert found.ids[step] == int(logits.argmax())
+                answered = judge.model.model.language_model.embed_tokens(torch.tensor([[found.ids[step]]]))
+                now, image = torch.cat([now, answered], 1), torch.cat([image, torch.tensor([False])])
+    assert all(check.passed for check in check_golden(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"s2": True}, "s2 True is not supported"),
+        ({"image_aspect_ratio": "dynamic"}, "image_aspect_ratio 'dynamic' is not supported in a VILA model"),
+        ({"mm_vision_select_feature": "patch"}, "mm_vision_select_feature 'patch' is not supported"),
+        ({"mm_projector_cfg": {"mm_projector_type": "mlp2x_gelu"}}, "vtx knows mlp_downsample"),
+        ({"vision_tower_cfg": {"model_type": "radio"}}, "the vision tower 'radio' is not supported"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(changes: dict[str, object], message: str) -> None:
+    config = {"architectures": ["LlavaLlamaModel"], "mm_vision_select_feature": "cls_patch", "llm_cfg": {}}
+    config |= {"vision_tower_cfg": {"model_type": "siglip_vision_model"}}
+    config |= {"mm_projector_cfg": {"mm_projector_type": "mlp_downsample"}}
+    assert read_config(config).view_tokens == 49  # of 14 x 14 patches, transformers' defaults
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(config | changes)
+
+
+def test_what_looks_at_single_patches_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"has no class token|2 x 2 patches"):
+        export(tiny_checkpoint(VILA), tmp_path / "bundle", reductions=("cls",))
