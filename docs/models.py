@@ -186,6 +186,16 @@ layout, VILA 1.0 among them. Its files lack what Hugging Face's layout has, so a
 Token ids and logits equal transformers' model of the same weights, and the plain statement of VTW at two K *(run,
 random models of eight layers: `tests/runtime/session/test_original.py`)*.
 
+## VILA 1.5
+
+`vila` is VILA 1.5 as its authors publish it: decoder, tower and projector in folders of their own (`llm`,
+`vision_tower`, `mm_projector`), each a checkpoint. Built are SigLIP towers with the projector `mlp_downsample`: 27 x 27
+patches, with a row and a column of zeros, become 14 x 14 tokens of four patches each, which stand column by column. An
+image is stretched to the tower's square, or padded to one. Prompts, the tokenizer and pickled weights are as for
+original LLaVA. Videos, several scales (`s2`), other projectors, InternViT and RADIO towers, and decoders without a
+`tokenizer.model` are refused by name. Logits and ids equal transformers' decoder and tower around a plain statement of
+the projector, at K = none and two K *(run, random models of eight layers: `tests/runtime/session/test_vila.py`)*.
+
 ## Images in tiles
 
 **LLaVA-NeXT** sees an image twice: squeezed into one tile, and at its own aspect ratio in up to four more. What stands
