@@ -16,7 +16,7 @@ CLANG ?= clang++
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
-.PHONY: help setup demo test cpp cpp-sanitize cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
+.PHONY: help setup demo test cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -72,6 +72,12 @@ cpp-sanitize: $(READY) ## the tests of libvtx under AddressSanitizer and Undefin
 	cmake -S runtime/cpp -B build/cpp-sanitize -G Ninja -DVTX_SANITIZE=ON -DVTX_WERROR=ON $(OPENVINO_CMAKE) > /dev/null
 	ninja -C build/cpp-sanitize --quiet
 	VTX_CPP_BUILD=$$PWD/build/cpp-sanitize $(BIN)/pytest tests/runtime/cpp
+
+cpp-lint: $(READY) ## clang-format and clang-tidy on libvtx, both from the package index; minutes
+	$(BIN)/python -m pip install --quiet clang-format==23.1.5 clang-tidy==23.1.4
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.hpp')
+	cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON > /dev/null
+	$(BIN)/clang-tidy -p build/cpp --quiet $$(git ls-files 'runtime/cpp/src/*.cpp' | grep -v backends/openvino) runtime/cpp/tools/*.cpp
 
 cpp-threads: $(READY) ## many threads on one model of libvtx, under ThreadSanitizer
 	cmake -S runtime/cpp -B build/cpp-threads -G Ninja -DVTX_THREAD_SANITIZE=ON -DVTX_WERROR=ON > /dev/null

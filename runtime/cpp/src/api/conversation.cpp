@@ -136,7 +136,7 @@ void Conversation::check_ended() const {
   if (timeout_ > 0 && ms_since(start_) >= 1000 * timeout_) throw Ended{"timeout"};
 }
 
-Answer Conversation::answer(Turn turn, const Options& options) {
+Answer Conversation::answer(const Turn& turn, const Options& options) {
   options.check();
   Policy policy = model_->policy(options);
   Answer out;

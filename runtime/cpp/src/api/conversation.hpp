@@ -39,7 +39,7 @@ class Conversation {
   std::vector<Message> opening(const std::string& question) const;
   Ids image_counts() const;
   Ids expanded(const Ids& ids, const Ids& counts) const;
-  Answer answer(Turn turn, const Options& options);
+  Answer answer(const Turn& turn, const Options& options);
   Prompt prompt(const Turn& turn, const Policy& policy, Timings& timings);
   void generate(Answer& answer, const Options& options, const Prompt& prompt);
 

@@ -51,7 +51,8 @@ Picture from_buffer(const uint8_t* data, const uint8_t* second, int width, int h
       const uint8_t* from = row + each * static_cast<size_t>(x);
       uint8_t* to = out.pixel(x, y);
       if (format == PixelFormat::nv12) {
-        from_yuv(*from, chroma[x / 2 * 2], chroma[x / 2 * 2 + 1], to);
+        const uint8_t* pair = chroma + static_cast<size_t>(x / 2) * 2;
+        from_yuv(*from, pair[0], pair[1], to);
         continue;
       }
       for (size_t c = 0; c < 3; ++c) {
