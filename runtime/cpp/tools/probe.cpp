@@ -57,14 +57,15 @@ void resize(char** values) {
 }
 
 void buffer(char** values) {
-  static const std::map<std::string, PixelFormat> kFormats{
-      {"rgb8", PixelFormat::rgb8},   {"bgr8", PixelFormat::bgr8},   {"rgba8", PixelFormat::rgba8},
-      {"bgra8", PixelFormat::bgra8}, {"gray8", PixelFormat::gray8}, {"nv12", PixelFormat::nv12}};
+  static const std::map<std::string, PixelFormat> kFormats{{"rgb8", PixelFormat::rgb8},   {"bgr8", PixelFormat::bgr8},
+                                                           {"rgba8", PixelFormat::rgba8}, {"bgra8", PixelFormat::bgra8},
+                                                           {"gray8", PixelFormat::gray8}, {"nv12", PixelFormat::nv12}};
   std::string bytes = read(std::cin);
   int width = std::stoi(values[1]), height = std::stoi(values[2]);
   size_t stride = std::stoul(values[3]);
   auto data = reinterpret_cast<const uint8_t*>(bytes.data());
-  Picture out = from_buffer(data, data + static_cast<size_t>(height) * stride, width, height, stride, kFormats.at(values[0]));
+  Picture out =
+      from_buffer(data, data + static_cast<size_t>(height) * stride, width, height, stride, kFormats.at(values[0]));
   std::cout.write(reinterpret_cast<const char*>(out.data.data()), static_cast<std::streamsize>(out.data.size()));
 }
 
@@ -132,13 +133,20 @@ void fuzz(const std::string& kind, size_t count, unsigned seed, const std::vecto
 int main(int count, char** values) {
   std::string mode = count > 1 ? values[1] : "";
   try {
-    if (mode == "tokenize" && count == 3) tokenize(values[2]);
-    else if (mode == "resize" && count == 7) resize(values + 2);
-    else if (mode == "buffer" && count == 6) buffer(values + 2);
-    else if (mode == "picture" && count == 3) picture(values[2]);
-    else if (mode == "specs") specs();
-    else if (mode == "layout" && count > 3) layout(values[2], {values + 3, values + count});
-    else if (mode == "parse" && count == 4) parse(values[2], read(values[3])), std::cout << "ok\n";
+    if (mode == "tokenize" && count == 3)
+      tokenize(values[2]);
+    else if (mode == "resize" && count == 7)
+      resize(values + 2);
+    else if (mode == "buffer" && count == 6)
+      buffer(values + 2);
+    else if (mode == "picture" && count == 3)
+      picture(values[2]);
+    else if (mode == "specs")
+      specs();
+    else if (mode == "layout" && count > 3)
+      layout(values[2], {values + 3, values + count});
+    else if (mode == "parse" && count == 4)
+      parse(values[2], read(values[3])), std::cout << "ok\n";
     else if (mode == "fuzz" && count > 5)
       fuzz(values[2], std::stoul(values[3]), static_cast<unsigned>(std::stoul(values[4])), {values + 5, values + count});
     else if (mode == "uniforms" && count == 4) {

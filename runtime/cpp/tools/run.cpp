@@ -72,30 +72,54 @@ Arguments parse(int count, char** values) {
     } else if (word == "--version") {
       std::cout << "vtx-cpp-run " << vtx_version() << "\n";
       std::exit(0);
-    } else if (word == "--bundle") out.bundle = next();
-    else if (word == "--k") out.ask.k = next();
-    else if (word == "--reduce") out.ask.reduce = next();
-    else if (word == "--gate-threshold") out.ask.gate_threshold = number(word, next());
-    else if (word == "--image") out.images.emplace_back(next());
-    else if (word == "--fit") out.load.fit = next();
-    else if (word == "--text-only") out.text_only = true;
-    else if (word == "--chat") out.chat = true;
-    else if (word == "--wait") out.wait = true;
-    else if (word == "--json") out.json = true;
-    else if (word == "--max-new-tokens") out.ask.max_new_tokens = whole();
-    else if (word == "--ignore-eos") out.ask.ignore_eos = true;
-    else if (word == "--temperature") out.ask.temperature = number(word, next());
-    else if (word == "--top-p") out.ask.top_p = number(word, next());
-    else if (word == "--top-k") out.ask.top_k = whole();
-    else if (word == "--seed") out.ask.seed = static_cast<uint64_t>(whole());
-    else if (word == "--device") out.load.device = next();
-    else if (word == "--max-tiles") out.load.max_tiles = static_cast<int>(whole());
-    else if (word == "--compute") out.load.compute = next();
-    else if (word == "--library") out.load.library = next();
-    else if (word == "--threads") out.load.threads = static_cast<int>(whole());
-    else if (word == "--repeat") out.repeat = static_cast<long>(whole());
-    else if (word.size() > 2 && word.compare(0, 2, "--") == 0) usage("there is no option " + word);
-    else out.words.push_back(word);
+    } else if (word == "--bundle")
+      out.bundle = next();
+    else if (word == "--k")
+      out.ask.k = next();
+    else if (word == "--reduce")
+      out.ask.reduce = next();
+    else if (word == "--gate-threshold")
+      out.ask.gate_threshold = number(word, next());
+    else if (word == "--image")
+      out.images.emplace_back(next());
+    else if (word == "--fit")
+      out.load.fit = next();
+    else if (word == "--text-only")
+      out.text_only = true;
+    else if (word == "--chat")
+      out.chat = true;
+    else if (word == "--wait")
+      out.wait = true;
+    else if (word == "--json")
+      out.json = true;
+    else if (word == "--max-new-tokens")
+      out.ask.max_new_tokens = whole();
+    else if (word == "--ignore-eos")
+      out.ask.ignore_eos = true;
+    else if (word == "--temperature")
+      out.ask.temperature = number(word, next());
+    else if (word == "--top-p")
+      out.ask.top_p = number(word, next());
+    else if (word == "--top-k")
+      out.ask.top_k = whole();
+    else if (word == "--seed")
+      out.ask.seed = static_cast<uint64_t>(whole());
+    else if (word == "--device")
+      out.load.device = next();
+    else if (word == "--max-tiles")
+      out.load.max_tiles = static_cast<int>(whole());
+    else if (word == "--compute")
+      out.load.compute = next();
+    else if (word == "--library")
+      out.load.library = next();
+    else if (word == "--threads")
+      out.load.threads = static_cast<int>(whole());
+    else if (word == "--repeat")
+      out.repeat = static_cast<long>(whole());
+    else if (word.size() > 2 && word.compare(0, 2, "--") == 0)
+      usage("there is no option " + word);
+    else
+      out.words.push_back(word);
   }
   if (out.bundle.empty()) usage("no bundle given: --bundle DIR, or set VTX_BUNDLE");
   if (!out.text_only && !out.words.empty()) {
@@ -128,8 +152,9 @@ void print_json(const Arguments& arguments, const std::string& question, const v
   for (const std::string& image : arguments.images) images += (images.empty() ? "" : ", ") + quoted(image);
   std::string facts = answer.json();
   facts.pop_back();
-  std::cout << "{\"question\": " << quoted(question) << ", \"image\": [" << images << "], \"bundle\": "
-            << quoted(arguments.bundle) << ", " << facts.substr(1) << ", \"stopped\": " << quoted(answer.stopped()) << "}\n"
+  std::cout << "{\"question\": " << quoted(question) << ", \"image\": [" << images
+            << "], \"bundle\": " << quoted(arguments.bundle) << ", " << facts.substr(1)
+            << ", \"stopped\": " << quoted(answer.stopped()) << "}\n"
             << std::flush;
 }
 

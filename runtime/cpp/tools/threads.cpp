@@ -50,8 +50,7 @@ void in_threads(Work work) {
 void side_by_side(vtx::Model& model, const std::string& picture, const std::vector<Tokens>& expected) {
   in_threads([&](size_t number) {
     vtx::Conversation conversation = model.open({vtx::Image::file(picture)});
-    for (size_t round = 0; round < kRounds; ++round)
-      ask(conversation, (number + round) % std::size(kQuestions), expected);
+    for (size_t round = 0; round < kRounds; ++round) ask(conversation, (number + round) % std::size(kQuestions), expected);
   });
 }
 

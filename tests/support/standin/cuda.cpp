@@ -154,8 +154,8 @@ EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, v
   }
   return 0;
 }
-EXPORT int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height, int kind,
-                             void* stream) {
+EXPORT int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height,
+                             int kind, void* stream) {
   Gpu& gpu = called("cudaMemcpy2DAsync");
   require(stream == kStream && kind == kWithin, "cudaMemcpy2DAsync: another stream or kind");
   require(height > 0 && width <= to_pitch && width <= pitch, "rows wider than their pitch");

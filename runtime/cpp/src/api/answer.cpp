@@ -57,7 +57,8 @@ Json notes_of(const std::vector<MethodPtr>& parts, const PrefillResult& done) {
     for (int64_t cut : part->needs().cuts)
       if (cut > done.k || (cut == done.k && !at_work)) idle += (idle.empty() ? "" : ", ") + std::to_string(cut);
     if (!idle.empty())
-      notes.emplace_back(cat("the image left before layer ", done.k, ": ", part->name(), " had nothing to leave out before ", idle));
+      notes.emplace_back(
+          cat("the image left before layer ", done.k, ": ", part->name(), " had nothing to leave out before ", idle));
   }
   return notes;
 }
@@ -84,7 +85,8 @@ void add_report(Json::Object& out, const std::vector<MethodPtr>& parts, const Pr
   out.emplace_back("kept", steps);
   out.emplace_back("merged", patches_of(done.images, merged));
   out.emplace_back("keys", patches_of(done.images, keys));
-  out.emplace_back("vision_tokens_mean", rounded(static_cast<double>(leaving) / static_cast<double>(done.vision_kept.size()), 2));
+  out.emplace_back("vision_tokens_mean",
+                   rounded(static_cast<double>(leaving) / static_cast<double>(done.vision_kept.size()), 2));
   out.emplace_back("notes", notes_of(parts, done));
 }
 

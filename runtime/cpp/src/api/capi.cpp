@@ -107,12 +107,13 @@ vtxcore::Picture picture_of(const vtx_image& given) {
   if (image.format == VTX_FILE) {
     require(data, "the image's data");
     if (image.bytes > static_cast<size_t>(vtxcore::names::kMaxFileBytes))
-      vtxcore::fail(vtxcore::Kind::image, "the image holds ", image.bytes, " bytes, the limit is ", vtxcore::names::kMaxFileBytes);
+      vtxcore::fail(vtxcore::Kind::image, "the image holds ", image.bytes, " bytes, the limit is ",
+                    vtxcore::names::kMaxFileBytes);
     return vtxcore::decode_picture(std::string(static_cast<const char*>(image.data), image.bytes), "the image");
   }
   static constexpr vtxcore::PixelFormat kFormats[] = {vtxcore::PixelFormat::rgb8,  vtxcore::PixelFormat::bgr8,
-                                                  vtxcore::PixelFormat::rgba8, vtxcore::PixelFormat::bgra8,
-                                                  vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::nv12};
+                                                      vtxcore::PixelFormat::rgba8, vtxcore::PixelFormat::bgra8,
+                                                      vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::nv12};
   if (image.format < 0 || image.format > VTX_NV12) vtxcore::fail(vtxcore::Kind::request, "the pixel format is unknown");
   auto second = static_cast<const uint8_t*>(image.data2);
   return vtxcore::from_buffer(data, second, image.width, image.height, image.stride, kFormats[image.format]);
@@ -129,18 +130,18 @@ std::string model_json(const vtxcore::Model& model) {
   const vtxcore::Manifest& m = model.manifest();
   vtxcore::Json::Array ks(m.variants.begin(), m.variants.end()), reductions(m.reductions.begin(), m.reductions.end());
   return vtxcore::Json(vtxcore::Json::Object{{"name", m.model.name},
-                                     {"layers", m.model.layers},
-                                     {"precision", m.precision},
-                                     {"kv_dtype", m.kv_dtype},
-                                     {"max_context", m.max_context},
-                                     {"image_tokens", m.layout.max_tokens},
-                                     {"variants", ks},
-                                     {"default_k", m.default_k},
-                                     {"reductions", reductions},
-                                     {"device", model.backend().device},
-                                     {"compute", model.backend().compute},
-                                     {"engine", model.backend().library},
-                                     {"load_ms", model.load_ms()}})
+                                             {"layers", m.model.layers},
+                                             {"precision", m.precision},
+                                             {"kv_dtype", m.kv_dtype},
+                                             {"max_context", m.max_context},
+                                             {"image_tokens", m.layout.max_tokens},
+                                             {"variants", ks},
+                                             {"default_k", m.default_k},
+                                             {"reductions", reductions},
+                                             {"device", model.backend().device},
+                                             {"compute", model.backend().compute},
+                                             {"engine", model.backend().library},
+                                             {"load_ms", model.load_ms()}})
       .dump();
 }
 
@@ -190,8 +191,8 @@ vtx_status vtx_load(const char* bundle, const vtx_load_options* given, vtx_model
     require(bundle, "the bundle");
     require(model, "the place for the model");
     vtx_load_options o = known(given, vtx_load_options_init);
-    vtxcore::LoadOptions options{text_or(o.device, "auto"), text_or(o.library, ""), o.threads, text_or(o.compute, ""),
-                                 text_or(o.fit, ""), o.max_tiles};
+    vtxcore::LoadOptions options{text_or(o.device, "auto"), text_or(o.library, ""), o.threads,
+                                 text_or(o.compute, ""),    text_or(o.fit, ""),     o.max_tiles};
     auto out = std::make_unique<vtx_model>();
     out->model = std::make_shared<vtxcore::Model>(bundle, options);
     out->json = model_json(*out->model);
@@ -224,14 +225,16 @@ vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, con
 
 void vtx_conversation_free(vtx_conversation* conversation) { delete conversation; }
 
-vtx_status vtx_ask(vtx_conversation* conversation, const char* question, const vtx_ask_options* options, vtx_answer** answer) {
+vtx_status vtx_ask(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
+                   vtx_answer** answer) {
   return asked(conversation, options, answer, [&](const vtxcore::Options& o) {
     require(question, "the question");
     return conversation->conversation.ask(question, o);
   });
 }
 
-vtx_status vtx_chat(vtx_conversation* conversation, const char* question, const vtx_ask_options* options, vtx_answer** answer) {
+vtx_status vtx_chat(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
+                    vtx_answer** answer) {
   return asked(conversation, options, answer, [&](const vtxcore::Options& o) {
     require(question, "the question");
     return conversation->conversation.chat(question, o);

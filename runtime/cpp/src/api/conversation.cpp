@@ -35,10 +35,7 @@ class Conversation::Running {
 
 Conversation::Conversation(std::shared_ptr<const Model> model, std::vector<PreparedImage> images,
                            std::optional<std::string> system)
-    : model_(std::move(model)),
-      images_(std::move(images)),
-      system_(std::move(system)),
-      encoded_(model_->backend(), images_),
+    : model_(std::move(model)), images_(std::move(images)), system_(std::move(system)), encoded_(model_->backend(), images_),
       session_(model_->backend(), model_->manifest()) {
   if (!system_) return;
   std::vector<Message> with = opening("?"), without(with.begin() + 1, with.end());
@@ -121,7 +118,8 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, Timings& tim
   Ids ids = turn.messages ? turn.ids : expand(image_counts());
   auto embeddings = [&] {
     if (!turn.messages)
-      fail(Kind::request, "the reduction looks at the question's text by CLIP's text tower, and only token ids are given; ask ",
+      fail(Kind::request,
+           "the reduction looks at the question's text by CLIP's text tower, and only token ids are given; ask ",
            "by text, or use another reduction");
     return model_->embed_question(*turn.messages);
   };
@@ -173,10 +171,14 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
     if (options.logprobs) answer.logprobs.push_back(log_probability(logits, token));
     std::string piece = output ? output->push(token) : "";
     bool ended = !options.ignore_eos && std::find(ends.begin(), ends.end(), token) != ends.end();
-    if (output && output->stopped()) answer.stopped = "stop";
-    else if (ended) answer.stopped = "end";
-    else if (left == 1) answer.stopped = "length";
-    else if (session_.length() + 1 >= session_.capacity()) answer.stopped = "context";
+    if (output && output->stopped())
+      answer.stopped = "stop";
+    else if (ended)
+      answer.stopped = "end";
+    else if (left == 1)
+      answer.stopped = "length";
+    else if (session_.length() + 1 >= session_.capacity())
+      answer.stopped = "context";
     if (!answer.stopped.empty() && answer.stopped != "stop" && output) {
       piece += output->finish();
       if (output->stopped()) answer.stopped = "stop";

@@ -29,7 +29,7 @@ class Conversation {
   const Model& model() const { return *model_; }
 
  private:
-  struct Turn {  // what is asked
+  struct Turn {                            // what is asked
     const std::vector<Message>* messages;  // null where only ids are given
     Ids ids;                               // image tokens expanded
     const Selection* after;
@@ -48,8 +48,8 @@ class Conversation {
   const std::optional<std::string> system_;
   EncodedImages encoded_;
   Session session_;
-  std::vector<Message> turns_;           // of the chat
-  std::optional<Selection> selection_;   // the question that selected the chat's image tokens
+  std::vector<Message> turns_;          // of the chat
+  std::optional<Selection> selection_;  // the question that selected the chat's image tokens
   std::atomic<bool> busy_{false}, cancelled_{false};
   std::chrono::steady_clock::time_point start_;
   double timeout_ = 0;

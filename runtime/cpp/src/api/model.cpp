@@ -23,7 +23,8 @@ Model::Model(const std::string& bundle, const LoadOptions& options) : bundle_(bu
   settings_for(*layout_, manifest().image, fit_);
   if (options.max_tiles != 0) layout_ = layout_->limited(options.max_tiles);
   newline_ = layout_->newline() ? read_newline(bundle_) : Rows(0, static_cast<size_t>(manifest().model.hidden));
-  if (options.threads < 0) fail(Kind::request, "threads is ", options.threads, "; it must be at least 1, or 0 for all cores");
+  if (options.threads < 0)
+    fail(Kind::request, "threads is ", options.threads, "; it must be at least 1, or 0 for all cores");
   backend_ = open_backend(bundle_, options.device, {options.threads, options.library, options.compute});
   try {
     text_.emplace(bundle_);

@@ -36,8 +36,8 @@ std::string arithmetic() {
 // Why this engine cannot answer, and the fix; empty where it can.
 std::string obstacle(const Engine& engine, const Bundle& bundle, const BackendOptions& options) {
   if (!options.compute.empty() && !computes(engine, options.compute))
-    return cat(engine.device, " computes in ", joined(engine.compute), ", not ", options.compute, "; that has: ",
-               devices(options.compute));
+    return cat(engine.device, " computes in ", joined(engine.compute), ", not ", options.compute,
+               "; that has: ", devices(options.compute));
   if (bundle.manifest().dialects.count(engine.dialect) == 0)
     return cat(engine.device, " reads graphs of the '", engine.dialect, "' dialect and this bundle holds none; export it ",
                "with --dialect ort,", engine.dialect);

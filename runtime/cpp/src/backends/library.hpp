@@ -12,8 +12,8 @@ class Library {
   // `path`: a file or a directory that the application names, empty for the search: what the process has already
   // loaded, then the variable `variable` of the environment, then `names` where the system looks. `symbol` must be
   // there. Throws Error(device), saying where it looked.
-  Library(const std::string& engine, const std::string& path, const char* variable,
-          const std::vector<std::string>& names, const char* symbol);
+  Library(const std::string& engine, const std::string& path, const char* variable, const std::vector<std::string>& names,
+          const char* symbol);
 
   void* symbol(const char* name) const;  // null where there is none
   const std::string& where() const { return where_; }

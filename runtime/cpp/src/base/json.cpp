@@ -84,8 +84,7 @@ class Parser {
     for (const auto& [key, value] : members) keys.push_back(key);
     std::sort(keys.begin(), keys.end());
     auto twice = std::adjacent_find(keys.begin(), keys.end());
-    if (twice != keys.end())
-      fail(kind_, what_, " is not sound JSON: '", shown(*twice), "' is there twice");
+    if (twice != keys.end()) fail(kind_, what_, " is not sound JSON: '", shown(*twice), "' is there twice");
   }
 
   Json array(int depth) {
@@ -137,8 +136,7 @@ class Parser {
     std::string out;
     while (true) {
       size_t start = at_;
-      while (at_ < text_.size() && text_[at_] != '"' && text_[at_] != '\\' &&
-             static_cast<unsigned char>(text_[at_]) >= 0x20)
+      while (at_ < text_.size() && text_[at_] != '"' && text_[at_] != '\\' && static_cast<unsigned char>(text_[at_]) >= 0x20)
         ++at_;
       out.append(text_.substr(start, at_ - start));
       if (take('"')) return out;
@@ -181,9 +179,7 @@ class Parser {
     return value;
   }
 
-  static std::string shown(std::string_view name) {
-    return std::string(name.size() <= 120 ? name : name.substr(0, 100));
-  }
+  static std::string shown(std::string_view name) { return std::string(name.size() <= 120 ? name : name.substr(0, 100)); }
 
   std::string_view text_;
   const std::string& what_;

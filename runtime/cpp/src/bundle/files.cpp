@@ -71,9 +71,7 @@ File::File(int descriptor, std::string name, Kind kind) : descriptor_(descriptor
 }
 
 File::File(File&& other) noexcept
-    : descriptor_(std::exchange(other.descriptor_, -1)),
-      name_(std::move(other.name_)),
-      kind_(other.kind_),
+    : descriptor_(std::exchange(other.descriptor_, -1)), name_(std::move(other.name_)), kind_(other.kind_),
       identity_(other.identity_) {}
 
 File::~File() {

@@ -60,8 +60,8 @@ std::array<int64_t, 3> read_range(const Json& value, Fields& fields) {
 
 EngineRecord read_engine(const Json& value, const std::string& where) {
   Fields fields(value, where);
-  EngineRecord out{inside(fields.text("file"), where), fields.whole("bytes", 0, int64_t{1} << 50), fields.text("sha256"),
-                   {}, {}};
+  EngineRecord out{
+      inside(fields.text("file"), where), fields.whole("bytes", 0, int64_t{1} << 50), fields.text("sha256"), {}, {}};
   for (const auto& [name, sum] : object_of(fields, "sources")) {
     if (sum.string() == nullptr) fields.wrong<int>("sources", "an object of strings");
     out.sources[name] = *sum.string();
@@ -152,7 +152,8 @@ const EngineRecord& check_sources(const Bundle& bundle, const EngineSet& engines
   for (const auto& [name, source] : record->second.sources) {
     auto known = bundle.manifest().files.find(name);
     if (known == bundle.manifest().files.end() || known->second.sha256 != source)
-      fail(Kind::bundle, "the engine ", record->second.file, " was built from another ", name, " than this bundle's; ", cure);
+      fail(Kind::bundle, "the engine ", record->second.file, " was built from another ", name, " than this bundle's; ",
+           cure);
   }
   return record->second;
 }

@@ -25,8 +25,7 @@ Json tensors(const std::vector<TensorSpec>& specs) {
   Json::Object out;
   for (const TensorSpec& spec : specs) {
     Json::Array shape;
-    for (const Size& size : spec.shape)
-      shape.push_back(std::visit([](const auto& value) { return Json(value); }, size));
+    for (const Size& size : spec.shape) shape.push_back(std::visit([](const auto& value) { return Json(value); }, size));
     out.emplace_back(spec.name, Json::Object{{"dtype", spec.dtype}, {"shape", shape}});
   }
   return out;
@@ -56,9 +55,7 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
 
 GraphIO embed_io(const Manifest& m) { return {{{names::kIds, "int64", {"tokens"}}}, {hidden(m)}}; }
 
-GraphIO head_io(const Manifest& m) {
-  return {{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}};
-}
+GraphIO head_io(const Manifest& m) { return {{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}}; }
 
 GraphIO gate_io(const Manifest& m) { return {{hidden(m)}, {{names::kOdds, "float32", {int64_t{2}}}}}; }
 

@@ -47,13 +47,13 @@ TowerSpec read_tower(const Json& value) {
   positive(fields, "eps");
   for (const char* later : {"qkv_bias", "layer_scale"})
     if (fields.has(later)) fields.flag(later);
-  if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
+  if (fields.has("flags")) fields.texts("flags");                         // what the graphs compute
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;  // patches a side that become one token
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
       image / patch > (1 << 15) || shuffle > image / patch)
-    fail(Kind::bundle, "vtx.json: a tower of ", image, " pixels in patches of ", patch, ", ", hidden, " wide with ",
-         heads, " heads, is not a tower; export again");
+    fail(Kind::bundle, "vtx.json: a tower of ", image, " pixels in patches of ", patch, ", ", hidden, " wide with ", heads,
+         " heads, is not a tower; export again");
   int64_t grid = image / patch;
   const int64_t along = (grid + shuffle - 1) / shuffle;
   const int64_t all = grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0);
@@ -272,7 +272,8 @@ void check_stages(const Manifest& m) {
   sound = sound && next == m.model.layers + 1 && !m.stages.back().query;
   for (int64_t k : m.variants) sound = sound && among(starts, k);
   for (int64_t start : starts) sound = sound && (among(m.variants, start) || !m.reductions.empty());
-  if (!sound) fail(Kind::bundle, "vtx.json: the stages do not cut ", m.model.layers, " layers at the variants; export again");
+  if (!sound)
+    fail(Kind::bundle, "vtx.json: the stages do not cut ", m.model.layers, " layers at the variants; export again");
 }
 
 void check_gates(const Manifest& m) {
@@ -282,7 +283,8 @@ void check_gates(const Manifest& m) {
     sound = sound && !m.gates.empty();
   else if (m.default_k != "none")
     sound = sound && among(m.variants, std::stoll(m.default_k));
-  if (!sound) fail(Kind::bundle, "vtx.json: default_k ", m.default_k, " and the gates do not fit the variants; export again");
+  if (!sound)
+    fail(Kind::bundle, "vtx.json: default_k ", m.default_k, " and the gates do not fit the variants; export again");
 }
 
 void check_dialects(const Manifest& m) {
@@ -298,7 +300,8 @@ void check_dialects(const Manifest& m) {
     if (m.text_tower.has_value() != graphs.text_tower.has_value())
       fail(Kind::bundle, "vtx.json: dialect '", name, "': a text tower and its graph go together; export again");
     if (scored != graphs.score.has_value())
-      fail(Kind::bundle, "vtx.json: dialect '", name, "': stages that give queries and a score graph go together; export again");
+      fail(Kind::bundle, "vtx.json: dialect '", name,
+           "': stages that give queries and a score graph go together; export again");
   }
 }
 

@@ -63,7 +63,7 @@ struct FileRecord {
 // How one picture becomes [3, height, width]: pad, resize, crop, then (value * rescale - mean) / std.
 struct ImageSettings {
   std::optional<std::array<int, 3>> pad;
-  int shortest = 0;                    // resize the shortest edge to this; 0: see `resize`
+  int shortest = 0;                           // resize the shortest edge to this; 0: see `resize`
   std::optional<std::pair<int, int>> resize;  // height, width
   std::string resample;
   std::optional<std::pair<int, int>> crop;  // height, width

@@ -18,9 +18,9 @@ struct Place {
 };
 
 int64_t bytes_of(const std::string& dtype) {
-  static const std::map<std::string, int64_t> kKnown{
-      {"BOOL", 1}, {"U8", 1}, {"I8", 1}, {"U16", 2}, {"I16", 2}, {"BF16", 2}, {"F16", 2}, {"U32", 4}, {"I32", 4},
-      {"F32", 4}, {"U64", 8}, {"I64", 8}, {"F64", 8}, {"C64", 8}};
+  static const std::map<std::string, int64_t> kKnown{{"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"U16", 2}, {"I16", 2},
+                                                     {"BF16", 2}, {"F16", 2}, {"U32", 4}, {"I32", 4}, {"F32", 4},
+                                                     {"U64", 8},  {"I64", 8}, {"F64", 8}, {"C64", 8}};
   auto found = kKnown.find(dtype);
   return found == kKnown.end() ? 0 : found->second;
 }
@@ -75,15 +75,14 @@ Place read_entry(const std::string& key, const Json& entry, const std::string& n
 
 // The tensors must follow each other without overlap or gap, and end where the file ends.
 void check_coverage(std::vector<Place>& places, int64_t data, const std::string& name) {
-  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
-    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-  });
+  std::sort(places.begin(), places.end(),
+            [](const Place& a, const Place& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
   int64_t end = 0;
   for (const Place& place : places) {
     if (place.begin != end)
       fail(Kind::bundle, "tensor '", place.name.substr(0, 120), "' in ", name,
-           place.begin < end ? " overlaps the tensor before it" : " leaves a gap before it",
-           "; the format forbids that", kAgain);
+           place.begin < end ? " overlaps the tensor before it" : " leaves a gap before it", "; the format forbids that",
+           kAgain);
     end = place.end;
   }
   if (end != data)

@@ -57,7 +57,8 @@ MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, d
   if (k == "none") return full();
   if (k == "auto") {
     if (m.gates.empty())
-      fail(Kind::request, "--k auto needs gates and this bundle has none; use --k none or a prebuilt K, or train gates with ",
+      fail(Kind::request,
+           "--k auto needs gates and this bundle has none; use --k none or a prebuilt K, or train gates with ",
            "vtx-train-gate and export with --gates");
     if (!(threshold >= 0 && threshold <= 1))
       fail(Kind::request, "the gate threshold is ", python_repr(threshold), "; give a probability from 0 to 1");

@@ -29,7 +29,7 @@ struct PromptText {
   Ids ids;
   Rows hidden;
   Mask after;
-  Rows embeddings;  // [segments, width] of the question alone by the text tower, where a policy needs it
+  Rows embeddings;          // [segments, width] of the question alone by the text tower, where a policy needs it
   std::string key() const;  // equal for equal texts
 };
 
@@ -37,10 +37,10 @@ using Images = std::vector<std::shared_ptr<const ImageTokens>>;
 
 // What is known between two stages, for one question.
 struct Boundary {
-  int64_t layer;                // the first layer to come
-  const Rows& question_hidden;  // of the text after the last image
-  const Images& images;         // that entered the decoder
-  Mask present;                 // which of all their tokens are still there
+  int64_t layer;                                // the first layer to come
+  const Rows& question_hidden;                  // of the text after the last image
+  const Images& images;                         // that entered the decoder
+  Mask present;                                 // which of all their tokens are still there
   std::function<Scores(bool)> scores;           // of those still there; true: the last question token's only
   std::function<Rows()> image_hidden;           // of those still there
   std::function<std::pair<Rows, Rows>()> keys;  // of the layer just run: those still there, and the question's

@@ -57,8 +57,8 @@ void check_together(const std::vector<MethodPtr>& parts) {
     for (const auto& [input, value] : entry ? entry->vision_inputs() : Extras()) {
       auto [held, fresh] = setting.emplace(input, parts[i]->name());
       if (!fresh)
-        fail(Kind::request, held->second, " and ", parts[i]->name(), " both set ", input, "; leave one out, or give ",
-             input, "=off");
+        fail(Kind::request, held->second, " and ", parts[i]->name(), " both set ", input, "; leave one out, or give ", input,
+             "=off");
     }
     if (i > 0 && !parts[i - 1]->needs().cuts.empty() && parts[i]->needs().cuts.empty())
       fail(Kind::request, parts[i]->name(), " works before the decoder and ", parts[i - 1]->name(), " within it; write ",
@@ -106,8 +106,7 @@ SpecOptions::SpecOptions(std::string method, const std::string& rest, const std:
     auto [key, value] = parted(items[n], '=');
     if (!value && n == 0) {
       auto preset = presets.find(key);
-      if (preset == presets.end())
-        fail(Kind::request, method_, " has no preset '", key.substr(0, 40), "'; write key=value");
+      if (preset == presets.end()) fail(Kind::request, method_, " has no preset '", key.substr(0, 40), "'; write key=value");
       for (const std::string& item : split(preset->second, ',')) {
         auto [name, text] = parted(item, '=');
         given_[name] = *text;

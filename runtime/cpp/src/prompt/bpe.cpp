@@ -32,10 +32,8 @@ size_t character_length(unsigned char lead) { return lead < 0x80 ? 1 : lead < 0x
 
 Bpe::Bpe(const Json& model) {
   const Json *type = model.find("type"), *vocab = model.find("vocab"), *merges = model.find("merges");
-  if (!type || !type->string() || *type->string() != "BPE")
-    fail(Kind::bundle, "the tokenizer's model is not BPE", kCure);
-  if (!empty(model, "continuing_subword_prefix"))
-    fail(Kind::bundle, "the tokenizer's BPE marks parts of words", kCure);
+  if (!type || !type->string() || *type->string() != "BPE") fail(Kind::bundle, "the tokenizer's model is not BPE", kCure);
+  if (!empty(model, "continuing_subword_prefix")) fail(Kind::bundle, "the tokenizer's BPE marks parts of words", kCure);
   if (!empty(model, "end_of_word_suffix")) suffix_ = *model.find("end_of_word_suffix")->string();
   if (const Json* dropout = model.find("dropout"); dropout && !dropout->is_null())
     fail(Kind::bundle, "the tokenizer's BPE drops merges at random", kCure);

@@ -150,8 +150,7 @@ std::vector<std::string> Decoder::apply(const Step& step, std::vector<std::strin
     case Step::fuse:
       for (const std::string& token : tokens) all += token;
       return {all};
-    case Step::byte_fallback:
-      return joined_bytes(tokens);
+    case Step::byte_fallback: return joined_bytes(tokens);
     case Step::replace:
       for (std::string& token : tokens) token = replaced(token, step.from, step.to);
       return tokens;

@@ -119,7 +119,9 @@ Codes Normalizer::operator()(Codes text) const {
       case Normalize::replace: text = replaced(text, step.from, step.to); break;
       case Normalize::runs: text = runs_replaced(text, step.from[0], step.least, step.to); break;
       case Normalize::spaces: text = spaces_replaced(text, step.to); break;
-      case Normalize::prepend: if (!text.empty()) text.insert(0, step.to); break;
+      case Normalize::prepend:
+        if (!text.empty()) text.insert(0, step.to);
+        break;
       case Normalize::strip: text = stripped(text, step.left, step.right); break;
     }
   return text;

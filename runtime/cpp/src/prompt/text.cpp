@@ -6,16 +6,15 @@
 
 namespace vtxcore {
 
-Text::Text(const Bundle& bundle)
-    : m_(bundle.manifest()), tokenizer_(bundle.read(m_.tokenizer, names::kMaxTokenizer)) {
+Text::Text(const Bundle& bundle) : m_(bundle.manifest()), tokenizer_(bundle.read(m_.tokenizer, names::kMaxTokenizer)) {
   const TextSettings& settings = m_.text;
   if (tokenizer_.added(settings.image_token_id) != settings.image_token)
     fail(Kind::bundle, "token ", settings.image_token_id, " of the tokenizer is not the added token '", settings.image_token,
          "'; export the bundle again");
   for (const auto& [token, id] : settings.control_tokens) {
     if (tokenizer_.added(id) != token)
-      fail(Kind::bundle, "the control token '", token.substr(0, 40), "' is not an added token of the tokenizer, which libvtx ",
-           "needs: give token ids instead");
+      fail(Kind::bundle, "the control token '", token.substr(0, 40),
+           "' is not an added token of the tokenizer, which libvtx ", "needs: give token ids instead");
     control_.insert(id);
   }
 }

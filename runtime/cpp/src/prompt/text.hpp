@@ -42,9 +42,9 @@ class Detokenizer {
 
  private:
   const Text& text_;
-  Ids window_;          // ids since the last but one piece: the older ones give the decoder its context
+  Ids window_;  // ids since the last but one piece: the older ones give the decoder its context
   size_t context_ = 0;
-  std::string shown_;   // the text of the context
+  std::string shown_;  // the text of the context
 };
 
 // The text of an answer as it is shown: no leading space, nothing of a stop string. A piece that may begin a stop string

@@ -18,8 +18,7 @@ bool has_image(const Message& message) {
 }  // namespace
 
 TextTower::TextTower(const Bundle& bundle, Backend& backend)
-    : spec_(bundle.manifest().text_tower.value()),
-      tokenizer_(bundle.read(spec_.tokenizer, names::kMaxTokenizer)),
+    : spec_(bundle.manifest().text_tower.value()), tokenizer_(bundle.read(spec_.tokenizer, names::kMaxTokenizer)),
       backend_(backend) {
   tokenizer_.check_wrapped();
 }

@@ -84,9 +84,7 @@ std::vector<Stretch> cut(std::string_view text, const Matcher& matcher, const st
 
 struct Tokenizer::Data {
   explicit Data(const Json& spec)
-      : bpe(need(spec, "model")),
-        normalizer(spec.find("normalizer")),
-        pre_tokenizer(spec.find("pre_tokenizer")),
+      : bpe(need(spec, "model")), normalizer(spec.find("normalizer")), pre_tokenizer(spec.find("pre_tokenizer")),
         decoder(spec.find("decoder")) {
     const Json* list = spec.find("added_tokens");
     if (list && list->array())
@@ -117,7 +115,7 @@ struct Tokenizer::Data {
     if (flag(item, "single_word"))
       fail(Kind::bundle, "the added token '", content.string()->substr(0, 40), "' counts as a word only, which libvtx does ",
            "not know: give token ids instead");
-    added[*id.integer()] = {*id.integer(), *content.string(), flag(item, "special"), flag(item, "normalized"),
+    added[*id.integer()] = {*id.integer(),        *content.string(),   flag(item, "special"), flag(item, "normalized"),
                             flag(item, "lstrip"), flag(item, "rstrip")};
     by_content[*content.string()] = *id.integer();
   }

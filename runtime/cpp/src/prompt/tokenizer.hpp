@@ -48,10 +48,10 @@ class Tokenizer {
   bool has_normalizer() const;
   bool known(int64_t id) const;
   bool special(int64_t id) const;
-  bool is_byte(int64_t id) const;  // one of <0x00> to <0xFF>
-  const std::string& token(int64_t id) const;  // empty where unknown
+  bool is_byte(int64_t id) const;                 // one of <0x00> to <0xFF>
+  const std::string& token(int64_t id) const;     // empty where unknown
   int64_t id_of(const std::string& token) const;  // -1 where unknown
-  const std::string& added(int64_t id) const;  // the added token's text, empty where it is none
+  const std::string& added(int64_t id) const;     // the added token's text, empty where it is none
   std::string unk_token() const;
 
  private:

@@ -70,7 +70,8 @@ void reorder(Codes& text) {
 }
 
 uint32_t composed_of(uint32_t first, uint32_t second) {
-  if (first - kLead < 19 && second - kVowel < kVowels) return kHangul + ((first - kLead) * kVowels + (second - kVowel)) * kTails;
+  if (first - kLead < 19 && second - kVowel < kVowels)
+    return kHangul + ((first - kLead) * kVowels + (second - kVowel)) * kTails;
   if (first - kHangul < kSyllables && (first - kHangul) % kTails == 0 && second - kTail - 1 < kTails - 1)
     return first + (second - kTail);
   size_t low = 0, count = std::size(kCompositions) / 3, high = count;

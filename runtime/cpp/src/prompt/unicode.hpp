@@ -5,9 +5,9 @@
 
 namespace vtxcore {
 
-bool is_letter(char32_t code);      // \p{L}
-bool is_number(char32_t code);      // \p{N}
-bool is_mark(char32_t code);        // \p{M}
+bool is_letter(char32_t code);       // \p{L}
+bool is_number(char32_t code);       // \p{N}
+bool is_mark(char32_t code);         // \p{M}
 bool is_white_space(char32_t code);  // \s: the property White_Space
 
 Codes lower_case(const Codes& text);

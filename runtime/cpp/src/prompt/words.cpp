@@ -144,7 +144,8 @@ void PreTokenizer::add(const Json& spec) {
   } else if (type == "Split" && words_ == Words::none) {
     const Json* pattern = spec.find("pattern");
     std::string regex = text_of(pattern ? pattern->find("Regex") : nullptr);
-    if (text_of(spec.find("behavior")) == "Removed" && flag(spec, "invert", false) && (regex == kClip || regex == kClipSpecial)) {
+    if (text_of(spec.find("behavior")) == "Removed" && flag(spec, "invert", false) &&
+        (regex == kClip || regex == kClipSpecial)) {
       words_ = Words::clip;
       return;
     }

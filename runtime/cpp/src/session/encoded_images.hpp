@@ -25,8 +25,7 @@ class EncodedImages {
   EncodedImages(Backend& backend, const std::vector<PreparedImage>& images) : backend_(backend), images_(images) {}
   // For each image a key that stands for its tokens, and the call that gives them. `question`: what entries that use it
   // select by; null where none does. `vision_ms` grows by the time of the calls.
-  std::vector<Encoder> encoders(const Policy& policy, const std::shared_ptr<const PromptText>& question,
-                                double* vision_ms);
+  std::vector<Encoder> encoders(const Policy& policy, const std::shared_ptr<const PromptText>& question, double* vision_ms);
 
  private:
   ImagePtr encode(const PreparedImage& image, const Extras& extras);

@@ -59,8 +59,7 @@ PrunedPrefix PrunedPrefix::without(const Removal& removal, const Mask& is_vision
   }
   Ids which = indices_of(stays);
   if (hidden->count() == stays.size()) out.hidden = std::make_shared<Rows>(take(*hidden, which));
-  if (out.hidden->count() != which.size())
-    fail(Kind::device, "image tokens continue whose hidden states were not held");
+  if (out.hidden->count() != which.size()) fail(Kind::device, "image tokens continue whose hidden states were not held");
   out.positions = take(positions, which);
   if (removal.renumbers) {
     out.positions = count_up(0, which.size());

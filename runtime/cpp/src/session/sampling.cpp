@@ -42,9 +42,8 @@ void normalise(Doubles& odds) {
 // The smallest set of most likely tokens that holds `top_p` of the mass, renormalised.
 void keep_nucleus(Doubles& odds, double top_p) {
   Ids order = count_up(0, odds.size());
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return odds[static_cast<size_t>(a)] > odds[static_cast<size_t>(b)];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return odds[static_cast<size_t>(a)] > odds[static_cast<size_t>(b)]; });
   double running = 0;
   Doubles kept(odds.size(), 0.0);
   for (int64_t token : order) {

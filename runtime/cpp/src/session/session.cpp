@@ -58,7 +58,8 @@ Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selec
   Ids suffix(prompt.ids.begin() + static_cast<std::ptrdiff_t>(prompt.prefix_length()), prompt.ids.end());
   Selection asked{prompt.prefix_key(), policy.key(), suffix};
   reused_suffix_ = 0;
-  bool continues = after && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
+  bool continues =
+      after && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
   if (!continues) return select(asked, policy);
   Selection before = *after;  // `after` may be what this session holds
   bool cached = selection_ && before == *selection_;

@@ -38,7 +38,8 @@ Rows shrunk_grid(const Rows& grid, int64_t height, int64_t width, int64_t rows, 
   for (int64_t x = 0; x < columns; ++x) {
     Between b = between(width, columns, x);
     for (int64_t y = 0; y < rows; ++y)
-      mix(high.row(at(y, b.first, width)), high.row(at(y, b.second, width)), b.share, grid.width, out.row(at(y, x, columns)));
+      mix(high.row(at(y, b.first, width)), high.row(at(y, b.second, width)), b.share, grid.width,
+          out.row(at(y, x, columns)));
   }
   return out;
 }

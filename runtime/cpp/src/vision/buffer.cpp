@@ -36,10 +36,11 @@ size_t channels(PixelFormat format) {
 Picture from_buffer(const uint8_t* data, const uint8_t* second, int width, int height, size_t stride, PixelFormat format) {
   check_size("the buffer", width, height);
   size_t each = channels(format);
-  if (!data || (format == PixelFormat::nv12 && !second)) fail(Kind::image, "the buffer has no data; give a pointer to its pixels");
+  if (!data || (format == PixelFormat::nv12 && !second))
+    fail(Kind::image, "the buffer has no data; give a pointer to its pixels");
   if (stride < each * static_cast<size_t>(width))
-    fail(Kind::image, "the buffer's rows are ", stride, " bytes apart, ", width, " pixels take ", each * static_cast<size_t>(width),
-         "; give the stride in bytes");
+    fail(Kind::image, "the buffer's rows are ", stride, " bytes apart, ", width, " pixels take ",
+         each * static_cast<size_t>(width), "; give the stride in bytes");
   if (format == PixelFormat::nv12 && (width % 2 || height % 2))
     fail(Kind::image, "an NV12 frame of ", width, "x", height, " has an odd side; crop it to even ones");
   Picture out(width, height);

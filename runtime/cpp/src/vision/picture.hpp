@@ -16,10 +16,13 @@ struct Picture {
   std::vector<uint8_t> data;
 
   Picture() = default;
-  Picture(int wide, int high)
-      : width(wide), height(high), data(3 * static_cast<size_t>(wide) * static_cast<size_t>(high)) {}
-  const uint8_t* pixel(int x, int y) const { return data.data() + 3 * (static_cast<size_t>(y) * static_cast<size_t>(width) + static_cast<size_t>(x)); }
-  uint8_t* pixel(int x, int y) { return data.data() + 3 * (static_cast<size_t>(y) * static_cast<size_t>(width) + static_cast<size_t>(x)); }
+  Picture(int wide, int high) : width(wide), height(high), data(3 * static_cast<size_t>(wide) * static_cast<size_t>(high)) {}
+  const uint8_t* pixel(int x, int y) const {
+    return data.data() + 3 * (static_cast<size_t>(y) * static_cast<size_t>(width) + static_cast<size_t>(x));
+  }
+  uint8_t* pixel(int x, int y) {
+    return data.data() + 3 * (static_cast<size_t>(y) * static_cast<size_t>(width) + static_cast<size_t>(x));
+  }
 };
 
 // Throws Error(image) for a picture without pixels, or with too many; before any work.

@@ -120,12 +120,10 @@ int64_t share(double part, int64_t count) {
 
 Mask highest(const Floats& values, int64_t count) {
   Ids order = count_up(0, values.size());
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return values[static_cast<size_t>(a)] > values[static_cast<size_t>(b)];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return values[static_cast<size_t>(a)] > values[static_cast<size_t>(b)]; });
   Mask chosen(values.size(), 0);
-  for (size_t i = 0; i < std::min(values.size(), static_cast<size_t>(count)); ++i)
-    chosen[static_cast<size_t>(order[i])] = 1;
+  for (size_t i = 0; i < std::min(values.size(), static_cast<size_t>(count)); ++i) chosen[static_cast<size_t>(order[i])] = 1;
   return chosen;
 }
 

@@ -102,8 +102,8 @@ class OpenvinoBackend : public Backend {
     std::string able = openvino_.core().capabilities();
     if (compute == "bf16" && able.find("BF16") == std::string::npos)
       fail(Kind::device, "this processor computes ", able, ", not bf16; leave out --compute bf16");
-    static const std::map<Type, const char*> kWords{{Type::f32, "f32"}, {Type::f16, "f16"}, {Type::bf16, "bf16"},
-                                                    {Type::u8, "u8"}};
+    static const std::map<Type, const char*> kWords{
+        {Type::f32, "f32"}, {Type::f16, "f16"}, {Type::bf16, "bf16"}, {Type::u8, "u8"}};
     settings_ = {{"KV_CACHE_PRECISION", kWords.at(context_.kv)},
                  {"INFERENCE_PRECISION_HINT", compute},
                  {"DYNAMIC_QUANTIZATION_GROUP_SIZE", std::to_string(quantised_rows(m_.precision))},
@@ -165,8 +165,10 @@ class OpenvinoBackend : public Backend {
 
 // The least hidden size at which OpenVINO was measured to be ahead of onnxruntime.
 int64_t wide(const std::string& precision) {
-  static const std::map<std::string, int64_t> kWide{{"fp32", names::kWideFp32}, {"fp16", names::kWideFp16},
-                                                    {"bf16", names::kWideBf16}, {"int8", names::kWideInt8},
+  static const std::map<std::string, int64_t> kWide{{"fp32", names::kWideFp32},
+                                                    {"fp16", names::kWideFp16},
+                                                    {"bf16", names::kWideBf16},
+                                                    {"int8", names::kWideInt8},
                                                     {"int4", names::kWideInt4}};
   return kWide.at(precision);
 }

@@ -44,17 +44,11 @@ int64_t OpenvinoCacheContext::slot_bytes() const {
 
 OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
                                        const StageSpec& spec, int64_t slots)
-    : StageCache(slots),
-      context_(context),
-      stage_(stage),
-      spec_(spec),
-      heads_(static_cast<size_t>(context.manifest.model.kv_heads)),
-      blocks_(blocks_of(slots)),
+    : StageCache(slots), context_(context), stage_(stage), spec_(spec),
+      heads_(static_cast<size_t>(context.manifest.model.kv_heads)), blocks_(blocks_of(slots)),
       memory_(planes_of(spec) * blocks_ * heads_ * names::kPagedBlock * head_bytes(), static_cast<size_t>(slots)),
-      block_numbers_(blocks_),
-      row_(1, static_cast<size_t>(context.manifest.model.hidden)),
-      row_out_(1, static_cast<size_t>(context.manifest.model.hidden)),
-      row_position_(1) {
+      block_numbers_(blocks_), row_(1, static_cast<size_t>(context.manifest.model.hidden)),
+      row_out_(1, static_cast<size_t>(context.manifest.model.hidden)), row_position_(1) {
   request_ = running(stage.name, [&] { return stage.compiled->request(); });
   for (size_t i = 0; i < blocks_; ++i) block_numbers_[i] = static_cast<int32_t>(i);
   const Manifest& m = context.manifest;
@@ -65,8 +59,7 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
       set(names::kPastKey + std::to_string(layer), context.kv, shape, row(plane, 0, 0));
       set(names::kPastValue + std::to_string(layer), context.kv, shape, row(plane + 1, 0, 0));
     }
-    for (const auto& [name, table] : context.rope)
-      set(name, Type::f32, {m.max_context, m.model.head_dim / 2}, table.data());
+    for (const auto& [name, table] : context.rope) set(name, Type::f32, {m.max_context, m.model.head_dim / 2}, table.data());
     set(names::kPagedPast, Type::i32, {1}, past_);
     set(names::kPagedBegins, Type::i32, {2}, begins_);
     set(names::kPagedFilled, Type::i32, {}, &filled_);
@@ -139,7 +132,8 @@ Scores OpenvinoStageCache::attention(bool last_only) {
   Floats keys(found.data.size());  // [kv_heads, length, head_dim]
   for (size_t head = 0; head < heads_; ++head)
     for (size_t slot = 0; slot < found.count(); ++slot)
-      std::copy_n(found.row(slot) + head * dim, dim, keys.begin() + static_cast<std::ptrdiff_t>((head * found.count() + slot) * dim));
+      std::copy_n(found.row(slot) + head * dim, dim,
+                  keys.begin() + static_cast<std::ptrdiff_t>((head * found.count() + slot) * dim));
   std::vector<uint16_t> halves;
   if (context_.half_keys) {
     halves.reserve(keys.size());
@@ -147,11 +141,15 @@ Scores OpenvinoStageCache::attention(bool last_only) {
   }
   const void* data = context_.half_keys ? static_cast<const void*>(halves.data()) : keys.data();
   auto total = static_cast<int32_t>(length);
-  auto outputs = context_.score->run(
-      {{names::kQuery, Type::f32, {static_cast<int64_t>(count - first), static_cast<int64_t>(query_.width)}, query_.row(first)},
-       {names::kKey, context_.half_keys ? Type::f16 : Type::f32,
-        {1, static_cast<int64_t>(heads_), length, static_cast<int64_t>(dim)}, data},
-       {names::kTotalSlots, Type::i32, {1}, &total}});
+  auto outputs = context_.score->run({{names::kQuery,
+                                       Type::f32,
+                                       {static_cast<int64_t>(count - first), static_cast<int64_t>(query_.width)},
+                                       query_.row(first)},
+                                      {names::kKey,
+                                       context_.half_keys ? Type::f16 : Type::f32,
+                                       {1, static_cast<int64_t>(heads_), length, static_cast<int64_t>(dim)},
+                                       data},
+                                      {names::kTotalSlots, Type::i32, {1}, &total}});
   for (const auto& output : outputs)
     if (static_cast<int64_t>(output.floats.size()) != length)
       fail(Kind::bundle, context_.score->name, " gives another number of scores than slots; export the bundle again");

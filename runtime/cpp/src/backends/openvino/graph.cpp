@@ -34,8 +34,7 @@ struct Found {
 Found find(const std::string& path) {
   const char* named = std::getenv(kVariable);
   std::string where = "where the system looks";
-  if (!path.empty() || (named && *named))
-    where = Library(kOpenvino, path, kVariable, {"libopenvino.so"}, kVersion).where();
+  if (!path.empty() || (named && *named)) where = Library(kOpenvino, path, kVariable, {"libopenvino.so"}, kVersion).where();
   std::string module = own_directory() + "/" + kModule;
   void* handle = ::dlopen(module.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
@@ -53,8 +52,8 @@ Found find(const std::string& path) {
 
 // OpenVINO's word for a type, and numpy's.
 std::string dtype_of(const std::string& type) {
-  static const std::map<std::string, std::string> kTypes{{"f32", "float32"}, {"f16", "float16"}, {"i64", "int64"},
-                                                         {"i32", "int32"}};
+  static const std::map<std::string, std::string> kTypes{
+      {"f32", "float32"}, {"f16", "float16"}, {"i64", "int64"}, {"i32", "int32"}};
   auto found = kTypes.find(type);
   return found == kTypes.end() ? type : found->second;
 }

@@ -114,8 +114,7 @@ void keep_narrow(ov::Model& model) {
     std::string type = node->get_type_info().name;
     if (type == "Convert" && is_narrow_matrix(node->input_value(0)) && readers(node) == std::set<std::string>{"MatMul"})
       node->get_rt_info()[kMark] = "";
-    else if (type == "Gather" && is_narrow_matrix(node->input_value(0)) &&
-             readers(node) == std::set<std::string>{"Convert"})
+    else if (type == "Gather" && is_narrow_matrix(node->input_value(0)) && readers(node) == std::set<std::string>{"Convert"})
       widen_table(node);
     else if (type == "MatMul" && kind(node->input_value(0)) == "Reshape" && kind(node->input_value(1)) == "Multiply")
       multiply_unshaped(node);

@@ -51,13 +51,12 @@ NodePtr make_template() {
   auto [values, keep_values] = stateful("v", heads, beam);
   auto bias = std::make_shared<ops::Unsqueeze>(mask, constant({1, 2}));
   auto attention = std::make_shared<ops::ScaledDotProductAttention>(heads, keys, values, bias, false);
-  auto model = std::make_shared<ov::Model>(
-      ov::ResultVector{std::make_shared<ops::Result>(attention)}, ov::SinkVector{keep_keys, keep_values},
-      ov::ParameterVector{embeds, mask, positions, beam});
+  auto model = std::make_shared<ov::Model>(ov::ResultVector{std::make_shared<ops::Result>(attention)},
+                                           ov::SinkVector{keep_keys, keep_values},
+                                           ov::ParameterVector{embeds, mask, positions, beam});
   ov::pass::SDPAToPagedAttention().run_on_model(model);
   for (const NodePtr& node : model->get_ordered_ops())
-    if (std::string(node->get_type_info().name) == "PagedAttentionExtension" &&
-        node->get_input_size() > kFilledInput)
+    if (std::string(node->get_type_info().name) == "PagedAttentionExtension" && node->get_input_size() > kFilledInput)
       return node;
   throw std::runtime_error("this release of OpenVINO cannot attend over blocks; take a newer one");
 }
@@ -74,8 +73,9 @@ std::pair<Value, Value> inputs(const Value& value, const std::string& kind) {
 class Pager {
  public:
   Pager(ov::Model& model, int64_t heads)
-      : model_(model), heads_(heads), template_(make_template()), past_(say(names::kPagedPast, {1})), begins_(say(names::kPagedBegins, {2})),
-        blocks_(say(names::kPagedBlocks, {-1})), block_begins_(say(names::kPagedBlockBegins, {2})), filled_(say(names::kPagedFilled, {})) {}
+      : model_(model), heads_(heads), template_(make_template()), past_(say(names::kPagedPast, {1})),
+        begins_(say(names::kPagedBegins, {2})), blocks_(say(names::kPagedBlocks, {-1})),
+        block_begins_(say(names::kPagedBlockBegins, {2})), filled_(say(names::kPagedFilled, {})) {}
 
   void page(int64_t layer, const NodePtr& softmax) {
     auto [products, scale] = inputs(inputs(softmax->input_value(0), "Add").first, "Multiply");
@@ -89,8 +89,15 @@ class Pager {
     auto [key, keys] = cache(names::kPastKey + number, names::kPresentKey + number);
     auto [value, values] = cache(names::kPastValue + number, names::kPresentValue + number);
     ov::OutputVector given = template_->input_values();
-    ov::OutputVector ours{joined(query, heads_, head_dim), joined(key, kv_heads, head_dim),
-                          joined(value, kv_heads, head_dim), keys, values, past_, begins_, blocks_, block_begins_};
+    ov::OutputVector ours{joined(query, heads_, head_dim),
+                          joined(key, kv_heads, head_dim),
+                          joined(value, kv_heads, head_dim),
+                          keys,
+                          values,
+                          past_,
+                          begins_,
+                          blocks_,
+                          block_begins_};
     std::copy(ours.begin(), ours.end(), given.begin());
     given[kScaleInput] = scale;
     given[kFilledInput] = filled_;

@@ -17,8 +17,7 @@ class OrtBackend : public Backend {
  public:
   OrtBackend(const Bundle& bundle, const BackendOptions& options)
       : bundle_(bundle), m_(bundle.manifest()), ort_(options.library),
-        threads_(options.threads > 0 ? options.threads : cores()),
-        context_{ort_, m_, {}, {}, nullptr} {
+        threads_(options.threads > 0 ? options.threads : cores()), context_{ort_, m_, {}, {}, nullptr} {
     ort_.check_release(m_.kv_dtype);
     device = "cpu", dialect = "ort", compute = options.compute;
     library = cat("onnxruntime ", ort_.version, " (", ort_.library().where(), ")");

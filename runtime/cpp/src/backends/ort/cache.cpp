@@ -12,21 +12,15 @@ int64_t wide(const OrtCacheContext& c) { return c.manifest.model.hidden; }
 }  // namespace
 
 OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& stage, const StageSpec& spec, int64_t slots)
-    : StageCache(slots),
-      context_(context),
-      stage_(stage),
-      spec_(spec),
+    : StageCache(slots), context_(context), stage_(stage), spec_(spec),
       memory_(static_cast<size_t>(2 * spec.layers() * context.manifest.model.kv_heads), static_cast<size_t>(slots),
               static_cast<size_t>(context.manifest.model.head_dim * context.manifest.kv_bytes("ort"))),
       last_tensor_(tensor_over(context.ort, &last_, {1}, "int32")),
-      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")),
-      row_(1, static_cast<size_t>(wide(context))),
-      row_out_(1, static_cast<size_t>(wide(context))),
-      row_position_(1),
+      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")), row_(1, static_cast<size_t>(wide(context))),
+      row_out_(1, static_cast<size_t>(wide(context))), row_position_(1),
       row_tensor_(tensor_over(context.ort, row_.data.data(), {1, wide(context)}, "float32")),
       row_position_tensor_(tensor_over(context.ort, row_position_.data(), {1, 1}, "int64")),
-      row_out_tensor_(tensor_over(context.ort, row_out_.data.data(), {1, wide(context)}, "float32")),
-      row_binding_(stage) {
+      row_out_tensor_(tensor_over(context.ort, row_out_.data.data(), {1, wide(context)}, "float32")), row_binding_(stage) {
   const ModelSpec& model = context.manifest.model;
   Ids shape{1, model.kv_heads, slots, model.head_dim};
   for (size_t plane = 0; plane < static_cast<size_t>(2 * spec.layers()); ++plane)

@@ -15,7 +15,7 @@ namespace vtxcore {
 struct OrtCacheContext {
   const OrtLibrary& ort;
   const Manifest& manifest;
-  std::map<std::string, Floats> constants;  // by name
+  std::map<std::string, Floats> constants;   // by name
   std::map<std::string, OrtTensor> tensors;  // over `constants`
   const OrtGraph* score = nullptr;
 };

@@ -12,16 +12,15 @@ constexpr int kApiVersion = 21;  // the oldest release whose operators the bundl
 static_assert(kApiVersion <= ORT_API_VERSION, "the header is older than the API that is asked for");
 
 ONNXTensorElementDataType type_of(const std::string& dtype) {
-  static const std::map<std::string, ONNXTensorElementDataType> kTypes{
-      {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
-      {"int64", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},   {"int32", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
-      {"int8", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8}};
+  static const std::map<std::string, ONNXTensorElementDataType> kTypes{{"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
+                                                                       {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
+                                                                       {"int64", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
+                                                                       {"int32", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
+                                                                       {"int8", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8}};
   return kTypes.at(dtype);
 }
 
-size_t bytes_of(const std::string& dtype) {
-  return dtype == "int64" ? 8 : dtype == "float16" ? 2 : dtype == "int8" ? 1 : 4;
-}
+size_t bytes_of(const std::string& dtype) { return dtype == "int64" ? 8 : dtype == "float16" ? 2 : dtype == "int8" ? 1 : 4; }
 
 // numpy's name of a type.
 std::string name_of(ONNXTensorElementDataType type) {
@@ -114,14 +113,13 @@ OrtTensor tensor_over(const OrtLibrary& ort, const void* data, const Ids& shape,
   for (int64_t side : shape) size *= static_cast<size_t>(side);
   OrtValue* value = nullptr;
   void* memory = data ? const_cast<void*>(data) : nothing;  // an empty vector has no data, and a tensor needs some
-  ort.check(ort.api->CreateTensorWithDataAsOrtValue(ort.memory, memory, size, shape.data(), shape.size(),
-                                                    type_of(dtype), &value),
-            "onnxruntime takes no tensor");
+  ort.check(
+      ort.api->CreateTensorWithDataAsOrtValue(ort.memory, memory, size, shape.data(), shape.size(), type_of(dtype), &value),
+      "onnxruntime takes no tensor");
   return OrtTensor(ort, value);
 }
 
-OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::string& file, const GraphIO& io,
-                   int threads)
+OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::string& file, const GraphIO& io, int threads)
     : ort(library), name(file) {
   const OrtApi* api = ort.api;
   OrtSessionOptions* options = nullptr;

@@ -74,7 +74,9 @@ class TensorrtBackend : public Backend {
     Rows out(0, static_cast<size_t>(m_.model.vocab));
     for (size_t start = 0; start < rows.count(); start += most) {
       size_t count = std::min(most, rows.count() - start);
-      Input in{names::kHidden, rows.row(start), count * rows.width * sizeof(float),
+      Input in{names::kHidden,
+               rows.row(start),
+               count * rows.width * sizeof(float),
                {static_cast<int64_t>(count), m_.model.hidden}};
       Rows part = run(graphs_.head, in, names::kLogits, count, m_.model.vocab);
       out.data.insert(out.data.end(), part.data.begin(), part.data.end());
@@ -85,7 +87,9 @@ class TensorrtBackend : public Backend {
   Floats gate(int64_t k, const Rows& rows) override {
     auto at = static_cast<size_t>(std::find(m_.gates.begin(), m_.gates.end(), k) - m_.gates.begin());
     engines_->check_tokens(graphs_.gates.at(at), rows.count());
-    Input in{names::kHidden, rows.data.data(), rows.data.size() * sizeof(float),
+    Input in{names::kHidden,
+             rows.data.data(),
+             rows.data.size() * sizeof(float),
              {static_cast<int64_t>(rows.count()), m_.model.hidden}};
     return run(graphs_.gates.at(at), in, names::kOdds, 1, 2).data;
   }

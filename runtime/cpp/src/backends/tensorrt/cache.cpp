@@ -17,8 +17,7 @@ class TensorrtStageCache : public StageCache {
         slots_(static_cast<size_t>(context.manifest.max_context)),
         heads_(static_cast<size_t>(spec.layers() * 2 * context.manifest.model.kv_heads)),
         half_bytes_(static_cast<size_t>(context.manifest.model.kv_heads) * slots_ * context.slot_bytes()),
-        kv_(cuda_, heads_ * slots_ * context.slot_bytes(),
-            cat("the KV cache of layers ", spec.first, " to ", spec.last)),
+        kv_(cuda_, heads_ * slots_ * context.slot_bytes(), cat("the KV cache of layers ", spec.first, " to ", spec.last)),
         queries_(context), row_(cuda_, hidden()), row_out_(cuda_, hidden()), position_(cuda_, 1), total_(cuda_, 1),
         decode_(context.engines.new_context(graph, kDecode)) {
     cuda_.zero(kv_.address(), kv_.size());  // what is masked must still be a number

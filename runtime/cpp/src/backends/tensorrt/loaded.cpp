@@ -52,7 +52,8 @@ void Context::bind(const Shapes& shapes, const Addresses& addresses) {
   for (const auto& [name, shape] : shapes) {
     if (auto known = shapes_.find(name); known != shapes_.end() && known->second == shape) continue;
     if (!execution_->set_shape(name.c_str(), shape.data(), static_cast<int>(shape.size())))
-      fail(Kind::device, "the engine of ", graph_, " takes no ", name, " of shape ", shown(shape), "; build the engines again");
+      fail(Kind::device, "the engine of ", graph_, " takes no ", name, " of shape ", shown(shape),
+           "; build the engines again");
     shapes_[name] = shape;
   }
   for (const auto& [name, address] : addresses) {

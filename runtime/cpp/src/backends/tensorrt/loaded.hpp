@@ -13,7 +13,7 @@
 
 namespace vtxcore {
 
-using Shapes = std::map<std::string, Ids>;         // of inputs with free sizes
+using Shapes = std::map<std::string, Ids>;          // of inputs with free sizes
 using Addresses = std::map<std::string, uint8_t*>;  // of every tensor, on the device
 
 // One engine with one profile; shapes and addresses are set where they change.

@@ -34,7 +34,8 @@ std::string own_directory() {
 }  // namespace
 
 Release::Release(const EngineSet& engines, const std::string& path)
-    : flavour_(engines.flavour), library_(flavour_name(engines.flavour), path, "VTX_TENSORRT", names_of(engines), kMajorSymbol) {
+    : flavour_(engines.flavour),
+      library_(flavour_name(engines.flavour), path, "VTX_TENSORRT", names_of(engines), kMajorSymbol) {
   for (size_t i = 0; i < 4; ++i) {
     auto ask = reinterpret_cast<int (*)()>(library_.symbol(kVersionSymbols[i]));
     parts_[i] = ask ? ask() : 0;
@@ -72,7 +73,8 @@ std::unique_ptr<tensorrt::Runtime> Release::runtime() const {
     fail(Kind::device, "the plug-in for ", flavour_name(flavour_), " is of another libvtx; build and install both together");
   std::unique_ptr<tensorrt::Runtime> runtime(create ? make(create) : nullptr);
   if (!runtime)
-    fail(Kind::device, flavour_name(flavour_), " ", version("0.0.0"), " does not start here; see nvidia-smi, or use --device cpu");
+    fail(Kind::device, flavour_name(flavour_), " ", version("0.0.0"),
+         " does not start here; see nvidia-smi, or use --device cpu");
   return runtime;
 }
 

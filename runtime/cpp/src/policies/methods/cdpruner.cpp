@@ -68,9 +68,7 @@ Ids greedy(const Floats& kernel, size_t n, size_t count) {
 // input embedding of the text after the images, or CLIP's of patch and question (text=tower), scaled to 0..1.
 class CdPruner : public Method, public Entry, public std::enable_shared_from_this<CdPruner> {
  public:
-  CdPruner(double keep, std::string text) : keep_(keep), text_(std::move(text)) {
-    check_keep("cdpruner", keep);
-  }
+  CdPruner(double keep, std::string text) : keep_(keep), text_(std::move(text)) { check_keep("cdpruner", keep); }
   std::string name() const override { return "cdpruner"; }
   std::string spec() const override { return "cdpruner:keep=" + spec_number(keep_) + ",text=" + text_; }
   std::string key() const override { return spec(); }

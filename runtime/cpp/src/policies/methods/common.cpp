@@ -28,9 +28,7 @@ void check_keep(const std::string& name, double keep) {
          "number of at least 2");
 }
 
-int64_t number_to_keep(double keep, int64_t count) {
-  return keep <= 1 ? share(keep, count) : static_cast<int64_t>(keep);
-}
+int64_t number_to_keep(double keep, int64_t count) { return keep <= 1 ? share(keep, count) : static_cast<int64_t>(keep); }
 
 float pairwise_sum(const float* values, size_t count) {
   if (count < 8) {

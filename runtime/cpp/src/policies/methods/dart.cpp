@@ -7,8 +7,8 @@
 namespace vtxcore {
 namespace {
 
-constexpr float kTiny = 1e-8f;   // least product of two lengths, as torch's cosine_similarity has it
-constexpr size_t kFewest = 16;   // tokens; an image with fewer is left whole by the embedding-level form
+constexpr float kTiny = 1e-8f;  // least product of two lengths, as torch's cosine_similarity has it
+constexpr size_t kFewest = 16;  // tokens; an image with fewer is left whole by the embedding-level form
 
 Rows joined(Rows first, const Rows& second) {
   first.data.insert(first.data.end(), second.data.begin(), second.data.end());
@@ -29,9 +29,8 @@ Floats sizes_of(const Rows& rows) {
 // Indices of the `count` largest, the largest first; of equal ones the earlier.
 Ids largest(const Floats& values, int64_t count) {
   Ids order = count_up(0, values.size());
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return values[static_cast<size_t>(a)] > values[static_cast<size_t>(b)];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return values[static_cast<size_t>(a)] > values[static_cast<size_t>(b)]; });
   order.resize(std::min(order.size(), static_cast<size_t>(count)));
   return order;
 }
@@ -46,9 +45,8 @@ void keep_lowest(const Rows& rows, const float* pivot, int64_t count, Mask& kept
     cosines.push_back(dot(pivot, row, rows.width) / std::max(length * length_of(row, rows.width), kTiny));
   }
   Ids order = count_up(0, there.size());
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return cosines[static_cast<size_t>(a)] < cosines[static_cast<size_t>(b)];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return cosines[static_cast<size_t>(a)] < cosines[static_cast<size_t>(b)]; });
   for (size_t i = 0; i < std::min(order.size(), static_cast<size_t>(std::max<int64_t>(0, count))); ++i)
     kept[static_cast<size_t>(there[static_cast<size_t>(order[i])])] = 1;
 }
@@ -111,8 +109,8 @@ class Dart : public Method, public Entry, public std::enable_shared_from_this<Da
   }
   std::string name() const override { return "dart"; }
   std::string spec() const override {
-    return cat("dart:keep=", spec_number(keep_), ",k=", k_, ",pivots=", pivots_, ",text_pivots=", text_pivots_, ",order=",
-               order_);
+    return cat("dart:keep=", spec_number(keep_), ",k=", k_, ",pivots=", pivots_, ",text_pivots=", text_pivots_,
+               ",order=", order_);
   }
   std::string key() const override { return spec(); }
   Needs needs() const override {

@@ -32,9 +32,8 @@ class Lsm : public Method, public Entry, public std::enable_shared_from_this<Lsm
     for (size_t i = 0; i < rank.size(); ++i)
       rank[i] = patches.places[i] < 0 ? -kInfinity : patches.merged[i] ? -similarity[i] : kInfinity;
     Ids order = count_up(0, rank.size());
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-      return rank[static_cast<size_t>(a)] < rank[static_cast<size_t>(b)];
-    });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return rank[static_cast<size_t>(a)] < rank[static_cast<size_t>(b)]; });
     return order;
   }
 

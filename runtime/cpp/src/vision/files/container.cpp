@@ -57,7 +57,8 @@ std::optional<int> exif_orientation(std::string_view block) {
   std::optional<uint32_t> entries = start ? number(block, *start, 2, little) : std::nullopt;
   for (uint32_t i = 0; entries && i < *entries; ++i) {
     size_t at = size_t{*start} + 2 + 12 * size_t{i};
-    auto tag = number(block, at, 2, little), kind = number(block, at + 2, 2, little), count = number(block, at + 4, 4, little);
+    auto tag = number(block, at, 2, little), kind = number(block, at + 2, 2, little),
+         count = number(block, at + 4, 4, little);
     if (!count) return std::nullopt;
     if (*tag != 0x0112 || *count != 1) continue;
     size_t bytes = *kind == 1 ? 1 : *kind == 3 ? 2 : *kind == 4 ? 4 : 0;
@@ -81,7 +82,8 @@ Container read_container(const std::string& content, const std::string& name) {
   std::string_view view(content);
   bool jpeg = view.substr(0, 3) == "\xFF\xD8\xFF", png = view.substr(0, 8) == "\x89PNG\r\n\x1A\n";
   if (!jpeg && !png)
-    fail(Kind::image, name, " is not an image that libvtx reads; it reads JPEG and PNG: convert it, or decode it yourself and ",
+    fail(Kind::image, name,
+         " is not an image that libvtx reads; it reads JPEG and PNG: convert it, or decode it yourself and ",
          "give its pixels");
   Container container = jpeg ? read_jpeg(view, name) : read_png(view, name);
   check_size(name, container.width, container.height);

@@ -65,7 +65,8 @@ void count_scan(const Frame& frame, std::string_view segment, int64_t& scans, in
     if (found != frame.blocks.end()) visited += found->second;
   }
   if (++scans > names::kMaxScans)
-    fail(Kind::image, name, " has over ", names::kMaxScans, " scans, the limit; open it in an image editor and save it again");
+    fail(Kind::image, name, " has over ", names::kMaxScans,
+         " scans, the limit; open it in an image editor and save it again");
   if (visited > names::kMaxScanBlocks)
     fail(Kind::image, "the scans of ", name, " pass over more than ", grouped(names::kMaxScanBlocks),
          " blocks of 8x8 pixels, the limit; save it as a baseline JPEG, or shrink it");
@@ -81,7 +82,8 @@ Container read_jpeg(std::string_view content, const std::string& name) {
   std::string kept;
   size_t end = 0;
   while (true) {
-    if (++parts > names::kMaxParts) fail(Kind::image, name, " has over ", grouped(names::kMaxParts), " segments, the limit; save it again");
+    if (++parts > names::kMaxParts)
+      fail(Kind::image, name, " has over ", grouped(names::kMaxParts), " segments, the limit; save it again");
     size_t at = next_marker(content, end);
     if (at == std::string_view::npos) break;
     int code = static_cast<unsigned char>(content[at]);
@@ -181,7 +183,8 @@ Picture decode_jpeg(const Container& container, const std::string& name) {
 }
 #else
 Picture decode_jpeg(const Container&, const std::string& name) {
-  fail(Kind::image, name, " is a JPEG, and this libvtx was built without libjpeg; install libjpeg-turbo's headers and build it ",
+  fail(Kind::image, name,
+       " is a JPEG, and this libvtx was built without libjpeg; install libjpeg-turbo's headers and build it ",
        "again, or give the pixels");
 }
 #endif

@@ -117,7 +117,8 @@ Picture decode_png(const Container& container, const std::string& name) {
 }
 #else
 Picture decode_png(const Container&, const std::string& name) {
-  fail(Kind::image, name, " is a PNG, and this libvtx was built without libpng; install libpng's headers and build it again, ",
+  fail(Kind::image, name,
+       " is a PNG, and this libvtx was built without libpng; install libpng's headers and build it again, ",
        "or give the pixels");
 }
 #endif

@@ -40,8 +40,9 @@ class Anyres : public Layout {
     for (auto [width, height] : resolutions_)
       sound = sound && width % tile == 0 && height % tile == 0 && (width / tile) * (height / tile) <= names::kMaxTiles;
     if (!sound)
-      fail(Kind::bundle, "layout 'anyres' has ", resolutions_.size(), " resolutions in tiles of ", tile, "; each side must be ",
-           "a multiple of the tile, with at most ", names::kMaxTiles, " tiles; export the bundle again");
+      fail(Kind::bundle, "layout 'anyres' has ", resolutions_.size(), " resolutions in tiles of ", tile,
+           "; each side must be ", "a multiple of the tile, with at most ", names::kMaxTiles,
+           " tiles; export the bundle again");
   }
 
   int64_t max_tokens() const override {
@@ -58,11 +59,13 @@ class Anyres : public Layout {
   bool newline() const override { return true; }
   void check(const TowerSpec& tower) const override {
     if (tile_ != tower.image || grid_ != tower.grid || one_tile() != tower.tokens)
-      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", one_tile(), " tokens, the tower ",
-           "takes ", tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
+      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", one_tile(),
+           " tokens, the tower ", "takes ", tower.image, " pixels and gives ", tower.tokens,
+           " tokens; export the bundle again");
   }
   LayoutPtr limited(int64_t max_views) const override {
-    if (max_views < 1) fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
+    if (max_views < 1)
+      fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
     std::vector<Size> left;
     for (auto [width, height] : resolutions_)
       if ((width / tile_) * (height / tile_) <= max_views - 1) left.emplace_back(width, height);

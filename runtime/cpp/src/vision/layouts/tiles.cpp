@@ -24,11 +24,12 @@ class Tiles : public Layout {
   int64_t max_views() const override { return most_ + (most_ > 1 ? 1 : 0); }
   void check(const TowerSpec& tower) const override {
     if (tile_ != tower.image || tokens_ != tower.tokens)
-      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", tokens_, " tokens, the tower takes ",
-           tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
+      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", tokens_,
+           " tokens, the tower takes ", tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
   }
   LayoutPtr limited(int64_t max_views) const override {
-    if (max_views < 1) fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
+    if (max_views < 1)
+      fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
     int64_t most = std::min(most_, std::max<int64_t>(1, max_views - 1));
     return std::make_shared<Tiles>(tile_, tokens_, std::min(fewest_, most), most);
   }
@@ -60,8 +61,7 @@ class Tiles : public Layout {
     for (int64_t columns = 1; columns <= most_; ++columns)
       for (int64_t rows = 1; rows <= most_ / columns; ++rows)
         if (columns * rows >= fewest_) grids.emplace_back(columns, rows);
-    std::stable_sort(grids.begin(), grids.end(),
-                     [](auto a, auto b) { return a.first * a.second < b.first * b.second; });
+    std::stable_sort(grids.begin(), grids.end(), [](auto a, auto b) { return a.first * a.second < b.first * b.second; });
     std::pair<int64_t, int64_t> best{1, 1};
     double least = std::numeric_limits<double>::infinity();
     for (auto [columns, rows] : grids) {
