@@ -111,3 +111,10 @@ def test_jetson_checks_graphs_and_asks_for_jetpack(install: Callable[[str], Comm
     command = install("jetson")
     checks_graphs(command)
     assert "TensorRT" in command("vtx-doctor", code=1)
+
+
+def test_tune_trains_and_its_checkpoint_exports(install: Callable[[str], Command]) -> None:
+    command = install("tune")
+    told = command("vtx-tune", "--k", "5", "--items", "4", "--held-out", "2", "--batch", "2", "--out", "tuned")
+    assert "earliest K within 1 point" in told
+    command("vtx-export", "--model", "tuned/merged", "--k", "5", "--out", "bundle")

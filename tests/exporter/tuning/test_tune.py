@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def test_bundle_transformers_and_adapters_agree_on_the_tuned_model(
 
 
 @pytest.mark.slow
-def test_two_processes_of_accelerate_s_launcher_learn_what_one_learns(
+def test_two_processes_as_accelerate_s_launcher_starts_them_learn_what_one_learns(
     whole: Path, options: TuneOptions, tmp_path: Path
 ) -> None:
     script = tmp_path / "vtx-tune.py"  # as the installed command is
@@ -157,9 +158,9 @@ def test_two_processes_of_accelerate_s_launcher_learn_what_one_learns(
         "--epochs", "4", "--lr", "5e-3", "--rank", "4", "--alpha", "8", "--hidden-weight", "0.1",
         "--max-new-tokens", "5", "--out", str(tmp_path / "out"),
     ]  # fmt: skip
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    done = subprocess.run([sys.executable, *launch, script, *words], capture_output=True, text=True, check=False)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *words], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     assert "6 steps on 2 x cpu" in done.stderr
     ours, theirs = weights(tmp_path / "out"), weights(whole)
