@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.bundle.safetensors import Header, read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import ExportError, RequestError
 
 STATE, LOG = "state.safetensors", "log.csv"
@@ -31,6 +31,21 @@ class StateFile:
     @property
     def path(self) -> Path:
         return self.folder / STATE
+
+    def step(self) -> int:
+        """The step of the saved state, 0 where nothing is saved. Raises RequestError as `load`."""
+        return int(self._checked().metadata["step"]) if self.path.exists() else 0
+
+    def _checked(self) -> Header:
+        header = read_header(self.path, error=RequestError)
+        if header.metadata.get("tuning") != self.identity:
+            raise RequestError(
+                f"{self.folder} holds a tuning with another model, other data or other options; name another --out, "
+                "or remove it"
+            )
+        if not header.metadata.get("step", "").isdecimal():
+            raise RequestError(f"{self.path} is damaged; remove it to begin again")
+        return header
 
     def save(self, step: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Replace the saved state once the new one is whole. Raises ExportError; the old one then stays."""
@@ -50,15 +65,10 @@ class StateFile:
         """
         if not self.path.exists():
             return 0
-        header = read_header(self.path, error=RequestError)
-        if header.metadata.get("tuning") != self.identity:
-            raise RequestError(
-                f"{self.folder} holds a tuning with another model, other data or other options; name another --out, "
-                "or remove it"
-            )
+        header = self._checked()
         wanted = {f"{kind}/{name}": p for kind in ("weight", *_MOMENTS) for name, p in parameters.items()}
-        step = header.metadata.get("step", "")
-        if set(header.tensors) != set(wanted) or not step.isdecimal():
+        step = int(header.metadata["step"])
+        if set(header.tensors) != set(wanted):
             raise RequestError(f"{self.path} is damaged; remove it to begin again")
         for name, parameter in parameters.items():
             stored = {
@@ -70,7 +80,13 @@ class StateFile:
             parameter.data.copy_(stored["weight"])
             moments = {moment: stored[moment].to(parameter.device) for moment in _MOMENTS}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-        return int(step)
+        return step
+
+
+def seconds_of_steps(folder: Path) -> float:
+    """Seconds of all steps in log.csv, those before an interruption too."""
+    with (folder / LOG).open(encoding="utf-8", newline="") as file:
+        return sum(float(line["seconds"]) for line in csv.DictReader(file))
 
 
 class Log:

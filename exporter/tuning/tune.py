@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,13 +29,13 @@ from vtx.exporter.tuning.forecast import RowSize, TuneForecast, device_speed, fo
 from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import TuneOptions
 from vtx.exporter.tuning.packing import Ids, Question, Row, image_key, pack, read_questions
-from vtx.exporter.tuning.state import StateFile
+from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.units import duration, size
 
-MERGED, ADAPTER, REPORT, ANSWERS = "merged", "adapter", "report.json", "answers.jsonl"
+MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
 Report = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
@@ -86,14 +86,15 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Report, say: S
     if work.accelerator.is_main_process:
         _say_forecast(work, rows, need, options, trainer.order.steps, say)
     state = StateFile(out, _identity(work, rows, options))
-    began = time.perf_counter()
-    steps = trainer.run(state, out, lambda done, total: report("training", done, total))
-    cost = {"seconds": time.perf_counter() - began, "steps": steps, "peak_memory_bytes": peak_memory()}
+    if state.step() < trainer.order.steps and work.accelerator.is_main_process:
+        _clear_results(out)
+    work.accelerator.wait_for_everyone()
+    trainer.run(state, out, lambda done, total: report("training", done, total))
     main = work.accelerator.is_main_process
     work.accelerator.end_training()
     if not main:
         return {}
-    return _finish(options, work, decoder, rows, trainer.order.steps, cost, out, report)
+    return _finish(options, work, decoder, rows, trainer.order.steps, out, report)
 
 
 def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
@@ -221,8 +222,8 @@ def _say_forecast(
 
 
 def _finish(
-    options: TuneOptions, work: Workspace, decoder: WithdrawingDecoder, rows: Sequence[Row], steps: int,
-    cost: dict[str, Any], out: Path, report: Report,
+    options: TuneOptions, work: Workspace, decoder: WithdrawingDecoder, rows: Sequence[Row], steps: int, out: Path,
+    report: Report,
 ) -> dict[str, Any]:  # fmt: skip
     """Write adapters and checkpoint, judge the checkpoint, and write what came of it into its card and the report."""
     changed = Changed.of(decoder, work.source)
@@ -231,16 +232,17 @@ def _finish(
     record: dict[str, Any] = {
         "items": len(work.questions), "rows": len(rows), "data": work.data, "steps": steps,
     }  # fmt: skip
-    write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
+    if not (out / MERGED).exists():  # a run that was interrupted while it was judged keeps it, and what was measured
+        write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
     judged = None
     if work.held_out:
-        judged = judge(work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / "judged", report)
+        judged = judge(work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / JUDGED, report)
         _replace_card(out / MERGED, model_card(work.source.name, options, record, judged))
     made = {
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "training": record,
-        "cost": cost,
+        "cost": {"steps": steps, "seconds": seconds_of_steps(out), "peak_memory_bytes": peak_memory()},
         "changed_layers": {str(layer): share for layer, share in changes(changed).items()},
         "skipped": list(work.skipped),
         "versions": versions(),
@@ -248,6 +250,16 @@ def _finish(
     }
     write_json(out / REPORT, made)
     return made
+
+
+def _clear_results(out: Path) -> None:
+    """Remove what an earlier training left; what it measured of the untuned model stays."""
+    try:
+        for folder in (out / MERGED, out / ADAPTER, out / JUDGED / "after"):
+            if folder.exists():
+                shutil.rmtree(folder)
+    except OSError as e:
+        raise ExportError(f"cannot clear {out} ({e.strerror}); name another --out") from e
 
 
 def _replace_card(folder: Path, text: str) -> None:

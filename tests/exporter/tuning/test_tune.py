@@ -201,6 +201,11 @@ def test_the_report_has_both_curves_and_the_card_says_what_was_done(
     assert "adapters of rank 4 on all layers" in card
     assert "2 to 3" in card
     assert "On 4 questions held out" in card
+    again = CliRunner().invoke(cli.tune, words, catch_exceptions=False)
+    assert again.exit_code == 0, again.stderr
+    for part in ("judged", "training", "changed_layers"):
+        assert json.loads(again.stdout)[part] == report[part]
+    assert json.loads(again.stdout)["cost"]["seconds"] == report["cost"]["seconds"] > 0
 
 
 # ---- what can go wrong -----------------------------------------------------------------------------------------------
