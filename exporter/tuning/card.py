@@ -18,7 +18,7 @@ def versions() -> dict[str, str]:
 def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judged: Mapping[str, Any] | None) -> str:
     """Markdown, with the header that model hubs read."""
     d, w, learning = options.depths, options.weights, options.learning
-    drawn = f"{d.low} to {d.high}" + (f", mostly {d.target}" if d.target else "")
+    drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
     layers = "all layers" if learning.layers is None else f"layers {learning.layers[0]} to {learning.layers[1]}"
     learnt = f"the weights of {layers}" if learning.full else f"adapters of rank {learning.rank} on {layers}, merged"
     facts = [

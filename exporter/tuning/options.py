@@ -26,7 +26,7 @@ class Depths:
 
     @classmethod
     def parse(cls, text: str) -> Depths:
-        """Of `8` (6 to 10, mostly 8) or `4-12` (each alike). Raises RequestError."""
+        """Of `8` (6 to 10, 8 the most often) or `4-12` (each alike). Raises RequestError."""
         if not (match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())):
             raise RequestError(f"--k is {text!r}; give a layer such as 8, or a range such as 4-12")
         low, high = int(match[1]), int(match[2] or match[1])
