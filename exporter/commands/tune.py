@@ -33,7 +33,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     "--hidden-weight", type=float, default=0.0, show_default=True, help="Of the last hidden states' distance."
 )
 @click.option("--rank", type=int, default=16, show_default=True, help="Of the adapters.")
-@click.option("--alpha", type=float, default=32.0, show_default=True, help="Of the adapters: they count alpha / rank.")
+@click.option("--alpha", type=int, default=32, show_default=True, help="Of the adapters: they count alpha / rank.")
 @click.option("--layers", metavar="N|FIRST-LAST", help="The layers that learn [default: all].")
 @click.option("--full", is_flag=True, help="These layers' own weights learn, not adapters.")
 @click.option("--lr", type=float, default=2e-4, show_default=True, help="Learning rate.")
@@ -54,7 +54,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
 def tune(
     data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, kl_weight: float,
-    ce_weight: float, hidden_weight: float, rank: int, alpha: float, layers: str | None, full: bool, lr: float,
+    ce_weight: float, hidden_weight: float, rank: int, alpha: int, layers: str | None, full: bool, lr: float,
     epochs: float, batch: int, questions: int, max_tokens: int, max_new_tokens: int, dtype: str, checkpointing: bool,
     save_every: int, seed: int, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip

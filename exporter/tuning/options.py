@@ -71,13 +71,13 @@ class Learning:
     """
 
     rank: int = 16
-    alpha: float = 32.0
+    alpha: int = 32
     layers: tuple[int, int] | None = None
     full: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rank <= 4096 or not 0 < self.alpha < float("inf"):
-            raise RequestError(f"--rank is {self.rank} and --alpha {self.alpha}; they must be 1 to 4096, and above 0")
+        if not 1 <= self.rank <= 4096 or not 1 <= self.alpha <= 65536:
+            raise RequestError(f"--rank is {self.rank} and --alpha {self.alpha}; they must be 1 to 4096 and 1 to 65536")
 
     @staticmethod
     def parse_layers(text: str) -> tuple[int, int]:
