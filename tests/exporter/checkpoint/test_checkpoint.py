@@ -171,7 +171,7 @@ def test_a_config_without_architectures_is_judged_by_its_model_type(tmp_path: Pa
     [
         ("{", "config.json is not sound JSON"),
         ("[1]", "config.json is a JSON list, not an object"),
-        ('{"a":' * 5000, "nested more than 64"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "nested more than 64"),
         ("{" + " " * 2**20 + "}", "holds 1,048,578 bytes, the limit for such a file is 1,048,576"),
     ],
 )

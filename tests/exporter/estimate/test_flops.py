@@ -318,7 +318,7 @@ def decoder_macs(bundle: Bundle, size: DecoderSize, folder: Path, rows: tuple[in
     found = 0
     for stage, graph in bundle.manifest.stage_files("ort"):
         [count] = set(rows[stage.first - 1 : stage.last])
-        dims = {"tokens": count, "max_context": 256, "capacity": 128}
+        dims = {"batch": 1, "each": count, "tokens": count, "max_context": 256, "capacity": 128}
         found += executed_macs(bundle, graph, folder, dims, slots=count)
     return found + executed_macs(bundle, bundle.manifest.dialects["ort"].head, folder, {"tokens": 1})
 
@@ -340,7 +340,7 @@ def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], 
     slots = withdrawal_schedule(size.layers, k, text=7, vision=20)
     found = executed_macs(bundle, bundle.manifest.dialects["ort"].head, tmp_path, {"tokens": 1})
     for stage, graph in bundle.manifest.stage_files("ort"):
-        dims = {"tokens": 1, "max_context": 256, "capacity": 128}
+        dims = {"batch": 1, "each": 1, "tokens": 1, "max_context": 256, "capacity": 128}
         found += executed_macs(bundle, graph, tmp_path, dims, slots=slots[stage.first - 1] + 1)
     assert 2 * found == decode_flops(size, slots)
 

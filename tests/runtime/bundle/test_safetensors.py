@@ -269,7 +269,7 @@ def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
         read_header(tmp_path)
     with pytest.raises(CheckpointError, match="No such file"):
         read_header(tmp_path / "missing")
-    with pytest.raises(CheckpointError, match="null byte"):
+    with pytest.raises(CheckpointError, match=r"null (byte|character)"):
         read_header(Path("a\0b"))
 
 
