@@ -239,6 +239,9 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
     )
     image = facts["image"]
     click.echo(f"images: {image['width']}x{image['height']} pixels; other shapes: {image['fit']} (--fit)")
+    if "video" in facts:
+        frames = facts["video"]["parameters"]["frames"]
+        click.echo(f"videos: {frames} frames (--frames), {facts['video']['max_tokens']} tokens")
     whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
     if facts["kv_dtype"] == "int8":
         click.echo(INT8_KV)

@@ -95,7 +95,9 @@ def _cpp(_: Family, config: ModelConfig) -> str:
     known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
     fields = {*plain(spec.tower), *plain(spec.projector), *layout.parameters, *(["video"] if config.video else [])}
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
-    return f"no: `{'`, `'.join(later)}` of the manifest is refused by name" if later else "yes"
+    if later:
+        return f"no: `{'`, `'.join(later)}` of the manifest is refused by name"
+    return "yes" if config.video is None else "images"
 
 
 def _reduction(spec: str) -> Cell:
@@ -156,7 +158,8 @@ Python a video is also an array of frames ([API](api.md)).
   key tokens, merging, `cdpruner:text=tower`) is refused for videos when it is asked, and works for images of the same
   bundle.
 - TensorRT has no engine for the frames of Video-LLaVA and LLaVA-NeXT-Video: refused by name, images are answered.
-  `vtx-serve`, `vtx-bench` and calibration take images only, and golden vectors cover the images' graph.
+  `vtx-serve`, `vtx-bench` and calibration take images only, libvtx answers about images of
+  these bundles, and golden vectors cover the images' graph.
 
 ## Original LLaVA
 
@@ -198,15 +201,15 @@ the projector, at K = none and two K *(run, random models of eight layers: `test
 
 ## Images in tiles
 
-**LLaVA-NeXT** sees an image twice: squeezed into one tile, and at its own aspect ratio in up to four more. What stands
-for padding is cut off the tiles' tokens, and a learned newline ends each row of them. **LLaVA-OneVision** does the same
-in up to 36 tiles of 384 pixels; where their grid has clearly more tokens than nine tiles (`anyres_max_9`), it is shrunk
-to about as many, each token a mean of four. Of several images in one prompt it sees each in one tile only, padded to a
-square. **InternVL** stretches an image
-to the grid of up to 12 tiles nearest to its shape, and sees the whole of it once more, in a last tile. Pixels, token
-counts and the order of tokens follow transformers exactly *(run: `tests/runtime/vision/layouts/`, twelve shapes each,
-pixels bit for bit)*; token ids and logits equal transformers' for one image and two, and the plain statement of VTW at
-two K *(run, random models of eight layers: `tests/runtime/session/test_tiles.py`)*.
+**LLaVA-NeXT** sees an image twice: squeezed into one tile, and at its own aspect ratio in up to four more. What
+stands for padding is cut off the tiles' tokens, and a learned newline ends each row of them. **LLaVA-OneVision** does
+the same in up to 36 tiles of 384 pixels; where their grid has clearly more tokens than nine tiles (`anyres_max_9`),
+it is shrunk to about as many, each token a mean of four. Of several images in one prompt it sees each in one tile
+only, padded to a square. **InternVL** stretches an image to the grid of up to 12 tiles nearest to its shape, and sees
+the whole of it once more, in a last tile. Pixels, token counts and the order of tokens follow transformers exactly
+*(run: `tests/runtime/vision/layouts/`, twelve shapes each, pixels bit for bit)*; token ids and logits equal
+transformers' for one image and two, and the plain statement of VTW at two K *(run, random models of eight layers:
+`tests/runtime/session/test_tiles.py`)*.
 
 - The tower takes one tile at a time in every engine, so graphs and engines need no shapes of their own. The runtime
   puts the tokens together.

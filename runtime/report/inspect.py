@@ -39,6 +39,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "kv_dtype": manifest.kv_dtype,
         "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
         "image": {"height": manifest.image.height, "width": manifest.image.width, "fit": trained_fit(manifest.image)},
+        **({} if manifest.video is None else {"video": dataclasses.asdict(manifest.video.layout)}),
         "max_context": manifest.max_context,
         "default_k": manifest.default_k,
         "activation_aware": _questions_measured(manifest),

@@ -9,6 +9,7 @@ import pytest
 
 from tests.runtime.cpp.test_run import expected
 from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY
+from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.cpp import ask, needs_cpp, output, run
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
@@ -16,7 +17,7 @@ from vtx.runtime.errors import ContextError
 
 pytestmark = needs_cpp
 
-FAMILIES = pytest.mark.parametrize("tiny", [TINY, INTERNVL, ONEVISION], ids=lambda tiny: tiny.family)
+FAMILIES = pytest.mark.parametrize("tiny", [TINY, INTERNVL, ONEVISION, VIDEO_LLAVA], ids=lambda tiny: tiny.family)
 SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 

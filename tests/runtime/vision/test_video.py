@@ -184,6 +184,8 @@ def test_vtx_run_answers_about_a_file(clip: Path, models: Models, tmp_path: Path
     answer = json.loads(done.stdout)
     assert answer["stats"]["vision_tokens"] == 2 * 3 * 17 + 16
     assert answer["image"] == [str(clip), str(picture), str(clip)]
+    shown = CliRunner().invoke(cli.inspect, [bundle])
+    assert "videos: 8 frames (--frames), 136 tokens" in shown.stdout
     refused = CliRunner().invoke(cli.run, [str(picture), *options])
     assert refused.exit_code == 1
     assert "--frames 3 has no effect" in refused.stderr
