@@ -182,7 +182,7 @@ def test_vtx_run_answers_about_a_file(clip: Path, models: Models, tmp_path: Path
     options = ["red?", "--bundle", bundle, "--device", "cpu", "--max-new-tokens", "1", "--frames", "3", "--json"]
     done = CliRunner().invoke(cli.run, [str(clip), *options, "--video", str(clip), "--image", str(picture)])
     answer = json.loads(done.stdout)
-    assert answer["stats"]["vision_tokens"] == 2 * 3 * 17 + 16
+    assert answer["vision_tokens"] == 2 * 3 * 17 + 16
     assert answer["image"] == [str(clip), str(picture), str(clip)]
     shown = CliRunner().invoke(cli.inspect, [bundle])
     assert "videos: 8 frames (--frames), 136 tokens" in shown.stdout
