@@ -158,8 +158,7 @@ Python a video is also an array of frames ([API](api.md)).
   key tokens, merging, `cdpruner:text=tower`) is refused for videos when it is asked, and works for images of the same
   bundle.
 - TensorRT has no engine for the frames of Video-LLaVA and LLaVA-NeXT-Video: refused by name, images are answered.
-  `vtx-serve`, `vtx-bench` and calibration take images only, libvtx answers about images of
-  these bundles, and golden vectors cover the images' graph.
+  `vtx-serve`, `vtx-bench` and calibration take images only, and golden vectors cover the images' graph.
 
 ## Original LLaVA
 
