@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from vtx.exporter.bench.machine import describe, in_words
+from vtx.exporter.bench.machine import describe
 from vtx.exporter.bench.series import markdown
 from vtx.exporter.common.files import write_json
+from vtx.runtime.strict import plain
 
 BLOCK = 1 << 22
 NAMES = {
@@ -52,9 +53,9 @@ def decoder_parser(doc: str) -> argparse.ArgumentParser:
 def report(figures: dict[str, Any], rows: Sequence[Sequence[str]], target: Path | None) -> None:
     """Print the machine and a Markdown table whose first row is its head; write `figures` where asked."""
     about = describe()
-    print(f"{in_words(about)}\n\n{markdown(rows)}")
+    print(f"{about.in_words()}\n\n{markdown(rows)}")
     if target:
-        write_json(target, {"machine": about, **figures})
+        write_json(target, plain({"machine": about, **figures}))
 
 
 @contextmanager

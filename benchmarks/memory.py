@@ -76,7 +76,7 @@ def main() -> None:
     for moment in moments:
         for kind in kinds:
             series = {n: spread([run[moment][kind] / MIB for run in found]) for n, found in runs.items()}
-            ratio = series["four"]["median"] / series["one"]["median"]
+            ratio = series["four"].median / series["one"].median
             figures[f"{moment}.{kind}"] = {**series, "ratio": ratio}
             rows.append([moment, kind, shown(series["one"], 1), shown(series["four"], 1), f"{ratio:.4f}"])
     print(f"weights on disk: {weights / MIB:.1f} MiB ({given.precision})")

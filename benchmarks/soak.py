@@ -93,7 +93,7 @@ def _plot(curves: dict[str, Any], path: Path) -> None:
             axes.plot([number for number, _ in curve], [size for _, size in curve], markersize=3, label=device)
         axes.set(xlabel="questions answered", ylabel="resident memory, MiB", ylim=(0, None))
         axes.legend()
-        headline(figure, "Memory of a process that answers", describe()["cpu"])
+        headline(figure, "Memory of a process that answers", describe().cpu)
 
     draw(path, fill)
 

@@ -60,7 +60,7 @@ def main() -> None:
             for name, command in commands.items():
                 times[name].append(seconds(command))
     series = {name: spread(found[1:]) for name, found in times.items()}  # the first round warms the file cache
-    against = series["import onnxruntime"]["median"]
+    against = series["import onnxruntime"].median
     figures: dict[str, Any] = {"seconds": series, "loaded_by_import_vtx": loaded_by_import()}
     rows = [["", "seconds", "of import onnxruntime", "least"]]
     for name, found in series.items():

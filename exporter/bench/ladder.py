@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.bench.measure import K
 from vtx.exporter.bench.methods import NONE, Method
-from vtx.exporter.data.intervals import Interval, mean_intervals, share_interval
+from vtx.exporter.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import parse, to_spec
@@ -53,13 +53,13 @@ class Best:
     family: str
     method: str
     cost: float
-    score: Interval
-    behind: Interval
+    score: ShareInterval
+    behind: MeanInterval
 
     @property
     def told_apart(self) -> bool:
         """Whether the best family is better beyond chance."""
-        return self.behind["low"] > 0
+        return self.behind.low > 0
 
 
 def make_ladder(manifest: Manifest, dialect: str, ks: Sequence[K]) -> tuple[Ladder, tuple[str, ...]]:
@@ -113,7 +113,7 @@ def find_best(
             continue
         first = max(chosen.values(), key=lambda n: (judging[:, n].mean(), -costs[n]))
         rows = [_best(budget, family, n, methods, judging, first, costs) for family, n in chosen.items()]
-        found += sorted(rows, key=lambda row: (-row.score["share"], row.cost))
+        found += sorted(rows, key=lambda row: (-row.score.share, row.cost))
     return tuple(found)
 
 
@@ -133,8 +133,8 @@ def verdict(rows: Sequence[Best], cost: str) -> list[str]:
 def _sentence(cost: str, rows: Sequence[Best]) -> str:
     best, *others = rows
     level = [row.family for row in others if not row.told_apart]
-    behind = [f"{row.family} ({100 * row.behind['mean']:.1f} points)" for row in others if row.told_apart]
-    said = f"Within {best.budget:.0%} of {cost}, {best.method} answers most: {best.score['share']:.1%}."
+    behind = [f"{row.family} ({100 * row.behind.mean:.1f} points)" for row in others if row.told_apart]
+    said = f"Within {best.budget:.0%} of {cost}, {best.method} answers most: {best.score.share:.1%}."
     said += f" Not told apart from it: {', '.join(level)}." if level else ""
     return said + (f" Worse beyond chance: {', '.join(behind)}." if behind else "")
 

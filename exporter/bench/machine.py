@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vtx.runtime.host.machine import version
 
@@ -17,25 +18,35 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
-def describe() -> dict[str, Any]:
-    """Processor, cores, load average, Python and the versions that are installed, ready for JSON."""
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Processor with its cores, load average, Python, system, and the versions that are installed."""
+
+    cpu: str
+    load_before: float | None
+    python: str
+    system: str
+    versions: Mapping[str, str]
+
+    def in_words(self) -> str:
+        """One line, with a warning where something else was computing."""
+        load = self.load_before
+        busy = f" THE MACHINE IS NOT QUIET (load {load})." if load is not None and load > QUIET else ""
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return f"{self.cpu}; {self.system}, Python {self.python}, {versions}.{busy}"
+
+
+def describe() -> Machine:
+    """Describe this machine as it is now."""
     model, flags = _processor()
     kinds = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
-    return {
-        "cpu": f"{os.cpu_count()} cores, {model} ({', '.join(kinds) or 'no vector instructions known'})",
-        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "versions": {name: number for name in PACKAGES if (number := version(name))},
-    }
-
-
-def in_words(machine: dict[str, Any]) -> str:
-    """`describe` on one line, with a warning where something else was computing."""
-    load = machine["load_before"]
-    busy = f" THE MACHINE IS NOT QUIET (load {load})." if load is not None and load > QUIET else ""
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    return f"{machine['cpu']}; {machine['system']}, Python {machine['python']}, {versions}.{busy}"
+    return Machine(
+        cpu=f"{os.cpu_count()} cores, {model} ({', '.join(kinds) or 'no vector instructions known'})",
+        load_before=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        versions={name: number for name in PACKAGES if (number := version(name))},
+    )
 
 
 def _processor() -> tuple[str, set[str]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from vtx.exporter.bench import machine
-from vtx.exporter.bench.ceilings import Ceilings
+from vtx.exporter.bench.ceilings.ceilings import Ceilings
+from vtx.exporter.bench.machine import Machine
 from vtx.exporter.bench.stopwatch import Call, split, timed
 from vtx.exporter.bench.work import WorkCounter
 from vtx.runtime.api.answer import Stats
@@ -71,7 +71,7 @@ class BenchResult:
     """The measurements so far. `switched_ms` are second questions on an image first asked about at another K."""
 
     question: str
-    machine: dict[str, Any]
+    machine: Machine
     loaded: int | None
     memory: dict[K, MemoryUse]
     predicted_s: float = 0.0

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-Series = dict[str, float]
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Median, quartiles and extremes of `n` figures."""
+
+    median: float
+    q1: float
+    q3: float
+    min: float
+    max: float
+    n: int
 
 
 def spread(values: Sequence[float]) -> Series:
     """Median, quartiles, extremes and count of at least one figure."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values), "n": len(values)}
+    return Series(middle, low, high, min(values), max(values), len(values))
 
 
 def shown(series: Series, digits: int = 2) -> str:
     """Median and quartiles; with fewer than four figures, which have no quartiles, the extremes."""
-    low, high = ("q1", "q3") if series["n"] >= 4 else ("min", "max")
-    return f"{series['median']:.{digits}f} ({series[low]:.{digits}f} to {series[high]:.{digits}f})"
+    low, high = (series.q1, series.q3) if series.n >= 4 else (series.min, series.max)
+    return f"{series.median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

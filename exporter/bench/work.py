@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM
-from vtx.exporter.bench.products import BITS
+from vtx.exporter.bench.ceilings.ceilings import MeasuredCeilings
+from vtx.exporter.bench.ceilings.products import BITS
 from vtx.exporter.bench.series import Series
 from vtx.exporter.bench.stopwatch import Call
 from vtx.exporter.checkpoint.loader import canonical_name
@@ -97,18 +96,29 @@ def weights_read(bundle: Bundle, float_bytes: int) -> int:
     )
 
 
-def shares(work: WorkCount, ms: Mapping[str, Series | None], ceilings: Mapping[str, Any]) -> dict[str, float | None]:
-    """Arithmetic of tower and prefill as a share of the best matrix product, reading of a token as one of memory's."""
-    read = ceilings["read"]["bytes_per_s"]["max"]
-    prefill = ceilings[GEMM]["flops_per_s"]["max"]
-    vision = ceilings[VISION_GEMM]["flops_per_s"]["max"] if VISION_GEMM in ceilings else prefill
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Arithmetic of tower and prefill as a share of the best matrix product, reading of a token as one of memory's.
+
+    None: nothing of it ran, or it took no time that could be measured.
+    """
+
+    vision: float | None
+    prefill: float | None
+    decode: float | None
+
+
+def shares(work: WorkCount, ms: Mapping[str, Series | None], ceilings: MeasuredCeilings) -> Shares:
+    """How near the measured times come to the ceilings."""
+    prefill = ceilings.gemm.flops_per_s.max
+    vision = ceilings.vision_gemm.flops_per_s.max if ceilings.vision_gemm else prefill
 
     def share(amount: int, phase: str, ceiling: float) -> float | None:
         series = ms[phase]
-        return 1000 * amount / series["median"] / ceiling if amount and series and series["median"] else None
+        return 1000 * amount / series.median / ceiling if amount and series and series.median else None
 
-    return {
-        "vision": share(work.vision_flops, "vision", vision),
-        "prefill": share(work.prefill_flops, "prefill", prefill),
-        "decode": share(work.decode_bytes, "decode_per_token", read),
-    }
+    return Shares(
+        vision=share(work.vision_flops, "vision", vision),
+        prefill=share(work.prefill_flops, "prefill", prefill),
+        decode=share(work.decode_bytes, "decode_per_token", ceilings.read.bytes_per_s.max),
+    )

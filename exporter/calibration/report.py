@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from vtx.exporter.calibration.calibrate import Measurement
 from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.exporter.common.files import write_json
-from vtx.exporter.data.intervals import CONFIDENCE, mean_intervals, share_interval
+from vtx.exporter.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, mean_intervals, share_interval
 from vtx.exporter.data.source import Source
 from vtx.exporter.reference.attention import KINDS
 from vtx.runtime.errors import RequestError
@@ -48,28 +48,9 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanInterval:
-    """A mean in nats and its bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class ShareInterval:
-    """A share of `count` items and its Wilson interval."""
-
-    share: float
-    low: float
-    high: float
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class Point:
-    """One K of the curve, None for no withdrawal: KL both ways, and shares of equal next tokens, equal and right
-    answers. A share that was not measured is None.
+    """One K of the curve, None for no withdrawal: KL both ways in nats, and shares of equal next tokens, of equal and
+    of right answers. A share that was not measured is None.
     """
 
     k: int | None
@@ -152,8 +133,7 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
     """One point per K, K = none first."""
     ks = (None, *measured.ks)
     kl, reverse = (
-        [MeanInterval(**interval) for interval in mean_intervals(np.array([[0.0, *r[name]] for r in measured.results]))]
-        for name in ("kl", "kl_reverse")
+        mean_intervals(np.array([[0.0, *r[name]] for r in measured.results])) for name in ("kl", "kl_reverse")
     )
     shares = [_shares(measured, name) for name in ("top1", "agree", "right")]
     return tuple(
@@ -167,7 +147,7 @@ def _shares(measured: Measurement, name: str) -> list[ShareInterval | None]:
     known = [[True, *hits] for hits in measurements] if name == "top1" else measurements
     if not known:
         return [None] * (1 + len(measured.ks))
-    return [ShareInterval(**cast(Any, share_interval(int(hits), len(known)))) for hits in np.array(known, int).sum(0)]
+    return [share_interval(int(hits), len(known)) for hits in np.array(known, int).sum(0)]
 
 
 def choose_by_eta(curve: Sequence[Point], eta: float, samples: int) -> Choice:

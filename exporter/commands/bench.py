@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ DEMO_REDUCTIONS = (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from vtx.exporter.bench.ceilings import Ceilings
+    from vtx.exporter.bench.ceilings.ceilings import Ceilings
     from vtx.exporter.bench.measure import Bench, BenchOptions, K
     from vtx.exporter.data.items import Data
     from vtx.runtime.api.model import Model
@@ -43,14 +44,14 @@ class Output:
     target: Path | None
     plot: Path | None
 
-    def write(self, report: dict[str, Any], tables: str, draw: Callable[[Mapping[str, Any], Path], None]) -> None:
+    def write(self, report: dict[str, Any], tables: str, draw: Callable[[Path], None]) -> None:
         from vtx.exporter.common.files import write_json
 
         click.echo(json.dumps(report, ensure_ascii=False) if self.as_json else tables)
         if self.target:
             write_json(self.target, report)
         if self.plot:
-            draw(report, self.plot)
+            draw(self.plot)
 
 
 @command(
@@ -154,7 +155,8 @@ def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Out
     """Latency and memory at each K, with a forecast before and a bar during; whether it was interrupted."""
     from vtx.exporter.bench.measure import Bench
     from vtx.exporter.bench.plots import draw_report
-    from vtx.exporter.bench.report import in_tables, make_report
+    from vtx.exporter.bench.report import make_report
+    from vtx.exporter.bench.tables import report_tables
 
     bench = Bench(model, options, ks)
     note(f"{model.manifest.model.name} on {_device_line(model)}; predicted: about {bench.probe():.0f} s")
@@ -162,7 +164,7 @@ def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Out
     with bar() as show:
         result = bench.run(ceilings, show)
     report = make_report(bench, result)
-    output.write(report, in_tables(report), draw_report)
+    output.write(report.to_dict(), report_tables(report), partial(draw_report, report))
     return result.interrupted
 
 
@@ -171,10 +173,11 @@ def _compare(
     budgets: tuple[float, ...],
 ) -> bool:  # fmt: skip
     """Every method on the same questions, with a forecast before and a bar during; whether it was interrupted."""
-    from vtx.exporter.bench.compare import in_tables, make_comparison
+    from vtx.exporter.bench.compare import make_comparison
     from vtx.exporter.bench.ladder import make_ladder
     from vtx.exporter.bench.methods import Method, Trial, find_methods
     from vtx.exporter.bench.plots import draw_comparison
+    from vtx.exporter.bench.tables import comparison_tables
 
     ladder, lacking = make_ladder(model.manifest, model.backend.dialect, ks) if budgets else ({}, ())
     settings = (method for family in ladder.values() for method in family)
@@ -191,7 +194,7 @@ def _compare(
     with bar() as show:
         trial.run(show)
     report = make_comparison(trial, ladder, budgets)
-    output.write(report, in_tables(report), draw_comparison)
+    output.write(report.to_dict(), comparison_tables(report), partial(draw_comparison, report))
     return trial.interrupted
 
 
@@ -236,8 +239,8 @@ def _chosen(ks: tuple[K, ...], manifest: Manifest) -> tuple[K, ...]:
 
 def _ceilings(bench: Bench) -> Ceilings | None:
     """What the machine can do at the most, where it is a CPU that computes."""
-    from vtx.exporter.bench.ceilings import GEMM, VISION_GEMM, Ceilings
-    from vtx.exporter.bench.products import ENGINES, Kind
+    from vtx.exporter.bench.ceilings.ceilings import GEMM, VISION_GEMM, Ceilings
+    from vtx.exporter.bench.ceilings.products import ENGINES, Kind
 
     backend, manifest = bench.model.backend, bench.model.manifest
     if backend.device not in ENGINES:

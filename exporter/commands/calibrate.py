@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.report import CalibrationReport, Choosing
     from vtx.exporter.calibration.source import OpenedModel
+    from vtx.exporter.gates.report import Judgement, Outcome
 
 
 @command(
@@ -214,32 +215,32 @@ def train_gate(
     target = out or default_out(model)
     with bar() as progress:
         report = train_gates(options, target, work or target.with_suffix(".work"), progress)
-    for line in report["skipped"]:
+    for line in report.skipped:
         note(f"skipped {line}")
-    if "plot" in report:
-        note(f"no plot: {report['plot']}")
+    if report.plot:
+        note(f"no plot: {report.plot}")
     if as_json:
         import json
 
-        click.echo(json.dumps(report, ensure_ascii=False))
+        click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
         return
-    _show_gates(report)
+    _show_gates(report.judgement)
     click.echo(f"gates are in {target}, the report beside them; vtx-export --k auto --gates {target}")
 
 
-def _show_gates(report: dict[str, Any]) -> None:
-    def row(name: str, point: dict[str, Any], rival: str = "") -> list[str]:
-        accuracy = "-" if point["accuracy"] is None else f"{point['accuracy']:.1%}"
-        flops = f"{point['total_flops'] / 1e9:.3g} G"
-        return [name, f"{point['full_layers']:.2f}", f"{point['agreement']:.1%}", rival, accuracy, flops]
+def _show_gates(judgement: Judgement) -> None:
+    def row(name: str, point: Outcome, rival: str = "") -> list[str]:
+        accuracy = "-" if point.accuracy is None else f"{point.accuracy:.1%}"
+        flops = f"{point.total_flops / 1e9:.3g} G"
+        return [name, f"{point.full_layers:.2f}", f"{point.agreement:.1%}", rival, accuracy, flops]
 
-    exits = report["gates"][0]["exits"]
+    exits = judgement.gates[0].exits
     rows = [
-        row(f"gates above {point['threshold']:g}", point, f"{point['fixed_at_equal_cost']['agreement']:.1%}")
-        for point in report["gates"]
+        row(f"gates above {point.threshold:g}", point, f"{point.fixed_at_equal_cost.agreement:.1%}")
+        for point in judgement.gates
     ]
-    rows += [row(f"K = {point['k'] or 'none'}", point) for point in report["fixed"]]
+    rows += [row(f"K = {point.k or 'none'}", point) for point in judgement.fixed]
     heads = ["", "full layers", "same answer", "best fixed K there", "right answer", "prompt FLOPs"]
-    table(f"{report['items']} items held out", heads, rows)
+    table(f"{judgement.items} items held out", heads, rows)
     table("K that the gates chose above 0.5", ["K", "items"], [[k, str(n)] for k, n in exits.items() if n])
-    click.echo(report["verdict"])
+    click.echo(judgement.verdict)

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE, NORMAL = 0.95, 1.959964
 DRAWS = 4000
-Interval = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanInterval:
+    """A mean and its bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShareInterval:
+    """A share of `count` items and its Wilson interval."""
+
+    share: float
+    low: float
+    high: float
+    count: int
 
 
 def resampled_sums(rows: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
@@ -28,18 +48,16 @@ def spread_of(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[
     return low, high
 
 
-def mean_intervals(values: NDArray[np.float64]) -> list[Interval]:
+def mean_intervals(values: NDArray[np.float64]) -> list[MeanInterval]:
     """Mean and interval of each column of [samples, columns], by resampling rows with a fixed seed."""
     low, high = spread_of(resampled_sums(values, np.random.default_rng(0)) / len(values))
-    return [
-        {"mean": float(m), "low": float(a), "high": float(b)} for m, a, b in zip(values.mean(0), low, high, strict=True)
-    ]
+    return [MeanInterval(*map(float, ends)) for ends in zip(values.mean(0), low, high, strict=True)]
 
 
-def share_interval(hits: int, count: int) -> Interval:
+def share_interval(hits: int, count: int) -> ShareInterval:
     """A share of `count` and its Wilson interval."""
     low, high = wilson(hits / count, count)
-    return {"share": hits / count, "low": low, "high": high, "count": count}
+    return ShareInterval(hits / count, low, high, count)
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:

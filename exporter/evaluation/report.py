@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from vtx.exporter.bench.machine import describe, in_words
+from vtx.exporter.bench.machine import Machine, describe
 from vtx.exporter.bench.methods import Method
-from vtx.exporter.bench.series import markdown, shown, spread
+from vtx.exporter.bench.series import Series, markdown, shown, spread
 from vtx.exporter.data.intervals import CONFIDENCE, DRAWS, effective_count, resampled_sums, spread_of, wilson
 from vtx.exporter.evaluation.ask import Asked, Reply
 from vtx.exporter.evaluation.metrics import Counts, Metric, Tally
 from vtx.exporter.evaluation.questions import TaskQuestion
 from vtx.runtime.api.model import Model
+from vtx.runtime.strict import plain
 from vtx.runtime.units import size
 
 FORMAT = "vtx-eval-1"
@@ -49,7 +50,7 @@ def make_report(
     main = tallies[0].main
     return {
         "format": FORMAT,
-        "machine": describe(),
+        "machine": plain(describe()),
         "model": {
             "name": manifest.model.name, "bundle": model.bundle.folder.name, "layers": manifest.model.layers,
             "precision": manifest.precision, "device": backend.device, "compute": backend.compute,
@@ -70,7 +71,7 @@ def _method(method: Method, tally: Tally, draws: Counts, replies: Sequence[Reply
         name: fmean(reply[name] for reply in replies)
         for name in ("flops", "kv_bytes", "vision_tokens", "full_layers", "new_tokens")
     }
-    first = spread([reply["first_token_ms"] for reply in replies]) if times else None
+    first = plain(spread([reply["first_token_ms"] for reply in replies])) if times else None
     return {
         "name": method.name, "kind": method.kind, "k": method.k, "reduce": method.reduce,
         "figures": _figures(tally, draws), **cost, "first_token_ms": first,
@@ -159,7 +160,7 @@ def in_tables(report: Mapping[str, Any]) -> str:
     skipped = f", {len(task['skipped'])} skipped" if task["skipped"] else ""
     timed = methods[0]["first_token_ms"] is not None
     parts = [
-        in_words(report["machine"]) if timed else report["machine"]["cpu"],
+        Machine(**report["machine"]).in_words() if timed else report["machine"]["cpu"],
         f"{model['name']} ({model['bundle']}), {model['layers']} layers, {model['precision']} weights, on "
         f"{model['device']} in {model['compute']} arithmetic; {task['name']}: {task['questions']} questions about "
         f"{task['images']} images of {task['source']}{skipped}. In brackets {report['confidence']:.0%} intervals over "
@@ -188,7 +189,7 @@ def _rows(report: Mapping[str, Any], *, timed: bool) -> list[list[str]]:
             method["name"],
             *(_figure(method["figures"][name], 100 if name in task["shares"] else 1) for name in names),
             _signed(method["difference"], 100 if task["main"] in task["shares"] else 1),
-            *([shown(method["first_token_ms"])] if timed else []),
+            *([shown(Series(**method["first_token_ms"]))] if timed else []),
             size(method["kv_bytes"]),
             f"{method['flops'] / 1e9:.3g}",
             f"{method['flops'] / methods[0]['flops']:.0%}",

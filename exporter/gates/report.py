@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.common.plots import COLORS, draw, headline, integer_axis, percent_axis
 from vtx.exporter.data.intervals import mean_intervals, share_interval
 from vtx.exporter.estimate.flops import total_flops, withdrawal_schedule
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.gates.fit import GateWeights, gate_odds
 from vtx.exporter.gates.measure import UNKNOWN
 from vtx.exporter.gates.workdir import WorkDirectory
+from vtx.runtime.strict import later, plain
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 Bools = NDArray[np.bool_]
@@ -65,34 +64,113 @@ class HeldOut:
         return np.array([*(k - 1 for k in self.ks), self.layers])[columns]
 
 
-def judge(held: HeldOut, size: ModelSize) -> dict[str, Any]:
-    """The report as JSON: the gates at several thresholds, every fixed K, and the verdict at 0.5."""
-    gates = [_gates(held, size, threshold) for threshold in THRESHOLDS]
-    return {
-        "items": len(held.same),
-        "layers": held.layers,
-        "gates": gates,
-        "fixed": [_fixed(held, size, column) for column in range(len(held.ks) + 1)],
-        "verdict": _verdict(gates[0]),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What withdrawal by some rule gives on average: layers that see the image, the share of answers equal to the full
+    model's, of right answers (None: not known), and FLOPs of a prompt.
+    """
+
+    full_layers: float
+    agreement: float
+    accuracy: float | None
+    total_flops: float
 
 
-def _gates(held: HeldOut, size: ModelSize, threshold: float) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class FixedRival:
+    """One K, or two in turn, and the share of its answers that equal the full model's."""
+
+    what: str
+    agreement: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatesOutcome(Outcome):
+    """The gates at one threshold: how many items leave at each K, and the best fixed K at no more cost.
+
+    `difference` is by how much the gates agree more often than that one; intervals are 95%.
+    """
+
+    threshold: float
+    agreement_interval: tuple[float, float]
+    exits: Mapping[str, int]
+    fixed_at_equal_cost: FixedRival
+    difference: float
+    difference_interval: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedOutcome(Outcome):
+    """One K for every question, None for no withdrawal."""
+
+    k: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Held-out items under the gates at several thresholds and under every fixed K; the verdict is at 0.5."""
+
+    items: int
+    layers: int
+    gates: tuple[GatesOutcome, ...]
+    fixed: tuple[FixedOutcome, ...]
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What gates were trained on."""
+
+    items: int
+    epochs: int
+    answers: str
+    data: str
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatesReport:
+    """Gates of a model: what they were trained on, items that could not be used, and how they do.
+
+    `plot` says why there is no plot, where there is none.
+    """
+
+    model: str
+    training: Training
+    skipped: tuple[str, ...]
+    judgement: Judgement
+    plot: str | None = later(None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As its file holds it."""
+        values: dict[str, Any] = plain(self)
+        judgement: dict[str, Any] = values.pop("judgement")
+        return values | judgement
+
+
+def judge(held: HeldOut, size: ModelSize) -> Judgement:
+    """Judge gates by held-out items."""
+    gates = tuple(_gates(held, size, threshold) for threshold in THRESHOLDS)
+    fixed = tuple(_fixed(held, size, column) for column in range(len(held.ks) + 1))
+    return Judgement(len(held.same), held.layers, gates, fixed, _verdict(gates[0]))
+
+
+def _gates(held: HeldOut, size: ModelSize, threshold: float) -> GatesOutcome:
     """The gates at one threshold, and the best fixed K at the same cost."""
     columns = held.exits(threshold)
     picked = _pick(held.same, columns)
     rival, rival_same = _best_fixed(held, float(held.full_layers(columns).mean()))
     agreement = share_interval(int(picked.sum()), len(picked))
     [difference] = mean_intervals((picked - rival_same)[:, None])
-    return {
-        "threshold": threshold,
+    return GatesOutcome(
         **_outcome(held, size, columns),
-        "agreement_interval": [agreement["low"], agreement["high"]],
-        "exits": {str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
-        "fixed_at_equal_cost": {"what": rival, "agreement": float(rival_same.mean())},
-        "difference": difference["mean"],
-        "difference_interval": [difference["low"], difference["high"]],
-    }
+        threshold=threshold,
+        agreement_interval=(agreement.low, agreement.high),
+        exits={str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
+        fixed_at_equal_cost=FixedRival(rival, float(rival_same.mean())),
+        difference=difference.mean,
+        difference_interval=(difference.low, difference.high),
+    )
 
 
 def _pick(table: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
@@ -101,6 +179,7 @@ def _pick(table: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict[str, Any]:
+    """The fields of an `Outcome` where each item leaves at its column of K."""
     known = held.known
     return {
         "full_layers": float(held.full_layers(columns).mean()),
@@ -110,9 +189,9 @@ def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict
     }
 
 
-def _fixed(held: HeldOut, size: ModelSize, column: int) -> dict[str, Any]:
+def _fixed(held: HeldOut, size: ModelSize, column: int) -> FixedOutcome:
     k = held.ks[column] if column < len(held.ks) else None
-    return {"k": k, **_outcome(held, size, np.full(len(held.same), column))}
+    return FixedOutcome(**_outcome(held, size, np.full(len(held.same), column)), k=k)
 
 
 def _flops(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> float:
@@ -146,40 +225,19 @@ def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
     return max(reversed(rivals), key=lambda rival: float(rival[1].mean()))
 
 
-def _verdict(gates: Mapping[str, Any]) -> str:
-    low, high = gates["agreement_interval"]
-    least, most = gates["difference_interval"]
+def _verdict(gates: GatesOutcome) -> str:
+    low, high = gates.agreement_interval
+    least, most = gates.difference_interval
     if least > 0:
         end = "the gates are better here."
     elif most < 0:
         end = "a fixed K is better here."
     else:
         end = "no difference beyond chance, and a fixed K needs no gates."
-    rival = gates["fixed_at_equal_cost"]
+    rival = gates.fixed_at_equal_cost
     return (
-        f"At {gates['full_layers']:.1f} full layers on average the gates agree with the full model on "
-        f"{gates['agreement']:.1%} (95% interval {low:.1%} to {high:.1%}), the best fixed K at that cost "
-        f"({rival['what']}) on {rival['agreement']:.1%}; the difference lies between {100 * least:+.1f} and "
+        f"At {gates.full_layers:.1f} full layers on average the gates agree with the full model on "
+        f"{gates.agreement:.1%} (95% interval {low:.1%} to {high:.1%}), the best fixed K at that cost "
+        f"({rival.what}) on {rival.agreement:.1%}; the difference lies between {100 * least:+.1f} and "
         f"{100 * most:+.1f} points: {end}"
     )
-
-
-def plot_report(report: Mapping[str, Any], path: Path) -> None:
-    """Draw agreement over full layers, and the exits of the questions, into `path`. Raises as `draw` does."""
-    draw(path, lambda figure: _fill(figure, report))
-
-
-def _fill(figure: Any, report: Mapping[str, Any]) -> None:
-    curve, histogram = figure.subplots(1, 2)
-    for name, points in (("fixed K", report["fixed"]), ("gates, by threshold", report["gates"])):
-        curve.plot([p["full_layers"] for p in points], [100 * p["agreement"] for p in points], label=name)
-    percent_axis(curve, "same answer as the full model, %", min(100 * p["agreement"] for p in report["fixed"]))
-    curve.set(title="Agreement over cost")
-    integer_axis(curve, "layers that see the image, mean")
-    curve.legend()
-    chosen = report["gates"][0]
-    histogram.bar(range(len(chosen["exits"])), chosen["exits"].values(), color=COLORS[1])
-    histogram.set_xticks(range(len(chosen["exits"])), list(chosen["exits"]), rotation=90, fontsize=8)
-    histogram.grid(visible=False, axis="x")
-    histogram.set(title=f"K that the gates choose above {chosen['threshold']:g}", xlabel="K", ylabel="questions")
-    headline(figure, "Gates against a fixed K", f"{report['items']} held-out items, {report['layers']} layers")

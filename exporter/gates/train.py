@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.bundling.predict import check_disk
@@ -17,7 +16,8 @@ from vtx.exporter.data.split import split_items
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
 from vtx.exporter.gates.measure import Measurer, measure
-from vtx.exporter.gates.report import HeldOut, judge, plot_report
+from vtx.exporter.gates.plots import draw_judgement
+from vtx.exporter.gates.report import GatesReport, HeldOut, Training, judge
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, WorkDirectory, make_shards
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 
@@ -43,7 +43,7 @@ class TrainOptions:
                 raise RequestError(f"{name} is {value}; it must be at least 1")
 
 
-def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Report) -> dict[str, Any]:
+def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Report) -> GatesReport:
     """Write the gate file `out`, and beside it its report as .json and .png; return the report.
 
     Measurements stay in `work_folder`: an interrupted run resumes from there, and one with other fitting options
@@ -78,18 +78,12 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
     ks = tuple(range(2, source.config.text.layers + 1))
     count = len(work.read("item", held_out=False))
     gates = fit_gates(work, ks, options.fit, _counter(report, "gates", len(ks)))
-    verdicts = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
-    record: dict[str, Any] = {
-        "items": count,
-        "epochs": options.fit.epochs_for(count),
-        "answers": options.measure.answers,
-        "data": data.source,
-        "verdict": verdicts["verdict"],
-    }
-    write_gates(out, gates, source.fingerprint, options.fit, record)
-    judged = {"model": source.name, "training": record, "skipped": [*data.skipped, *work.all_skipped], **verdicts}
-    _write_report(out, judged)
-    return judged
+    judgement = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
+    epochs = options.fit.epochs_for(count)
+    training = Training(count, epochs, options.measure.answers, data.source, judgement.verdict)
+    write_gates(out, gates, source.fingerprint, options.fit, asdict(training))
+    skipped = (*data.skipped, *work.all_skipped)
+    return _write_report(out, GatesReport(source.name, training, skipped, judgement))
 
 
 def default_out(model: str) -> Path:
@@ -133,10 +127,11 @@ def _make_folder(folder: Path) -> None:
         raise ExportError(f"cannot create the directory {folder} ({e.strerror}); name another --out") from e
 
 
-def _write_report(out: Path, judged: dict[str, Any]) -> None:
-    """Write the report beside the gates; without matplotlib there is no plot."""
-    write_json(out.with_suffix(".json"), judged)
+def _write_report(out: Path, made: GatesReport) -> GatesReport:
+    """Write the report beside the gates; without matplotlib there is no plot, which the one returned says."""
+    write_json(out.with_suffix(".json"), made.to_dict())
     try:
-        plot_report(judged, out.with_suffix(".png"))
+        draw_judgement(made.judgement, out.with_suffix(".png"))
     except DeviceError as e:
-        judged["plot"] = str(e)
+        return replace(made, plot=str(e))
+    return made

@@ -19,9 +19,9 @@ from tests.support.exported import THREADS
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bench import machine
-from vtx.exporter.bench.ceilings import Ceilings
-from vtx.exporter.bench.products import GRAPHS, Kind, Product
-from vtx.exporter.bench.series import markdown, shown, spread
+from vtx.exporter.bench.ceilings.ceilings import Ceilings
+from vtx.exporter.bench.ceilings.products import GRAPHS, Kind, Product
+from vtx.exporter.bench.series import Series, markdown, shown, spread
 from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import weights_read
 from vtx.exporter.estimate.flops import attention_macs, encode_flops
@@ -203,7 +203,7 @@ def test_ceilings_are_measured_in_the_arithmetic_that_computes(
 def test_a_device_without_a_known_ceiling_gets_no_shares(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.exporter.bench.products.ENGINES", {})
+    monkeypatch.setattr("vtx.exporter.bench.ceilings.products.ENGINES", {})
     target = tmp_path / "out.json"
     done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--out", str(target))
     assert done.exit_code == 0, done.stderr
@@ -297,13 +297,13 @@ def test_ceilings_are_rates_of_products_and_of_memory() -> None:
     ceilings = Ceilings({"gemm": Kind("cpu", "f32", "float")}, 1, 8, 8, THREADS)
     ceilings.measure()
     found = ceilings.report()
-    assert "[256, 1024] x [1024, 1024] by onnxruntime, f32 arithmetic" in found["gemm"]["what"]
-    assert found["gemm"]["flops_per_s"]["median"] > 0
-    assert found["read"]["bytes_per_s"]["median"] > 0
+    assert "[256, 1024] x [1024, 1024] by onnxruntime, f32 arithmetic" in found.gemm.what
+    assert found.gemm.flops_per_s.median > 0
+    assert found.read.bytes_per_s.median > 0
 
 
 def test_no_ceilings_are_measured_where_memory_is_short(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vtx.exporter.bench.ceilings.available_memory", lambda: 1000)
+    monkeypatch.setattr("vtx.exporter.bench.ceilings.ceilings.available_memory", lambda: 1000)
     done = vtx_bench(bundle, "--k", "3", "--repeats", "1")
     assert done.exit_code == 0, done.stderr
     assert "no ceilings: measuring them takes" in done.stderr
@@ -334,7 +334,7 @@ def test_the_peak_of_memory_starts_anew() -> None:
 
 def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
     one = spread([3.0])
-    assert one == {"median": 3.0, "q1": 3.0, "q3": 3.0, "min": 3.0, "max": 3.0, "n": 1}
+    assert one == Series(median=3.0, q1=3.0, q3=3.0, min=3.0, max=3.0, n=1)
     assert shown(spread([1.0, 2.0, 9.0]), 1) == "2.0 (1.0 to 9.0)"
     assert shown(spread([1.0, 2.0, 3.0, 4.0, 100.0]), 1) == "3.0 (1.5 to 52.0)"
     assert markdown([["a", "bcd"], ["ef", "g"]]) == "| a  | bcd |\n|----|-----|\n| ef | g   |"

@@ -21,9 +21,10 @@ from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
-from vtx.exporter.bench.compare import BETTER, EQUAL, WORSE, in_tables, make_comparison
+from vtx.exporter.bench.compare import BETTER, EQUAL, WORSE, AsAccurate, Comparison, make_comparison
 from vtx.exporter.bench.methods import Method, MethodAnswer, find_methods, short
 from vtx.exporter.bench.stopwatch import timed
+from vtx.exporter.bench.tables import comparison_tables
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.commands import bench as commands
@@ -281,7 +282,7 @@ def test_without_a_fixed_k_nothing_stands_behind_a_reduction() -> None:
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Method, int]) -> dict[str, Any]:
+def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Method, int]) -> Comparison:
     """A comparison of answers made up: per method, whether each of the questions was answered right."""
     ms = {"vision": 1.0, "prefill": 2.0, "first_token": 3.0, "second_question": 2.0, "decode_per_token": 0.0}
     count = len(next(iter(rights.values())))
@@ -320,17 +321,17 @@ def test_a_method_stands_beside_the_withdrawal_of_nearest_arithmetic(cls: list[b
         {FULL: [True] * 40, HALF: [False, True] * 20, QUARTER: [False] * 40, CLS: cls},
         {FULL: 100, HALF: 52, QUARTER: 25, CLS: 48},
     )
-    [one] = found["compared"]
-    assert one["withdrawal"] == "K = 5"
-    assert one["flops_ratio"] == pytest.approx(52 / 48)
-    assert one["verdict"] == verdict
-    assert one["difference"]["mean"] == pytest.approx(sum(cls) / 40 - 0.5)
-    assert one["difference"]["low"] <= one["difference"]["mean"] <= one["difference"]["high"]
+    [one] = found.compared
+    assert one.withdrawal == "K = 5"
+    assert one.flops_ratio == pytest.approx(52 / 48)
+    assert one.verdict == verdict
+    assert one.difference.mean == pytest.approx(sum(cls) / 40 - 0.5)
+    assert one.difference.low <= one.difference.mean <= one.difference.high
     said = {BETTER: "1 answer better, 0 worse", WORSE: "0 answer better, 1 worse", EQUAL: "and 1 without a difference"}
-    assert said[verdict] in found["verdict"][0]
-    assert said[verdict] in in_tables(found)
+    assert said[verdict] in found.verdict[0]
+    assert said[verdict] in comparison_tables(found)
     equal = {BETTER: ("none", 100 / 48), WORSE: ("K = 3", 25 / 48), EQUAL: ("K = 5", 52 / 48)}[verdict]
-    assert one["as_accurate"] == {"withdrawal": equal[0], "flops_ratio": pytest.approx(equal[1])}
+    assert one.as_accurate == AsAccurate(equal[0], pytest.approx(equal[1]))
 
 
 def test_the_cheapest_ways_that_answer_as_well_are_named() -> None:
@@ -338,33 +339,34 @@ def test_the_cheapest_ways_that_answer_as_well_are_named() -> None:
         {FULL: [True] * 200, HALF: [True] * 199 + [False], QUARTER: [True] * 190 + [False] * 10, CLS: [True] * 200},
         {FULL: 100, HALF: 50, QUARTER: 25, CLS: 40},
     )
-    assert found["verdict"][1:] == [
+    assert found.verdict[1:] == (
         "The cheapest method that loses at most 1 point is cls:keep=0.25: 40% of the arithmetic without any.",
         "The cheapest withdrawal that loses at most 1 point is K = 5: 50% of the arithmetic without any.",
-    ]
+    )
 
 
 def test_a_method_that_no_withdrawal_equals_is_said_to_be_such() -> None:
     found = comparison({FULL: [False] * 9, CLS: [True] * 9}, {FULL: 100, CLS: 40})
-    assert found["compared"][0]["as_accurate"] is None
-    assert "none of them" in in_tables(found)
+    assert found.compared[0].as_accurate is None
+    assert "none of them" in comparison_tables(found)
 
 
 def test_where_nothing_is_answered_right_nothing_is_decided() -> None:
     found = comparison({FULL: [False] * 9, HALF: [False] * 9, CLS: [False] * 9}, {FULL: 100, HALF: 50, CLS: 40})
-    assert found["verdict"] == ["No method answers any of the 9 questions right, so accuracy decides nothing here."]
+    assert found.verdict == ("No method answers any of the 9 questions right, so accuracy decides nothing here.",)
 
 
 def test_without_known_answers_those_of_no_method_count() -> None:
     found = comparison({FULL: [None] * 5, CLS: [None] * 5}, {FULL: 100, CLS: 40})
-    assert found["score"] == "same"
-    assert found["methods"][0]["right"] is None
+    assert found.score == "same"
+    assert found.methods[0].right is None
 
 
 def test_questions_without_a_known_answer_do_not_count_where_others_have_one() -> None:
     found = comparison({FULL: [True, None], CLS: [False, None]}, {FULL: 100, CLS: 40})
-    assert found["methods"][0]["right"]["count"] == 1
-    assert found["compared"][0]["difference"]["mean"] == -1
+    assert found.methods[0].right is not None
+    assert found.methods[0].right.count == 1
+    assert found.compared[0].difference.mean == -1
 
 
 # --- bad input, interruption, plot, libraries -----------------------------------------------------

@@ -41,7 +41,7 @@ def test_a_setting_is_judged_by_questions_that_it_was_not_chosen_by() -> None:
     lucky, steady = [1.0, 0.0] * 10, [0.0, 1.0] * 10  # right on the choosing half, and on the judging one
     answers = {NONE: [1.0] * 20, EARLY: lucky, LATE: steady, FEW: lucky, MANY: steady}
     found = best(answers, (1.0,))
-    assert [(row.method, row.score["share"], row.score["count"]) for row in found] == [
+    assert [(row.method, row.score.share, row.score.count) for row in found] == [
         ("cls:keep=0.25", 0.0, 10),
         ("K = 3", 0.0, 10),
     ]
@@ -74,7 +74,7 @@ def test_a_family_that_beats_withdrawal_is_named_first() -> None:
 def test_questions_without_a_known_answer_do_not_count() -> None:
     unknown = [1.0, np.nan, 1.0, np.nan, 1.0, 1.0]
     [row, _] = best(dict.fromkeys(METHODS, unknown), (0.6,))
-    assert (row.score["share"], row.score["count"]) == (1.0, 2)
+    assert (row.score.share, row.score.count) == (1.0, 2)
 
 
 def test_one_known_answer_judges_nothing() -> None:

@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from vtx.exporter.calibration import source as sources
 from vtx.exporter.calibration.calibrate import CalibrationOptions, Measurement, calibrate, forecast
 from vtx.exporter.calibration.report import (
     Choosing,
-    MeanInterval,
     Point,
-    ShareInterval,
     choose_by_accuracy,
     choose_by_eta,
     make_curve,
@@ -34,7 +32,7 @@ from vtx.exporter.calibration.report import (
 )
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.data import prompts
-from vtx.exporter.data.intervals import mean_intervals, share_interval
+from vtx.exporter.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
 from vtx.exporter.data.items import Data, Item
 from vtx.exporter.data.prompts import prepare
 from vtx.runtime.api.load import load
@@ -387,14 +385,14 @@ def test_rules_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 
 
 def test_intervals_are_those_of_the_textbooks() -> None:
-    assert share_interval(8, 10) == pytest.approx({"share": 0.8, "low": 0.4902, "high": 0.9433, "count": 10}, abs=1e-4)
-    assert share_interval(10, 10)["high"] == pytest.approx(1)
+    assert astuple(share_interval(8, 10)) == pytest.approx((0.8, 0.4902, 0.9433, 10), abs=1e-4)
+    assert share_interval(10, 10).high == pytest.approx(1)
     values = np.random.default_rng(1).normal(5, 2, (400, 1))
     found = mean_intervals(np.hstack([values, np.ones((400, 1))]))
-    assert found[1] == {"mean": 1, "low": 1, "high": 1}
+    assert found[1] == MeanInterval(1, 1, 1)
     half = 1.96 * values.std() / 20
-    assert found[0]["low"] == pytest.approx(values.mean() - half, abs=half / 10)
-    assert found[0]["high"] == pytest.approx(values.mean() + half, abs=half / 10)
+    assert found[0].low == pytest.approx(values.mean() - half, abs=half / 10)
+    assert found[0].high == pytest.approx(values.mean() + half, abs=half / 10)
     assert mean_intervals(values) == mean_intervals(values)
 
 

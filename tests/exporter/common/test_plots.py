@@ -10,44 +10,56 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from vtx.exporter.bench.compare import ComparedData, ComparedModel, Comparison, MethodResult
+from vtx.exporter.bench.machine import Machine
 from vtx.exporter.bench.plots import draw_comparison
 from vtx.exporter.bench.plots import draw_report as draw_bench
+from vtx.exporter.bench.report import BenchedModel, BenchReport, BenchWorkload, Depth
+from vtx.exporter.bench.series import Series
 from vtx.exporter.calibration.plots import draw_report as draw_calibration
 from vtx.exporter.common.plots import draw, lines
+from vtx.exporter.data.intervals import ShareInterval
 from vtx.exporter.estimate.plan import Workload, find_profile, make_plan
 from vtx.exporter.estimate.plot import plot_plan
 from vtx.exporter.estimate.sizes import KNOWN
-from vtx.exporter.gates.report import plot_report as draw_gates
+from vtx.exporter.gates.plots import draw_judgement
+from vtx.exporter.gates.report import FixedOutcome, FixedRival, GatesOutcome, Judgement
 
 KS = range(2, 9)
 
 
-def spread(value: float) -> dict[str, float]:
-    return {"median": value, "min": 0.9 * value, "max": 1.2 * value}
+def spread(value: float) -> Series:
+    return Series(value, value, value, 0.9 * value, 1.2 * value, 5)
 
 
 def interval(name: str, value: float) -> dict[str, float]:
     return {name: value, "low": 0.9 * value, "high": value}
 
 
-def bench_report() -> dict[str, Any]:
-    depths = [
-        {"k": k, "full_layers": full, "kv_bytes": 1e6 * full,
-         "ms": {name: spread(10.0 * full) for name in ("first_token", "prefill", "second_question")}}
+MACHINE = Machine("a processor", None, "3.11", "Linux", {})
+
+
+def bench_report() -> BenchReport:
+    depths = tuple(
+        Depth(
+            k, full, {name: spread(10.0 * full) for name in ("first_token", "prefill", "second_question")}, (),
+            1_000_000 * full, (), None, None, 0, 0, 0, None,
+        )
         for k, full in ((None, 16), (9, 8))
-    ]  # fmt: skip
-    model = {"name": "small", "precision": "int8", "device": "openvino", "compute": "f32"}
-    work = {"prompt_tokens": 636, "vision_tokens": 576, "threads": 2}
-    return {"depths": depths, "model": model, "workload": work, "machine": {"cpu": "a processor"}}
+    )  # fmt: skip
+    model = BenchedModel("bundle", "small", 16, 64, "int8", "float16", "int8", "openvino", "f32")
+    return BenchReport(MACHINE, model, BenchWorkload(636, 576, 4, 5, 1, 2), False, 1.0, 1.0, None, None, depths)
 
 
-def comparison_report() -> dict[str, Any]:
-    methods = [
-        {"kind": kind, "name": kind, "flops_ratio": 0.5, "ms": {"first_token": spread(9.0)}, "right": {"share": 0.9}}
+def comparison_report() -> Comparison:
+    share = ShareInterval(0.9, 0.8, 1.0, 5)
+    methods = tuple(
+        MethodResult(kind, kind, None, "none", share, share, 8, 5, 100, 0.5, 10, 8, {"first_token": spread(9.0)})
         for kind in ("withdrawal", "pruning", "both")
-    ]
-    data = {"items": 5, "source": "the drawn scenes"}
-    return {**bench_report(), "methods": methods, "families": {}, "score": "right", "data": data}
+    )
+    model = ComparedModel("small", 16, 576, "int8", "openvino", "f32", 2)
+    data = ComparedData("the drawn scenes", 5, ())
+    return Comparison(MACHINE, model, data, "right", False, 1.0, methods, (), {}, {}, ())
 
 
 def calibration_report() -> dict[str, Any]:
@@ -64,9 +76,17 @@ def calibration_report() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gates_report() -> dict[str, Any]:
-    gates = [{"threshold": t, "full_layers": 4.5, "agreement": 0.9, "exits": {"2": 3, "none": 2}} for t in (0.5, 0.9)]
-    return {"items": 5, "layers": 8, "gates": gates, "fixed": [{"full_layers": n, "agreement": 1} for n in range(1, 9)]}
+def gates_report() -> Judgement:
+    gates = tuple(
+        GatesOutcome(
+            full_layers=4.5, agreement=0.9, accuracy=None, total_flops=1, threshold=threshold,
+            agreement_interval=(0.8, 1), exits={"2": 3, "none": 2}, fixed_at_equal_cost=FixedRival("K = 5", 0.9),
+            difference=0, difference_interval=(0, 0),
+        )
+        for threshold in (0.5, 0.9)
+    )  # fmt: skip
+    fixed = tuple(FixedOutcome(full_layers=n, agreement=1, accuracy=None, total_flops=1, k=n + 1) for n in range(1, 9))
+    return Judgement(5, 8, gates, fixed, "")
 
 
 def plan_report(profile: str | None) -> dict[str, Any]:
@@ -78,7 +98,7 @@ DRAWINGS: Mapping[str, Callable[[Path], Any]] = {
     "bench": lambda path: draw_bench(bench_report(), path),
     "comparison": lambda path: draw_comparison(comparison_report(), path),
     "calibration": lambda path: draw_calibration(calibration_report(), path.parent),
-    "gates": lambda path: draw_gates(gates_report(), path),
+    "gates": lambda path: draw_judgement(gates_report(), path),
     "plan": lambda path: plot_plan(plan_report(None), path),
     "plan on a device": lambda path: plot_plan(plan_report("orin-nx-16"), path),
 }

@@ -28,7 +28,7 @@ from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
 from vtx.exporter.gates.measure import Measurer, gate_input, measure
-from vtx.exporter.gates.report import HeldOut, judge
+from vtx.exporter.gates.report import FixedRival, HeldOut, judge
 from vtx.exporter.gates.train import TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
@@ -326,51 +326,51 @@ def size(tiny_checkpoint: Make) -> Any:
 
 def test_gates_that_know_the_question_win(size: Any) -> None:
     found = judge(held([2, 8] * 50, [2, 8] * 50), size)
-    assert found["gates"][0]["full_layers"] == 4.0
-    assert found["gates"][0]["agreement"] == 1.0
-    assert found["gates"][0]["fixed_at_equal_cost"]["agreement"] == 0.5
-    assert found["verdict"].endswith("the gates are better here.")
-    assert found["gates"][0]["exits"] == {"2": 50, **dict.fromkeys(map(str, KS[1:-1]), 0), "8": 50, "none": 0}
+    assert found.gates[0].full_layers == 4.0
+    assert found.gates[0].agreement == 1.0
+    assert found.gates[0].fixed_at_equal_cost.agreement == 0.5
+    assert found.verdict.endswith("the gates are better here.")
+    assert found.gates[0].exits == {"2": 50, **dict.fromkeys(map(str, KS[1:-1]), 0), "8": 50, "none": 0}
 
 
 def test_gates_that_guess_lose_to_a_fixed_k(size: Any) -> None:
     found = judge(held([2, 8] * 50, [5] * 100), size)
-    assert found["gates"][0]["agreement"] == 0.5
-    assert found["gates"][0]["fixed_at_equal_cost"] == {"what": "K = 5", "agreement": 1.0}
-    assert found["verdict"].endswith("a fixed K is better here.")
+    assert found.gates[0].agreement == 0.5
+    assert found.gates[0].fixed_at_equal_cost == FixedRival("K = 5", 1.0)
+    assert found.verdict.endswith("a fixed K is better here.")
 
 
 def test_gates_that_do_what_a_fixed_k_does_are_not_called_better(size: Any) -> None:
     found = judge(held([5] * 100, [4, 6] * 50), size)
-    assert (found["gates"][0]["difference"], found["gates"][0]["difference_interval"]) == (0.0, [0.0, 0.0])
-    assert "a fixed K needs no gates" in found["verdict"]
+    assert (found.gates[0].difference, found.gates[0].difference_interval) == (0.0, (0.0, 0.0))
+    assert "a fixed K needs no gates" in found.verdict
 
 
 def test_between_two_depths_their_mixture_at_the_same_cost_is_the_rival(size: Any) -> None:
     # A quarter leaves at K = 6, the others at 5: 4.25 full layers. K = 5 keeps 50%, K = 6 keeps 100%.
     found = judge(held([5, 5, 5, 6] * 25, [5, 6] * 50), size)
-    assert found["gates"][0]["full_layers"] == 4.25
-    assert found["gates"][0]["fixed_at_equal_cost"] == {"what": "K = 5 and K = 6 in turn", "agreement": 0.625}
+    assert found.gates[0].full_layers == 4.25
+    assert found.gates[0].fixed_at_equal_cost == FixedRival("K = 5 and K = 6 in turn", 0.625)
 
 
 def test_a_cheaper_fixed_k_that_keeps_more_is_the_rival(size: Any) -> None:
     data = held([6] * 10, [3] * 10)
     data.same[:, KS.index(6)] = data.same[:, KS.index(5)] = False
-    assert judge(data, size)["gates"][0]["fixed_at_equal_cost"] == {"what": "K = 4", "agreement": 1.0}
+    assert judge(data, size).gates[0].fixed_at_equal_cost == FixedRival("K = 4", 1.0)
 
 
 def test_gates_that_never_fire_cost_all_layers(size: Any) -> None:
     found = judge(held([None] * 10, [9] * 10), size)
-    assert (found["gates"][0]["full_layers"], found["gates"][0]["exits"]["none"]) == (LAYERS, 10)
-    assert found["gates"][0]["total_flops"] == found["fixed"][-1]["total_flops"]
-    assert found["fixed"][-1]["k"] is None
-    assert "a fixed K needs no gates" in found["verdict"]
+    assert (found.gates[0].full_layers, found.gates[0].exits["none"]) == (LAYERS, 10)
+    assert found.gates[0].total_flops == found.fixed[-1].total_flops
+    assert found.fixed[-1].k is None
+    assert "a fixed K needs no gates" in found.verdict
 
 
 def test_without_known_answers_there_is_no_accuracy(size: Any) -> None:
     found = judge(held([5] * 4, [5] * 4, known=False), size)
-    assert found["gates"][0]["accuracy"] is None
-    assert judge(held([5] * 4, [5] * 4), size)["gates"][0]["accuracy"] == 1.0
+    assert found.gates[0].accuracy is None
+    assert judge(held([5] * 4, [5] * 4), size).gates[0].accuracy == 1.0
 
 
 # ---- end to end ------------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, ti
     assert gates.metadata["features"] == FEATURES
     assert {"items", "seed", "lr", "alpha", "epochs", "width", "versions", "verdict"} <= set(training)
     assert (training["items"], training["epochs"]) == (8, 3)
-    assert json.loads((tmp_path / "g.json").read_text(encoding="utf-8"))["verdict"] == report["verdict"]
+    assert json.loads((tmp_path / "g.json").read_text(encoding="utf-8"))["verdict"] == report.judgement.verdict
     assert (tmp_path / "g.png").stat().st_size > 1000
     before = out.read_bytes()
     train_gates(options, out, tmp_path / "work-2", QUIET)

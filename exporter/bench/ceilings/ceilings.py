@@ -9,16 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.bench.products import Kind, Product
-from vtx.exporter.bench.series import spread
+from vtx.exporter.bench.ceilings.products import Kind, Product
+from vtx.exporter.bench.series import Series, spread
 from vtx.exporter.weights.quantize import BLOCK
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
+from vtx.runtime.strict import later
 from vtx.runtime.units import size
 
 GEMM, VISION_GEMM = "gemm", "vision_gemm"  # products: of the decoder; of the tower where it computes otherwise
@@ -27,6 +29,31 @@ MAX_WEIGHTS = 1 << 26  # elements of the matrix
 READ_BYTES = 1 << 29  # beyond any cache
 COPIES = 4  # of the matrix while its graph is made and loaded
 LEAST_MS = 20.0  # one figure is the mean of calls that take this long together
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRate:
+    """How fast a matrix product is."""
+
+    what: str
+    flops_per_s: Series
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRate:
+    """How fast memory is read."""
+
+    what: str
+    bytes_per_s: Series
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCeilings:
+    """The products `GEMM` and `VISION_GEMM`, the latter None where tower and decoder compute alike, and reading."""
+
+    gemm: ProductRate
+    read: ReadRate
+    vision_gemm: ProductRate | None = later(None)
 
 
 class Ceilings:
@@ -54,14 +81,11 @@ class Ceilings:
             self.products[name].append(_rate(product.flops, product))
         self.read.append(_rate(self._memory.bytes, self._memory))
 
-    def report(self) -> dict[str, Any]:
-        """A description and the spread of each figure: FLOP/s of each product, bytes/s of `read`."""
-        products = {
-            name: {"what": self._descriptions[name], "flops_per_s": spread(rates)}
-            for name, rates in self.products.items()
-        }
+    def report(self) -> MeasuredCeilings:
+        """Every ceiling with the spread of its figures."""
+        products = {name: ProductRate(self._descriptions[name], spread(rates)) for name, rates in self.products.items()}
         reading = f"reading {self._memory.bytes >> 20} MiB of memory, {self._memory.threads} threads"
-        return {**products, "read": {"what": reading, "bytes_per_s": spread(self.read)}}
+        return MeasuredCeilings(**products, read=ReadRate(reading, spread(self.read)))
 
 
 class MemoryReader:

@@ -1,0 +1,1 @@
+"""The most that this machine can do: matrix products and reading memory."""
