@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,9 @@ from vtx.exporter.weights.awq import TOKENS, find_factors, tried
 from vtx.exporter.weights.quantize import scheme
 from vtx.exporter.weights.scaling import Channels, Floats, quantised_channels
 from vtx.runtime.backends.allocation import returning_memory
-from vtx.runtime.bundle.safetensors import read_bits, read_header, widen_bf16, write_safetensors
-from vtx.runtime.errors import CheckpointError
+from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16, write_safetensors
+from vtx.runtime.errors import CheckpointError, ExportError
+from vtx.runtime.strict import Strict, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,19 @@ if TYPE_CHECKING:
 SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
 FACTORS = ".factors.safetensors"
 NORM = "layernorm.weight"
+STRICT = Strict(ExportError, "remove the staging directory beside the output and export again")
 Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FactorsRecord:
+    """What factors were measured on: items and their tokens (`rows`), and the mean exponent of each kind of matrix."""
+
+    data: str
+    items: int
+    skipped: int
+    rows: int
+    alpha: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +55,18 @@ class Factors:
     """Channel factors by the weight that takes their inverse, and how they were measured, for the bundle's record."""
 
     by_source: Mapping[str, Floats]
-    record: Mapping[str, Any]
+    record: FactorsRecord
 
     def write(self, path: Path) -> None:
         tensors = {name: np.ascontiguousarray(factors) for name, factors in self.by_source.items()}
-        write_safetensors(path, tensors, {"record": json.dumps(self.record)})
+        write_safetensors(path, tensors, {"record": json.dumps(plain(self.record))})
 
     @classmethod
     def read(cls, path: Path) -> Factors:
         header = read_header(path)
         factors = {name: read_bits(info) for name, info in header.tensors.items()}
-        return cls(factors, json.loads(header.metadata["record"]))
+        record = parse_json(header.metadata.get("record", "").encode(), path.name, error=ExportError)
+        return cls(factors, STRICT.read(FactorsRecord, record, path.name))
 
 
 def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Factors:
@@ -85,13 +99,13 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
             report("activations", done, layers)
 
         reference.hidden(samples, [None], layer, feed=search.take)
-    record = {
-        "data": aware.data.source,
-        "items": len(questions),
-        "skipped": len(skipped),
-        "rows": sum(len(sample.ids) for sample in samples),
-        "alpha": {kind: round(float(np.mean(alphas)), 3) for kind, alphas in search.alphas.items()},
-    }
+    record = FactorsRecord(
+        data=aware.data.source,
+        items=len(questions),
+        skipped=len(skipped),
+        rows=sum(len(sample.ids) for sample in samples),
+        alpha={kind: round(float(np.mean(alphas)), 3) for kind, alphas in search.alphas.items()},
+    )
     return Factors(search.factors, record)
 
 

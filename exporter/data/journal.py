@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vtx.exporter.common.journal import MAX_JOURNAL, as_line, read_lines
 from vtx.exporter.common.lock import locked
-from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.errors import ExportError, RequestError
-
-MAX_BYTES = 1 << 30
 
 
 class ResultJournal:
@@ -45,7 +43,7 @@ class ResultJournal:
 
     def add(self, results: Mapping[str, dict[str, Any]]) -> None:
         """Write the results of some items; they are on disk when this returns."""
-        self._write(b"".join(_line({"item": item, **result}) for item, result in results.items()))
+        self._write(b"".join(as_line({"item": item, **result}) for item, result in results.items()))
         self.results.update(results)
 
     def _lock(self) -> None:
@@ -58,8 +56,8 @@ class ResultJournal:
 
     def _resume(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
-        if size > MAX_BYTES:
-            raise RequestError(f"{self._path} has {size:,} bytes, the limit is {MAX_BYTES:,}; name another --out")
+        if size > MAX_JOURNAL:
+            raise RequestError(f"{self._path} has {size:,} bytes, the limit is {MAX_JOURNAL:,}; name another --out")
         try:
             content = self._file.read()
             whole = content.rfind(b"\n") + 1
@@ -69,20 +67,14 @@ class ResultJournal:
             raise ExportError(
                 f"cannot resume {self._path} ({e.strerror}); check the disk, or name another --out"
             ) from e
-        lines = [self._parsed(line) for line in content[:whole].splitlines()]
+        lines = list(read_lines(content, str(self._path)))
         if not lines:
-            self._write(_line(self._identity))
+            self._write(as_line(self._identity))
             return
-        self._check_identity(lines[0])
-        if not all("item" in line for line in lines[1:]):
-            raise RequestError(f"{self._path} is damaged; remove it, or name another --out")
-        self.results = {line["item"]: {k: v for k, v in line.items() if k != "item"} for line in lines[1:]}
-
-    def _parsed(self, line: bytes) -> dict[str, Any]:
-        value = parse_json(line, f"a line of {self._path}", error=RequestError)
-        if not isinstance(value, dict) or not (isinstance(value.get("item"), str) or "model" in value):
+        if "model" not in lines[0] or not all(isinstance(line.get("item"), str) for line in lines[1:]):
             raise RequestError(f"{self._path} is damaged or is not a measurement; remove it, or name another --out")
-        return value
+        self._check_identity(lines[0])
+        self.results = {line.pop("item"): line for line in lines[1:]}
 
     def _check_identity(self, identity: Mapping[str, Any]) -> None:
         for part, value in self._identity.items():
@@ -98,7 +90,3 @@ class ResultJournal:
             os.fsync(self._file.fileno())
         except OSError as e:
             raise ExportError(f"cannot write {self._path} ({e.strerror}); free some space and run again") from e
-
-
-def _line(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"

@@ -9,19 +9,23 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.exporter.data.items import MAX_SKIPPED, Item
 from vtx.exporter.data.source import Source
-from vtx.runtime.bundle.safetensors import read_bits, read_header, write_safetensors
+from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
+from vtx.runtime.strict import Strict
 
 FORMAT = "2"
+MAX_WORK = 1 << 16  # bytes of work.json
+STRICT = Strict(RequestError, "name another --work, or remove it")
 Tensors = Mapping[str, NDArray[Any]]
 
 
@@ -68,6 +72,15 @@ def make_shards(items: Sequence[Item], batch: int, *, held_out: bool, first: int
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class WorkIdentity:
+    """Digests of what was measured and how."""
+
+    model: str
+    data: str
+    options: str
+
+
 class WorkDirectory:
     """A directory of measurements, guarded by a fingerprint of model, data and options.
 
@@ -77,13 +90,13 @@ class WorkDirectory:
     def __init__(self, folder: Path, source: Source, options: MeasureOptions, shards: Sequence[Shard]) -> None:
         self.folder, self.shards = folder, tuple(shards)
         self.skipped: dict[str, list[str]] = {}
-        parts = {
-            "model": _digest([source.fingerprint, source.version()]),
-            "data": _digest([[shard.name, *(item.digest() for item in shard.items)] for shard in shards]),
-            "options": _digest([FORMAT, options.answers, options.max_new_tokens, options.batch]),
-        }
-        self.fingerprint = _digest(parts)
-        self._guard(folder / "work.json", parts)
+        identity = WorkIdentity(
+            model=_digest([source.fingerprint, source.version()]),
+            data=_digest([[shard.name, *(item.digest() for item in shard.items)] for shard in shards]),
+            options=_digest([FORMAT, options.answers, options.max_new_tokens, options.batch]),
+        )
+        self.fingerprint = _digest(asdict(identity))
+        self._guard(folder / "work.json", identity)
 
     def missing(self) -> list[Shard]:
         """The shards still to measure; damaged ones are removed and count as missing."""
@@ -120,15 +133,16 @@ class WorkDirectory:
                 f"First: {skipped[0]}"
             )
 
-    def _guard(self, path: Path, parts: Mapping[str, str]) -> None:
+    def _guard(self, path: Path, identity: WorkIdentity) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                path.write_text(json.dumps(parts), encoding="utf-8")
-            existing = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
+                path.write_text(json.dumps(asdict(identity)), encoding="utf-8")
+        except OSError as e:
             raise RequestError(f"cannot use {self.folder} as the work directory ({e}); name another --work") from e
-        different = [name for name in parts if not isinstance(existing, dict) or existing.get(name) != parts[name]]
+        existing = STRICT.read(WorkIdentity, read_json_object(path, MAX_WORK, error=RequestError), str(path))
+        wanted = asdict(identity)
+        different = [name for name, value in asdict(existing).items() if value != wanted[name]]
         if different:
             raise RequestError(
                 f"{self.folder} holds measurements that differ in {' and '.join(different)}; "
@@ -142,9 +156,10 @@ class WorkDirectory:
         try:
             header = read_header(path, error=RequestError)
             if header.metadata.get("fingerprint") == self.fingerprint:
-                self.skipped[shard.name] = json.loads(header.metadata["skipped"])
+                skipped = parse_json(header.metadata["skipped"].encode(), shard.name, error=RequestError)
+                self.skipped[shard.name] = [*STRICT.value(tuple[str, ...], skipped, shard.name)]
                 return True
-        except (VtxError, ValueError, KeyError):
+        except (VtxError, KeyError):
             pass
         with suppress(OSError):
             path.unlink()

@@ -6,14 +6,16 @@ may have lost what a line records; a finished file was synced first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vtx.exporter.common.journal import MAX_JOURNAL, as_line, read_lines
 from vtx.runtime.bundle.spec.manifest import FileRecord
+from vtx.runtime.errors import RequestError, VtxError
+from vtx.runtime.strict import Strict, plain
 
 JOURNAL = ".journal"
 PROBE = ".probe"  # the file of the speed trials
@@ -28,8 +30,51 @@ class Written:
     crc: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """The first line: the key of the export that the journal belongs to."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A finished file."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor written to the file `of`."""
+
+    of: str
+    tensor: str
+    end: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Golden:
+    golden: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    factors: bool
+
+
+LINES: dict[str, type] = {"key": _Begun, "file": _File, "of": _Tensor, "golden": _Golden, "factors": _Factors}
+STRICT = Strict(RequestError, "begin the export anew")
+
+
 class ExportJournal:
-    """The finished parts of one export, read from `folder` and appended to as the work proceeds."""
+    """The finished parts of one export, read from `folder` and appended to as the work proceeds.
+
+    What stands behind a damaged line counts as unfinished.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL
@@ -37,8 +82,8 @@ class ExportJournal:
         self.tensors: dict[str, list[Written]] = {}
         self.golden = False
         self.factors = False
-        for line in list(_lines(self._path))[1:]:
-            self._read_line(line)
+        for entry in _entries(self._path):
+            self._take(entry)
 
     @property
     def has_work(self) -> bool:
@@ -46,57 +91,57 @@ class ExportJournal:
 
     def add_file(self, name: str, record: FileRecord) -> None:
         self.files[name] = record
-        _append(self._path, {"file": name, **asdict(record)})
+        _append(self._path, _File(name, record.bytes, record.sha256))
 
     def add_tensor(self, file: str, written: Written) -> None:
-        _append(self._path, {"of": file, **asdict(written)})
+        _append(self._path, _Tensor(file, written.tensor, written.end, written.crc))
 
     def add_golden(self) -> None:
         self.golden = True
-        _append(self._path, {"golden": True})
+        _append(self._path, _Golden(golden=True))
 
     def add_factors(self) -> None:
         self.factors = True
-        _append(self._path, {"factors": True})
+        _append(self._path, _Factors(factors=True))
 
     def remove(self) -> None:
         """Remove the files that do not belong to the bundle."""
         for path in (self._path, self._path.with_name(PROBE)):
             path.unlink(missing_ok=True)
 
-    def _read_line(self, line: dict[str, Any]) -> None:
-        if "file" in line:
-            self.files[line["file"]] = FileRecord(line["bytes"], line["sha256"])
-        elif "of" in line:
-            written = Written(line["tensor"], line["end"], line["crc"])
-            self.tensors.setdefault(line["of"], []).append(written)
-        elif "golden" in line:
-            self.golden = True
-        elif "factors" in line:
-            self.factors = True
+    def _take(self, entry: Any) -> None:
+        match entry:
+            case _File(name, size, digest):
+                self.files[name] = FileRecord(size, digest)
+            case _Tensor(file, tensor, end, crc):
+                self.tensors.setdefault(file, []).append(Written(tensor, end, crc))
+            case _Golden():
+                self.golden = True
+            case _Factors():
+                self.factors = True
 
 
 def begin(folder: Path, key: str) -> None:
     """Start the journal of the export with that key in its empty staging directory."""
-    _append(folder / JOURNAL, {"key": key})
+    _append(folder / JOURNAL, _Begun(key))
 
 
 def key_in(folder: Path) -> str | None:
     """The key of the export that left a journal in `folder`."""
-    key = next(_lines(folder / JOURNAL), {}).get("key")
-    return key if isinstance(key, str) else None
+    first = next(_entries(folder / JOURNAL), None)
+    return first.key if isinstance(first, _Begun) else None
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The journal's lines up to the first incomplete one."""
-    with suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                return
-            yield value
+def _entries(path: Path) -> Iterator[Any]:
+    """The journal's lines up to the first incomplete or damaged one, each as one of `LINES`."""
+    with suppress(OSError, VtxError):
+        with path.open("rb") as file:
+            content = file.read(MAX_JOURNAL)
+        for line in read_lines(content, path.name):
+            kind = next((LINES[name] for name in LINES if name in line), _Begun)
+            yield STRICT.read(kind, line, path.name)
 
 
-def _append(path: Path, value: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(value) + "\n")
+def _append(path: Path, entry: Any) -> None:
+    with path.open("ab") as file:
+        file.write(as_line(plain(entry)))
