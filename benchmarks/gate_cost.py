@@ -21,7 +21,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.graphs.gates import gate_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.backend import Rows
+from vtx.runtime.backends.backend import HiddenStates
 from vtx.runtime.bundle.safetensors import write_safetensors
 
 K = 2
@@ -38,7 +38,7 @@ def gated(checkpoint: Path, folder: Path, hidden: int, width: int, threads: int)
     return load(made.folder, device="cpu", threads=threads)
 
 
-def prefill(model: Model, rows: Rows) -> Callable[[], None]:
+def prefill(model: Model, rows: HiddenStates) -> Callable[[], None]:
     """All layers over `rows`, from empty caches."""
     stages = [model.backend.stage(n, model.manifest.max_context) for n in range(len(model.manifest.stages))]
     positions = np.arange(len(rows), dtype=np.int64)

@@ -21,7 +21,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.vision.tokens import Ids, Rows
+from vtx.runtime.vision.tokens import HiddenStates, Ids
 
 LAYER = 1  # after which rows are scored
 
@@ -33,7 +33,7 @@ def scored(checkpoint: Path, folder: Path, threads: int) -> Model:
     return load(made.folder, device="cpu", threads=threads)
 
 
-def prefill(stages: list[StageCache], front: Rows, tail: Rows) -> Callable[[], None]:
+def prefill(stages: list[StageCache], front: HiddenStates, tail: HiddenStates) -> Callable[[], None]:
     """All layers over the front's rows and then the tail's, from empty caches."""
     before, after = places(front, tail)
 
@@ -46,7 +46,7 @@ def prefill(stages: list[StageCache], front: Rows, tail: Rows) -> Callable[[], N
     return run
 
 
-def question(stage: StageCache, front: Rows, tail: Rows, *, score: bool) -> Callable[[], None]:
+def question(stage: StageCache, front: HiddenStates, tail: HiddenStates, *, score: bool) -> Callable[[], None]:
     """The first stage over the tail's rows, with or without asking what they look at; the front's are there."""
     _, after = places(front, tail)
 
@@ -59,7 +59,7 @@ def question(stage: StageCache, front: Rows, tail: Rows, *, score: bool) -> Call
     return run
 
 
-def places(front: Rows, tail: Rows) -> tuple[Ids, Ids]:
+def places(front: HiddenStates, tail: HiddenStates) -> tuple[Ids, Ids]:
     both = np.arange(len(front) + len(tail), dtype=np.int64)
     return both[: len(front)], both[len(front) :]
 

@@ -37,7 +37,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         with replacing(path) as partial:
             partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as e:
-        raise ExportError(f"cannot write {path} ({e.strerror}); free some space or name another place") from e
+        raise ExportError(f"cannot write {path} ({e.strerror}); free some space or name another directory") from e
 
 
 def sync_file(path: Path) -> None:

@@ -138,9 +138,10 @@ class WorkDirectory:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.write_text(json.dumps(asdict(identity)), encoding="utf-8")
-        except OSError as e:
+            held = read_json_object(path, MAX_WORK, error=RequestError)
+        except (OSError, VtxError) as e:
             raise RequestError(f"cannot use {self.folder} as the work directory ({e}); name another --work") from e
-        existing = STRICT.read(WorkIdentity, read_json_object(path, MAX_WORK, error=RequestError), str(path))
+        existing = STRICT.read(WorkIdentity, held, str(path))
         wanted = asdict(identity)
         different = [name for name, value in asdict(existing).items() if value != wanted[name]]
         if different:

@@ -70,13 +70,13 @@ def load(
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
     _check_images(opened, fit, max_tiles)
-    place = choose(opened, device, compute)
-    if not force and place.device not in GPU_DEVICES:
-        _check_memory(opened, float_bytes(place))
-    backend = open_backend(opened, place, threads)
+    chosen = choose(opened, device, compute)
+    if not force and chosen.device not in GPU_DEVICES:
+        _check_memory(opened, float_bytes(chosen))
+    backend = open_backend(opened, chosen, threads)
     load_ms = 1000 * (time.perf_counter() - start)
-    model = Model(opened, backend, load_ms, place.why, fit=fit, max_tiles=max_tiles, image_formats=formats)
-    log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, place.device, place.why, model.load_ms)
+    model = Model(opened, backend, load_ms, chosen.why, fit=fit, max_tiles=max_tiles, image_formats=formats)
+    log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, chosen.device, chosen.why, model.load_ms)
     return model
 
 

@@ -8,21 +8,21 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores
 
 
 class StageCache(Protocol):
     """K/V of one stage for one conversation, [layers, 2, kv_heads, capacity, head_dim], and the stage's run.
 
-    `length` counts filled slots. Positions live with the rows, not here: after a withdrawal the next
-    row's position is larger than `length`.
+    `length` counts filled slots. Positions live with the tokens, not here: after a withdrawal the next
+    token's position is larger than `length`.
     """
 
     length: int
     capacity: int
 
-    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
-        """Run [n, hidden] rows at their positions; their K/V fill the next n slots. Returns [n, hidden].
+    def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
+        """Run hidden states [n, hidden] at their positions; their K/V fill the next n slots. Returns [n, hidden].
 
         `query`: keep the queries of the stage's last layer for `attention`; only where the manifest says that the
         stage gives them.
@@ -30,10 +30,10 @@ class StageCache(Protocol):
         ...
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        """What the rows last appended with `query` give to each slot in the stage's last layer.
+        """What the tokens last appended with `query` give to each slot in the stage's last layer.
 
-        Softmax attention, mean over heads: its sum and maximum over these rows, or over their last one only, each
-        [length] float32. These rows must still fill the last slots.
+        Softmax attention, mean over heads: its sum and maximum over these tokens, or over their last one only, each
+        [length] float32. These tokens must still fill the last slots.
         """
         ...
 
@@ -62,8 +62,8 @@ class Backend(Protocol):
     compute: str  # the type of its arithmetic: f32 or bf16
     kv_slot_bytes: int  # of one KV slot of one layer as it keeps K and V, scales included
 
-    def embed(self, ids: Ids) -> Rows:
-        """Token ids [n] int64 to rows [n, hidden]. Raises BundleError for an id that is not in the vocabulary."""
+    def embed(self, ids: Ids) -> HiddenStates:
+        """Token ids [n] int64 to hidden states [n, hidden]. Raises BundleError for an id beyond the vocabulary."""
         ...
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
@@ -81,12 +81,12 @@ class Backend(Protocol):
         """
         ...
 
-    def head(self, rows: Rows) -> NDArray[np.float32]:
-        """Rows [n, hidden] to logits [n, vocab]."""
+    def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
+        """Hidden states [n, hidden] to logits [n, vocab]."""
         ...
 
-    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
-        """The odds [2] (stay, withdraw) that the gate before layer `k` gives for a question's rows [n, hidden]."""
+    def gate(self, k: int, hidden: HiddenStates) -> NDArray[np.float32]:
+        """The odds [2] (stay, withdraw) of the gate before layer `k` for a question's hidden states [n, hidden]."""
         ...
 
     def text_tower(self, ids: Ids) -> NDArray[np.float32]:
@@ -107,7 +107,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class BatchBackend(Backend, Protocol):
-    """A backend that runs one row of each of several conversations in one pass through a stage."""
+    """A backend that runs one token of each of several conversations in one pass through a stage."""
 
     def share_caches(self, conversations: int) -> None:
         """Have the caches of this many conversations lie together from now on, so that one run reaches all of them.
@@ -124,10 +124,12 @@ class BatchBackend(Backend, Protocol):
         """Whether these caches lie together, so that `append_each` can run them."""
         ...
 
-    def append_each(self, index: int, caches: Sequence[StageCache], rows: Rows, positions: Ids) -> Rows:
-        """Run stage `index` for several conversations: the n-th of `rows` [n, hidden] goes into the n-th cache.
+    def append_each(
+        self, index: int, caches: Sequence[StageCache], hidden: HiddenStates, positions: Ids
+    ) -> HiddenStates:
+        """Run stage `index` for several conversations: the n-th of `hidden` [n, hidden] goes into the n-th cache.
 
-        Rows stand at their positions [n]; returns [n, hidden]. What a row becomes is what `append` to its cache gives,
-        but for the order in which sums are taken.
+        Tokens stand at their positions [n]; returns [n, hidden]. What a token becomes is what `append` to its cache
+        gives, but for the order in which sums are taken.
         """
         ...

@@ -20,7 +20,7 @@ GPU_DEVICES = ("cuda", "tensorrt")  # weights in memory of their own
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceChoice:
     """Where a bundle is answered, in which arithmetic, and why there."""
 
     device: str
@@ -28,8 +28,8 @@ class Place:
     why: str
 
 
-def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> Place:
-    """The place that was asked for, or with "auto" the best of those that are possible.
+def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
+    """The device that was asked for, or with "auto" the best of those that are possible.
 
     Raises:
         DeviceError: no such device, or it lacks its package, its graphs in this bundle, or the arithmetic asked for.
@@ -43,12 +43,12 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> Pl
         obstacle = _obstacle(bundle, device, compute)
         if obstacle:
             raise DeviceError(obstacle)
-        return Place(device, compute or ENGINES[device].compute[0], "asked for")
+        return DeviceChoice(device, compute or ENGINES[device].compute[0], "asked for")
     obstacles: list[str] = []
     for name, why in _by_merit(bundle):
         obstacle = _obstacle(bundle, name, compute)
         if not obstacle:
-            return Place(name, compute or ENGINES[name].compute[0], "; ".join([why, *obstacles]))
+            return DeviceChoice(name, compute or ENGINES[name].compute[0], "; ".join([why, *obstacles]))
         obstacles.append(obstacle)
     raise DeviceError(obstacles[0])
 
@@ -100,24 +100,24 @@ def _no_cuda(bundle: Bundle) -> str | None:
 _FURTHER = {"tensorrt": _no_engines, "cuda": _no_cuda}
 
 
-def float_bytes(place: Place) -> Mapping[str, int]:
-    """Bytes that a weight of each type of float takes in memory at this place."""
-    if place.device != "openvino":
+def float_bytes(chosen: DeviceChoice) -> Mapping[str, int]:
+    """Bytes that a weight of each type of float takes in memory there."""
+    if chosen.device != "openvino":
         return EXPANDED
-    return NARROWED if place.compute == "bf16" else KEPT
+    return NARROWED if chosen.compute == "bf16" else KEPT
 
 
-def open_backend(bundle: Bundle, place: Place, threads: int | None) -> Backend:
-    """Load the bundle's graphs at a place that `choose` gave."""
-    if place.device == "openvino":
+def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:
+    """Load the bundle's graphs on a device that `choose` gave."""
+    if chosen.device == "openvino":
         from vtx.runtime.backends.openvino.backend import OpenvinoBackend
 
-        return OpenvinoBackend(bundle, threads, place.compute)
-    if place.device == "tensorrt":
+        return OpenvinoBackend(bundle, threads, chosen.compute)
+    if chosen.device == "tensorrt":
         from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 
         return TensorrtBackend(bundle)
-    if place.device == "cuda":
+    if chosen.device == "cuda":
         from vtx.runtime.backends.ort.cuda import OrtCudaBackend
 
         return OrtCudaBackend(bundle, threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from vtx.runtime.vision.tokens import Ids, Rows
+from vtx.runtime.vision.tokens import HiddenStates, Ids
 
 
 class SlotCounter(ABC):
@@ -16,12 +16,12 @@ class SlotCounter(ABC):
     def __init__(self, capacity: int) -> None:
         self.length, self.capacity = 0, capacity
 
-    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+    def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
         """Run hidden states [n, hidden] at their positions; their K/V fill the next n slots. Returns [n, hidden]."""
-        count = len(rows)
+        count = len(hidden)
         if self.length + count > self.capacity:
             raise AssertionError(f"{self.length} + {count} tokens in a cache of {self.capacity} slots")
-        out = self._run(rows, positions, query=query)
+        out = self._run(hidden, positions, query=query)
         self.length += count
         return out
 
@@ -31,5 +31,5 @@ class SlotCounter(ABC):
         self.length = length
 
     @abstractmethod
-    def _run(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
+    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         """Run the stage; K/V go into the slots from `length` on, which are counted afterwards."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask, Patches, Rows, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def _no_scores(_: bool) -> Scores:
     raise AssertionError("this boundary has no attention to ask for: the policy's needs name no query")
 
 
-def _no_hidden() -> Rows:
+def _no_hidden() -> HiddenStates:
     raise AssertionError("this boundary holds no hidden states of the image tokens")
 
 
@@ -64,7 +64,7 @@ def _no_positions() -> tuple[Ids, Ids]:
     raise AssertionError("this boundary has no positions to ask for")
 
 
-def _no_keys() -> tuple[Rows, Rows]:
+def _no_keys() -> tuple[HiddenStates, HiddenStates]:
     raise AssertionError("this boundary has no keys to ask for")
 
 
@@ -78,7 +78,7 @@ class PromptText:
     """
 
     ids: Ids
-    hidden: Rows
+    hidden: HiddenStates
     after: Mask
     embeddings: NDArray[np.float32] | None = None
 
@@ -106,8 +106,8 @@ class Boundary:
     images: Sequence[Patches] = ()
     present: Mask = field(default_factory=lambda: np.zeros(0, bool))
     scores: Callable[[bool], Scores] = _no_scores
-    image_hidden: Callable[[], Rows] = _no_hidden
-    keys: Callable[[], tuple[Rows, Rows]] = _no_keys
+    image_hidden: Callable[[], HiddenStates] = _no_hidden
+    keys: Callable[[], tuple[HiddenStates, HiddenStates]] = _no_keys
     final_norm: NDArray[np.float32] | None = None
     positions: Callable[[], tuple[Ids, Ids]] = _no_positions
 

@@ -15,7 +15,7 @@ from vtx.runtime.vision.tokens import Mask
 class Removal:
     """Image tokens leave at a boundary: `kept` [those that were there] go on, `by` names the methods at work.
 
-    `renumbers`: all rows that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: earlier caches
+    `renumbers`: all tokens that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: earlier caches
     shrink to what it left, unless more leave later.
     """
 
@@ -43,12 +43,12 @@ class Policy:
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
-        """Those that leave out some rows, not the whole image."""
+        """Those that leave out some tokens, not the whole image."""
         return tuple(part for part in self.parts if not part.whole)
 
     @property
     def row_cuts(self) -> set[int]:
-        """Layers before which some rows may leave and others stay."""
+        """Layers before which some tokens may leave and others stay."""
         return {cut for part in self.reductions for cut in part.needs().cuts}
 
     @property
@@ -66,7 +66,7 @@ class Policy:
         return tuple(entry for part in self.parts if (entry := part.entry()) is not None)
 
     def ask(self, boundary: Boundary) -> Removal | None:
-        """Which rows go on from here; None: all. Rows that one part leaves out, no later one brings back."""
+        """Which tokens go on from here; None: all. Tokens that one part leaves out, no later one brings back."""
         kept, dropping = np.ones(boundary.count, bool), list[Reduction]()
         for part in self.parts:
             mask = part.keep_mask(boundary) if kept.any() and boundary.layer in part.needs().cuts else None

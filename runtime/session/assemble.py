@@ -11,7 +11,7 @@ from vtx.runtime.policies import PromptText
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.prefix import ImageEncoders, Prompt
 from vtx.runtime.session.result import Selection
-from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows
+from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens
 
 
 def selecting_text(
@@ -20,7 +20,7 @@ def selecting_text(
     image_token_id: int,
     policy: Policy,
     after: Selection | None,
-    embeddings: Callable[[], Rows],
+    embeddings: Callable[[], HiddenStates],
 ) -> PromptText | None:
     """The text by which a policy's entries select image tokens; None where none of them looks at it.
 

@@ -9,10 +9,12 @@ from vtx.runtime.policies.base import Boundary
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import PrefixSlots
-from vtx.runtime.vision.tokens import Ids, Rows, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 
-def boundary_before(number: int, caches: PrefixCaches, before: PrefixSlots, hidden: Rows, policy: Policy) -> Boundary:
+def boundary_before(
+    number: int, caches: PrefixCaches, before: PrefixSlots, hidden: HiddenStates, policy: Policy
+) -> Boundary:
     """The boundary before stage `number`, for the `hidden` states [n, hidden] of a question that has reached it.
 
     `before` is what the stage before holds of the prefix. Nothing is computed until the policy asks for it, and what is
@@ -27,7 +29,7 @@ def boundary_before(number: int, caches: PrefixCaches, before: PrefixSlots, hidd
             raise BundleError(f"the attention of layer {layer} is not a number; use --reduce none, or export at fp32")
         return total[slots], most[slots]
 
-    def image_hidden() -> Rows:
+    def image_hidden() -> HiddenStates:
         here = caches.prefix_at(number)
         return here.hidden[prefix.is_vision[here.present]]
 
@@ -36,7 +38,7 @@ def boundary_before(number: int, caches: PrefixCaches, before: PrefixSlots, hidd
         first = before.position
         return here.positions[prefix.is_vision[here.present]], np.arange(first, first + len(hidden))
 
-    def keys() -> tuple[Rows, Rows]:
+    def keys() -> tuple[HiddenStates, HiddenStates]:
         flat = np.concatenate([*cache.keys()], axis=-1)
         return flat[slots], flat[len(flat) - len(hidden) :]
 

@@ -14,7 +14,7 @@ import numpy as np
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.policies.policy import Policy, Removal
-from vtx.runtime.session.prefix import Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, place
+from vtx.runtime.session.prefix import Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
 from vtx.runtime.vision.tokens import Mask
 
 Check = Callable[[], None]
@@ -60,7 +60,7 @@ class PrefixCaches:
             check()
             images.append(encode())
         hidden[is_vision] = np.concatenate([image.rows for image in images])
-        positions, following = place(is_vision, images)
+        positions, following = assign_positions(is_vision, images)
         patches = tuple(image.patches for image in images)
         return Prefix(prompt.prefix_key, is_vision, patches, positions, following, (hidden,))
 

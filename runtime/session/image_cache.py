@@ -44,4 +44,4 @@ def nbytes(tokens: ImageTokens) -> int:
     """Bytes of an image's tokens and of what is known of their patches."""
     patches = tokens.patches
     signals = sum(signal.nbytes for signal in patches.signals.values())
-    return tokens.rows.nbytes + patches.places.nbytes + signals
+    return tokens.rows.nbytes + patches.indices.nbytes + signals

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vtx.runtime.policies.policy import Removal
-from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask, Patches, Rows
+from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches
 
 Key = tuple[bytes, tuple[str, ...]]
 ImageEncoders = tuple[tuple[str, Callable[[], ImageTokens]], ...]
@@ -66,7 +66,7 @@ class Prefix:
     images: tuple[Patches, ...]
     positions: Ids
     next_position: int
-    boundaries: tuple[Rows, ...]
+    boundaries: tuple[HiddenStates, ...]
     saved_kv: tuple[SavedKV, ...] = ()
 
     @property
@@ -81,7 +81,7 @@ class Prefix:
     def text_size(self) -> int:
         return int((~self.is_vision).sum())
 
-    def deeper(self, hidden: Rows, *, hold: bool) -> Prefix:
+    def deeper(self, hidden: HiddenStates, *, hold: bool) -> Prefix:
         """With its hidden states after one more stage; `hold` the image tokens' of the boundary before."""
         last = self.boundaries[-1]
         before = last if hold or not self.depth else last[~self.is_vision]
@@ -103,7 +103,7 @@ class Prefix:
         return PrunedPrefix((), present, self.positions, self.next_position, hidden, boundary)
 
 
-def place(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Ids, int]:
+def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Ids, int]:
     """Positions [n] of a prefix's tokens, and the next one: an image's tokens keep the gaps between them."""
     offsets = [np.arange(len(i.rows)) if i.offsets is None else i.offsets for i in images]
     ends = [*(image.positions for image in images)]
@@ -131,7 +131,7 @@ class PrunedPrefix:
     present: Mask
     positions: Ids
     next_position: int
-    hidden: Rows
+    hidden: HiddenStates
     depth: int
 
     @property
@@ -152,7 +152,7 @@ class PrunedPrefix:
         removals = (*self.removals, (self.depth, removal.kept.tobytes(), removal.renumbers))
         return PrunedPrefix(removals, present, positions, following, hidden, self.depth)
 
-    def deeper(self, hidden: Rows) -> PrunedPrefix:
+    def deeper(self, hidden: HiddenStates) -> PrunedPrefix:
         return replace(self, hidden=hidden, depth=self.depth + 1)
 
 

@@ -66,7 +66,7 @@ def _patches(images: Sequence[Patches], mask: Mask) -> PatchIndices:
     """The patch indices of each image's masked tokens, ascending."""
     ends = np.cumsum([len(image) for image in images])
     parts = np.split(mask, ends[:-1]) if len(images) else []
-    return tuple(tuple(sorted(image.places[part].tolist())) for image, part in zip(images, parts, strict=True))
+    return tuple(tuple(sorted(image.indices[part].tolist())) for image, part in zip(images, parts, strict=True))
 
 
 def _notes(policy: Policy, done: PrefillResult) -> list[str]:

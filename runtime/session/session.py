@@ -23,7 +23,7 @@ from vtx.runtime.session.boundary import boundary_before
 from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import PrefixSlots, Prompt
 from vtx.runtime.session.result import Cut, PrefillResult, Selection, common_prefix
-from vtx.runtime.vision.tokens import Ids, Mask, Rows
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask
 
 __all__ = ["Cut", "PrefillResult", "Prompt", "Selection", "Session"]
 
@@ -168,7 +168,7 @@ class Session:
 
     # ---- the suffix --------------------------------------------------------------------------------------------------
 
-    def _run_suffix(self, prompt: Prompt, policy: Policy, after: Selection | None) -> Rows:
+    def _run_suffix(self, prompt: Prompt, policy: Policy, after: Selection | None) -> HiddenStates:
         """Run what the caches lack of the prompt's suffix; its hidden states after the last stage."""
         length = prompt.prefix_length
         suffix = prompt.ids[length:].tolist()
@@ -187,7 +187,7 @@ class Session:
         self._suffix = suffix
         return hidden
 
-    def _select(self, selection: Selection) -> Rows:
+    def _select(self, selection: Selection) -> HiddenStates:
         """Run a question through all stages, asking its policy at each boundary which image tokens continue."""
         self._selection, self._suffix = None, []
         policy, ids, caches = selection.policy, np.array(selection.ids, np.int64), self.caches
@@ -222,14 +222,14 @@ class Session:
         self._cuts.append(Cut(self._stages[number].first, removal.by, kept))
         return pruned.present if removal.shrinks else survivors
 
-    def _append(self, ids: Ids) -> Rows:
+    def _append(self, ids: Ids) -> HiddenStates:
         """Run more tokens of the suffix in the caches as they stand."""
         hidden = self._backend.embed(ids)
         for number in range(len(self._stages)):
             hidden = self._run_stage(number, hidden)
         return hidden
 
-    def _run_stage(self, number: int, hidden: Rows, *, query: bool = False) -> Rows:
+    def _run_stage(self, number: int, hidden: HiddenStates, *, query: bool = False) -> HiddenStates:
         self._check()
         layout, cache, done = self._layouts[number], self.caches.cache(number), len(self._suffix)
         cache.keep(layout.slots + done)

@@ -17,7 +17,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.fit import fitted
-from vtx.runtime.vision.tokens import ImageTokens, Rows
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens
 
 
 class Layout(Protocol):
@@ -63,7 +63,7 @@ class Layout(Protocol):
         """What the tower gets for an image, one view at a time: float32 [views, 3, height, width]."""
         ...
 
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: Rows) -> ImageTokens:
+    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         """The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if none."""
         ...
 

@@ -1,4 +1,4 @@
-"""An image as the decoder sees it: its rows, and where in the picture each of them comes from."""
+"""An image as the decoder sees it: its tokens, and where in the picture each of them comes from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec import names
 
-Rows = NDArray[np.float32]
+HiddenStates = NDArray[np.float32]  # [tokens, hidden]
+Rows = HiddenStates
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Scores = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -24,47 +25,48 @@ NEWLINE = -2  # the patch index of a learned newline
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patches:
-    """Where the rows of one image come from; arrays [rows], in the order of the rows.
+    """Where the tokens of one image come from; arrays [tokens], in the order of the tokens.
 
-    `places`: the patch in raster order, those of one view after those of the view before (of a merged window its first
-    one; -1 the tower's class token, -2 a newline between rows of tiles). `merged`: whether the row is a merged window.
-    `signals`: what else the vision graph says of each row, [rows] by the names of its outputs; none where the bundle
-    was not exported for it. `views`: which pass of the tower each row comes from, -1 none; None: all from the first.
+    `indices`: the patch in raster order, those of one view after those of the view before (of a merged window its first
+    one; -1 the tower's class token, -2 a newline between rows of tiles). `merged`: whether the token is a merged
+    window. `signals`: what else the vision graph says of each token, [tokens] by the names of its outputs; none where
+    the bundle was not exported for it. `views`: which pass of the tower each token comes from, -1 none; None: all from
+    the first.
     """
 
-    places: Ids
+    indices: Ids
     merged: Mask
     signals: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     views: Ids | None = None
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def take(self, which: Ids) -> Patches:
         signals = {name: signal[which] for name, signal in self.signals.items()}
         views = None if self.views is None else self.views[which]
-        return Patches(self.places[which], self.merged[which], signals, views)
+        return Patches(self.indices[which], self.merged[which], signals, views)
 
     def highest_of_each_view(self, signal: str, part: float) -> Mask:
-        """Of each view the `part` of its rows, rounded up, with the highest `signal`; no newline is among them."""
+        """Of each view the `part` of its tokens, rounded up, with the highest `signal`; no newline is among them."""
         values, views = self.signals[signal], np.zeros(len(self), np.int64) if self.views is None else self.views
         chosen = np.zeros(len(self), bool)
         for view in np.unique(views[views >= 0]):
-            rows = np.flatnonzero(views == view)
-            chosen[rows] = highest(values[rows], share(part, len(rows)))
+            own = np.flatnonzero(views == view)
+            chosen[own] = highest(values[own], share(part, len(own)))
         return chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTokens:
-    """Rows [rows, hidden] float32 that the tower and projector made of one image, and their patches.
+    """Hidden states `rows` [tokens, hidden] that the tower and projector made of one image, and their patches.
 
-    `idle` counts rows that the vision graph computed beside these: of merged windows, where its sizes are fixed.
-    `offsets` [rows] are their positions behind the image's first one and `span` the positions that the image takes;
-    None: they follow each other without gaps. `derived` holds what policies work out of these rows, for next time.
+    `idle` counts tokens that the vision graph computed beside these: of merged windows, where its sizes are fixed.
+    `offsets` [tokens] are their positions behind the image's first one and `span` the positions that the image takes;
+    None: they follow each other without gaps. `derived` holds what policies work out of these tokens, for next time.
     """
 
-    rows: Rows
+    rows: HiddenStates
     patches: Patches
     idle: int = 0
     offsets: Ids | None = None
@@ -73,31 +75,31 @@ class ImageTokens:
 
     @classmethod
     def of(cls, outputs: Mapping[str, NDArray[Any]]) -> ImageTokens:
-        """The outputs of a vision graph for one image, by name; rows that say they are gone are left out."""
+        """The outputs of a vision graph for one image, by name; tokens that say they are gone are left out."""
         features = outputs[names.FEATURES]
-        rows: Rows = features.reshape(-1, features.shape[-1])
+        rows: HiddenStates = features.reshape(-1, features.shape[-1])
         plain = cls.plain(rows).patches
-        places, merged = outputs.get(names.PATCH_INDEX, plain.places), outputs.get(names.MERGED, plain.merged)
+        indices, merged = outputs.get(names.PATCH_INDEX, plain.indices), outputs.get(names.MERGED, plain.merged)
         there = np.flatnonzero(merged != names.GONE)
         signals = {name: outputs[name] for name in names.VISION_SIGNALS if name in outputs}
-        patches = Patches(places, merged == names.WINDOW, signals)
+        patches = Patches(indices, merged == names.WINDOW, signals)
         if len(there) == len(rows):
             return cls(rows, patches)
         return cls(rows[there], patches.take(there), len(rows) - len(there))
 
     @classmethod
-    def plain(cls, rows: Rows) -> ImageTokens:
-        """Rows of a vision graph that does not merge: one a patch of a square, in raster order.
+    def plain(cls, rows: HiddenStates) -> ImageTokens:
+        """Tokens of a vision graph that does not merge: one a patch of a square, in raster order.
 
-        One row more than a square is the class token, first.
+        One token more than a square is the class token, first.
         """
         count = len(rows)
-        places = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
-        return cls(rows, Patches(places, np.zeros(count, bool)))
+        indices = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
+        return cls(rows, Patches(indices, np.zeros(count, bool)))
 
     @classmethod
-    def newlines(cls, rows: Rows) -> ImageTokens:
-        """Rows that come from no patch: learned newlines."""
+    def newlines(cls, rows: HiddenStates) -> ImageTokens:
+        """Tokens that come from no patch: learned newlines."""
         return cls(rows, Patches(np.full(len(rows), NEWLINE), np.zeros(len(rows), bool)))
 
     @property
@@ -106,7 +108,7 @@ class ImageTokens:
         return len(self.rows) if self.span is None else self.span
 
     def take(self, which: Ids, *, keep_positions: bool = False) -> ImageTokens:
-        """Some of the rows; once positions have been kept, they are."""
+        """Some of the tokens; once positions have been kept, they are."""
         rows, patches = self.rows[which], self.patches.take(which)
         if not keep_positions and self.offsets is None:
             return ImageTokens(rows, patches)
@@ -115,19 +117,19 @@ class ImageTokens:
 
 
 def joined(views: Sequence[ImageTokens]) -> ImageTokens:
-    """The rows of views, and of newlines, one after the other."""
-    places, numbers, signals = list[Ids](), list[Ids](), dict[str, list[NDArray[np.float32]]]()
+    """The tokens of views, and of newlines, one after the other."""
+    indices, numbers, signals = list[Ids](), list[Ids](), dict[str, list[NDArray[np.float32]]]()
     kinds = dict.fromkeys(name for view in views for name in view.patches.signals)
     for number, view in enumerate(views):
-        own = view.patches.places
-        places.append(np.where(own >= 0, own + sum(map(len, places)), own))
+        own = view.patches.indices
+        indices.append(np.where(own >= 0, own + sum(map(len, indices)), own))
         numbers.append(np.where(own == NEWLINE, -1, number))
         for name in kinds:
             silent = np.zeros(len(own), np.float32)
             signals.setdefault(name, []).append(view.patches.signals.get(name, silent))
     merged = np.concatenate([view.patches.merged for view in views])
     said = {name: np.concatenate(parts) for name, parts in signals.items()}
-    patches = Patches(np.concatenate(places), merged, said, np.concatenate(numbers))
+    patches = Patches(np.concatenate(indices), merged, said, np.concatenate(numbers))
     return ImageTokens(np.concatenate([view.rows for view in views]), patches, sum(view.idle for view in views))
 
 
@@ -144,9 +146,9 @@ def highest(values: NDArray[np.float32], count: int) -> Mask:
 
 
 def keys(images: Sequence[Patches], part: float, signal: str = names.CLS_ATTENTION) -> Mask:
-    """MustDrop's key rows: of each view the `part` that its class token looks at most (MustDrop Eq. 6 and 7).
+    """MustDrop's key tokens: of each view the `part` that its class token looks at most (MustDrop Eq. 6 and 7).
 
-    `signal` names the attention to go by. Of rows with equal attention the earlier count.
+    `signal` names the attention to go by. Of tokens with equal attention the earlier count.
     """
     chosen = [np.zeros(0, bool)]
     for image in images:

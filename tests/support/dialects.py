@@ -16,7 +16,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.rope import read_rope
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -48,17 +48,17 @@ class DialectBackend:
         contract.check(name, session, promised)
         return session
 
-    def embed(self, ids: NDArray[np.int64]) -> Rows:
+    def embed(self, ids: NDArray[np.int64]) -> HiddenStates:
         return _first(self._embed, {names.IDS: ids})
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         feeds = {names.PIXELS: pixels, **contract.vision_extras(self.manifest, self.dialect, extras)}
         return ImageTokens.of(_run(self._vision, feeds))
 
-    def head(self, rows: Rows) -> NDArray[np.float32]:
+    def head(self, rows: HiddenStates) -> NDArray[np.float32]:
         return _first(self._head, {names.HIDDEN: rows})
 
-    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
+    def gate(self, k: int, rows: HiddenStates) -> NDArray[np.float32]:
         return _first(self._gates[k], {names.HIDDEN: rows})
 
     def text_tower(self, ids: Ids) -> NDArray[np.float32]:
@@ -91,7 +91,7 @@ class _Cache:
             names.kv_type(backend.dialect, backend.manifest.kv_dtype),
         )
         self._kv = {name(n): empty for n in self._layers for name in (names.past_key, names.past_value)}
-        self._query: Rows = np.zeros((0, model.heads * model.head_dim), np.float32)
+        self._query: HiddenStates = np.zeros((0, model.heads * model.head_dim), np.float32)
         self.length = 0
 
     def first_slots(self) -> int:
@@ -101,7 +101,7 @@ class _Cache:
         """What the dialect tells a stage of slots."""
         raise NotImplementedError
 
-    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+    def append(self, rows: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
         assert self.length + len(rows) <= self.capacity
         inputs = {names.HIDDEN: rows, names.POSITIONS: positions[None], **self._backend.rope, **self._kv}
         found = _run(self._session, inputs | self.told(len(rows)))
@@ -119,8 +119,8 @@ class _Cache:
         found = _run(self._backend.score, {names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: total})
         return found[names.ATTENTION_SUM][: self.length], found[names.ATTENTION_MAX][: self.length]
 
-    def keys(self) -> Rows:
-        keys: Rows = self._kv[names.past_key(self._layers[-1])][0, :, : self.length].astype(np.float32)
+    def keys(self) -> HiddenStates:
+        keys: HiddenStates = self._kv[names.past_key(self._layers[-1])][0, :, : self.length].astype(np.float32)
         return keys
 
     def keep(self, length: int) -> None:

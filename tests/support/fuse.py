@@ -14,7 +14,7 @@ from tests.support.exported import answer, policy
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.session.session import Prompt, Session
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores
 
 Logits = NDArray[np.float32]
 
@@ -56,9 +56,9 @@ class FusedCache:
     def capacity(self) -> int:
         return self._cache.capacity
 
-    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+    def append(self, rows: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
         before = self._cache.length
-        found: Rows = self._backend.fuse.run(
+        found: HiddenStates = self._backend.fuse.run(
             lambda: self._cache.append(rows, positions, query=query), lambda: self._cache.keep(before)
         )
         return found
@@ -92,19 +92,19 @@ class FusedBackend:
         self._backend, self.device, self.dialect, self.fuse = backend, backend.device, backend.dialect, Fuse()
         self.compute, self.kv_slot_bytes = backend.compute, backend.kv_slot_bytes
 
-    def embed(self, ids: NDArray[np.int64]) -> Rows:
-        found: Rows = self.fuse.run(lambda: self._backend.embed(ids))
+    def embed(self, ids: NDArray[np.int64]) -> HiddenStates:
+        found: HiddenStates = self.fuse.run(lambda: self._backend.embed(ids))
         return found
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         found: ImageTokens = self.fuse.run(lambda: self._backend.vision(pixels, extras))
         return found
 
-    def head(self, rows: Rows) -> Logits:
+    def head(self, rows: HiddenStates) -> Logits:
         found: Logits = self.fuse.run(lambda: self._backend.head(rows))
         return found
 
-    def gate(self, k: int, rows: Rows) -> Logits:
+    def gate(self, k: int, rows: HiddenStates) -> Logits:
         found: Logits = self.fuse.run(lambda: self._backend.gate(k, rows))
         return found
 

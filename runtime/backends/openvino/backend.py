@@ -26,7 +26,7 @@ from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens
 
 DIALECT = "plain"
 KV_TYPES = {"float32": "f32", "float16": "f16", "int8": "u8"}  # numpy's and OpenVINO's
@@ -135,7 +135,7 @@ class OpenvinoBackend:
         except (RuntimeError, MemoryError) as e:
             raise load_failure(ENGINE, name, e) from e
 
-    def embed(self, ids: Ids) -> Rows:
+    def embed(self, ids: Ids) -> HiddenStates:
         return self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
@@ -167,11 +167,11 @@ class OpenvinoBackend:
         with letting_go(model):
             return OpenvinoGraph(name, self._engine(name, model), promised[1])
 
-    def head(self, rows: Rows) -> NDArray[np.float32]:
-        return self._head.run({names.HIDDEN: np.ascontiguousarray(rows)})[names.LOGITS]
+    def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
+        return self._head.run({names.HIDDEN: np.ascontiguousarray(hidden)})[names.LOGITS]
 
-    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
-        return self._gates[k].run({names.HIDDEN: np.ascontiguousarray(rows)})[names.ODDS]
+    def gate(self, k: int, hidden: HiddenStates) -> NDArray[np.float32]:
+        return self._gates[k].run({names.HIDDEN: np.ascontiguousarray(hidden)})[names.ODDS]
 
     def text_tower(self, ids: Ids) -> NDArray[np.float32]:
         with self._vision_lock:
@@ -201,9 +201,11 @@ class OpenvinoBackend:
     def reaches(self, caches: Sequence[StageCache]) -> bool:
         return all(isinstance(cache, OpenvinoStageCache) and cache.lane is not None for cache in caches)
 
-    def append_each(self, index: int, caches: Sequence[StageCache], rows: Rows, positions: Ids) -> Rows:
+    def append_each(
+        self, index: int, caches: Sequence[StageCache], hidden: HiddenStates, positions: Ids
+    ) -> HiddenStates:
         taken = [cache for cache in caches if isinstance(cache, OpenvinoStageCache)]
-        return self._batches[index].append_each(taken, rows, positions)
+        return self._batches[index].append_each(taken, hidden, positions)
 
     def close(self) -> None:
         self._batches = []

@@ -16,7 +16,7 @@ from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import Ids, Rows
+from vtx.runtime.vision.tokens import HiddenStates, Ids
 
 
 class OpenvinoStageBatch:
@@ -37,14 +37,14 @@ class OpenvinoStageBatch:
         for name, table in context.rope.items():
             self._request.set_tensor(name, context.shared(table))
 
-    def append_each(self, caches: Sequence[OpenvinoStageCache], rows: Rows, positions: Ids) -> Rows:
-        """Run one of `rows` [n, hidden] into each cache, at its position [n]. Returns [n, hidden]."""
+    def append_each(self, caches: Sequence[OpenvinoStageCache], hidden: HiddenStates, positions: Ids) -> HiddenStates:
+        """Run one of the hidden states [n, hidden] into each cache, at its position [n]. Returns [n, hidden]."""
         self._stage.check_open()
         past = np.array([cache.length for cache in caches], np.int32)
         blocks = [self._blocks_of(cache) for cache in caches]
-        out = np.empty_like(rows)
+        out = np.empty_like(hidden)
         inputs: dict[str, NDArray[Any]] = {
-            names.HIDDEN: np.ascontiguousarray(rows),
+            names.HIDDEN: np.ascontiguousarray(hidden),
             names.POSITIONS: positions[None].copy(),
             names.HIDDEN_OUT: out,
             PAST: past,

@@ -19,7 +19,7 @@ from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.vision.tokens import Ids, Rows, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 # Of what K and V are arrays: bfloat16's bits; in u8 a row of a head is its scale, its zero point, and its numbers.
 KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
@@ -101,15 +101,15 @@ class OpenvinoStageCache(SlotCounter):
         self._query = np.zeros((0, 0), np.float32)
         self._bound: Any = None
 
-    def _run(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
+    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         self._stage.check_open()
-        count = len(rows)
+        count = len(hidden)
         if count == 1:
-            self._row[:], self._row_position[:] = rows, positions
+            self._row[:], self._row_position[:] = hidden, positions
             tensors, out = self._row_tensors, self._row_out
         else:
-            out = np.empty_like(rows)
-            tensors = self._tensors(np.ascontiguousarray(rows), positions[None].copy(), out)
+            out = np.empty_like(hidden)
+            tensors = self._tensors(np.ascontiguousarray(hidden), positions[None].copy(), out)
         with run_failures(ENGINE, self._stage.name):
             self._bind(tensors)
             self._place(count)
@@ -157,9 +157,11 @@ class OpenvinoStageCache(SlotCounter):
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)
 
-    def _tensors(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> tuple[tuple[str, Any], ...]:
+    def _tensors(
+        self, hidden: HiddenStates, positions: NDArray[np.int64], out: HiddenStates
+    ) -> tuple[tuple[str, Any], ...]:
         """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""
-        arrays = ((names.HIDDEN, rows), (names.POSITIONS, positions), (names.HIDDEN_OUT, out))
+        arrays = ((names.HIDDEN, hidden), (names.POSITIONS, positions), (names.HIDDEN_OUT, out))
         return tuple((name, self._context.shared(array)) for name, array in arrays)
 
     def _bind(self, tensors: tuple[tuple[str, Any], ...]) -> None:

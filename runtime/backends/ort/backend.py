@@ -24,7 +24,7 @@ from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens
 
 
 class OrtBackend:
@@ -76,7 +76,7 @@ class OrtBackend:
         make = self._ort.OrtValue.ortvalue_from_numpy
         return {name: make(array, self.memory, 0) for name, array in arrays.items()}
 
-    def embed(self, ids: NDArray[np.int64]) -> Rows:
+    def embed(self, ids: NDArray[np.int64]) -> HiddenStates:
         return self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
@@ -96,11 +96,11 @@ class OrtBackend:
             graph = self._video
         return ImageTokens.of(graph.run({names.PIXELS: pixels}))
 
-    def head(self, rows: Rows) -> NDArray[np.float32]:
-        return self._head.run({names.HIDDEN: rows})[names.LOGITS]
+    def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
+        return self._head.run({names.HIDDEN: hidden})[names.LOGITS]
 
-    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
-        return self._gates[k].run({names.HIDDEN: rows})[names.ODDS]
+    def gate(self, k: int, hidden: HiddenStates) -> NDArray[np.float32]:
+        return self._gates[k].run({names.HIDDEN: hidden})[names.ODDS]
 
     def text_tower(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         with self._vision_lock:
@@ -133,9 +133,11 @@ class OrtBackend:
     def reaches(self, caches: Sequence[StageCache]) -> bool:
         return all(isinstance(cache, OrtStageCache) and cache.lane is not None for cache in caches)
 
-    def append_each(self, index: int, caches: Sequence[StageCache], rows: Rows, positions: Ids) -> Rows:
+    def append_each(
+        self, index: int, caches: Sequence[StageCache], hidden: HiddenStates, positions: Ids
+    ) -> HiddenStates:
         taken = [cache for cache in caches if isinstance(cache, OrtStageCache)]
-        return self._batches[index].append_each(taken, rows, positions)
+        return self._batches[index].append_each(taken, hidden, positions)
 
     def close(self) -> None:
         self._batches = []

@@ -15,20 +15,20 @@ from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache, bind,
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import Ids, Rows
+from vtx.runtime.vision.tokens import HiddenStates, Ids
 
 BINDINGS = 32  # that a stage keeps
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A binding over as many lanes as there are rows, and the arrays that it reads and writes."""
+    """A binding over as many lanes as there are tokens, and the arrays that it reads and writes."""
 
-    rows: Rows
+    hidden: HiddenStates
     positions: NDArray[np.int64]
     last: NDArray[np.int32]
     total: NDArray[np.int32]
-    out: Rows
+    out: HiddenStates
     binding: Any
 
 
@@ -53,19 +53,19 @@ class OrtStageBatch:
             self._caches[cache.lane.number] = cache
         return cache
 
-    def append_each(self, caches: Sequence[OrtStageCache], rows: Rows, positions: Ids) -> Rows:
-        """Run one of `rows` [n, hidden] into each cache, at its position [n]. Returns [n, hidden]."""
+    def append_each(self, caches: Sequence[OrtStageCache], hidden: HiddenStates, positions: Ids) -> HiddenStates:
+        """Run one of the hidden states [n, hidden] into each cache, at its position [n]. Returns [n, hidden]."""
         lengths = np.array([cache.length for cache in caches], np.int32)
         assert all(cache.length < cache.capacity for cache in caches), "one is full"
         lanes = self._gather(caches)
         order = np.argsort(lanes)
         run = self._run(int(lanes.min()), len(caches))
-        run.rows[:], run.positions[:, 0] = rows[order], positions[order]
+        run.hidden[:], run.positions[:, 0] = hidden[order], positions[order]
         run.last[:], run.total[0] = lengths[order], lengths.max() + 1
         self._stage.run_bound(run.binding)
         for cache in caches:
             cache.length += 1
-        out = np.empty_like(rows)
+        out = np.empty_like(hidden)
         out[order] = run.out
         return out
 
@@ -79,10 +79,10 @@ class OrtStageBatch:
 
     def _bind(self, first: int, count: int) -> Run:
         context, spec = self._context, self._spec
-        rows, out = (np.zeros((count, context.model.hidden), np.float32) for _ in range(2))
+        hidden, out = (np.zeros((count, context.model.hidden), np.float32) for _ in range(2))
         positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
         inputs: dict[str, NDArray[Any]] = {
-            names.HIDDEN: rows,
+            names.HIDDEN: hidden,
             names.POSITIONS: positions,
             names.LAST_SLOT: last,
             names.TOTAL_SLOTS: total,
@@ -90,7 +90,7 @@ class OrtStageBatch:
         kv = self.pool.kv[:, :, first : first + count]
         buffers = named(spec, ((context.value(keys), context.value(values)) for keys, values in kv))
         binding = bind(context, self._stage, inputs, out, context.scales_of(spec), buffers)
-        return Run(rows, positions, last, total, out, binding)
+        return Run(hidden, positions, last, total, out, binding)
 
     # ---- side by side ------------------------------------------------------------------------------------------------
 

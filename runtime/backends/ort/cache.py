@@ -17,7 +17,7 @@ from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.vision.tokens import Ids, Rows, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class OrtStageCache(SlotCounter):
         self.query = np.zeros((0, model.heads * model.head_dim), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
-        self._row: Rows = np.zeros((1, model.hidden), np.float32)
-        self._row_out: Rows = np.zeros((1, model.hidden), np.float32)
+        self._row: HiddenStates = np.zeros((1, model.hidden), np.float32)
+        self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
         self.place()
 
@@ -90,16 +90,16 @@ class OrtStageCache(SlotCounter):
         for layer in self.kv:
             yield self._context.value(layer[0]), self._context.value(layer[1])
 
-    def _run(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
-        count = len(rows)
+    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
+        count = len(hidden)
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
         if count == 1 and self.bound_once and not query:
-            self._row[:], self._row_position[:] = rows, positions
+            self._row[:], self._row_position[:] = hidden, positions
             self._stage.run_bound(self.row_binding)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
-        rows, positions, out = np.ascontiguousarray(rows), positions[None].copy(), np.empty_like(rows)
-        binding = self._bind(rows, positions, out)
+        hidden, positions, out = np.ascontiguousarray(hidden), positions[None].copy(), np.empty_like(hidden)
+        binding = self._bind(hidden, positions, out)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
             binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))
@@ -137,9 +137,9 @@ class OrtStageCache(SlotCounter):
         self.kv[..., slots, :] = kv
         self.length = length
 
-    def _bind(self, rows: Rows, positions: NDArray[np.int64], out: Rows) -> Any:
+    def _bind(self, hidden: HiddenStates, positions: NDArray[np.int64], out: HiddenStates) -> Any:
         inputs: dict[str, NDArray[Any]] = {
-            names.HIDDEN: rows,
+            names.HIDDEN: hidden,
             names.POSITIONS: positions,
             names.LAST_SLOT: self._last,
             names.TOTAL_SLOTS: self._total,
@@ -163,7 +163,7 @@ def bind(
     context: OrtCacheContext,
     stage: OrtGraph,
     inputs: Mapping[str, NDArray[Any]],
-    out: Rows,
+    out: HiddenStates,
     scales: Mapping[str, Any],
     buffers: Buffers,
 ) -> Any:

@@ -27,7 +27,7 @@ from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.units import size
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, Ids, ImageTokens, Rows
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens
 
 COMPUTE = {"float16": "f16", "float32": "f32"}  # `trt` engines compute in the type of K and V
 
@@ -94,7 +94,7 @@ class TensorrtBackend:
             score=self._graphs.score,
         )
 
-    def embed(self, ids: Ids) -> Rows:
+    def embed(self, ids: Ids) -> HiddenStates:
         hidden = self._manifest.model.hidden
         inputs = {names.IDS: contract.embeddable(self._manifest, ids)}
         return self._run(self._graphs.embed, inputs, names.HIDDEN, (len(ids), hidden))
@@ -122,15 +122,15 @@ class TensorrtBackend:
             shapes[names.CLIP_PATCHES] = (model.tower.tokens, self._manifest.text_tower.width)
         return {names.FEATURES: (1, model.tower.tokens, model.hidden), **shapes}
 
-    def head(self, rows: Rows) -> NDArray[np.float32]:
+    def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
         vocab, most = self._manifest.model.vocab, self.engines.longest(self._graphs.head)
-        parts = [rows[start : start + most] for start in range(0, len(rows), most)]
+        parts = [hidden[start : start + most] for start in range(0, len(hidden), most)]
         run = self._run
         return np.concatenate([run(self._graphs.head, {names.HIDDEN: p}, names.LOGITS, (len(p), vocab)) for p in parts])
 
-    def gate(self, k: int, rows: Rows) -> NDArray[np.float32]:
+    def gate(self, k: int, hidden: HiddenStates) -> NDArray[np.float32]:
         graph = self._manifest.gate_files(self.dialect)[k]
-        return self._run(graph, {names.HIDDEN: rows}, names.ODDS, (2,))
+        return self._run(graph, {names.HIDDEN: hidden}, names.ODDS, (2,))
 
     def text_tower(self, ids: Ids) -> NDArray[np.float32]:
         graph, spec = self._graphs.text_tower, self._manifest.text_tower
@@ -147,11 +147,11 @@ class TensorrtBackend:
         with self._lock:
             self.engines.close()
 
-    def _run(self, graph: str, inputs: Mapping[str, NDArray[Any]], output: str, shape: tuple[int, ...]) -> Rows:
+    def _run(self, graph: str, inputs: Mapping[str, NDArray[Any]], output: str, shape: tuple[int, ...]) -> HiddenStates:
         """Run a graph of one profile on host arrays; its one output, float32 on the host."""
         self.engines.check_tokens(graph, len(next(iter(inputs.values()))))
         with self._lock:
-            out: Rows = self.engines.run(graph, inputs, {output: shape})[output]
+            out: HiddenStates = self.engines.run(graph, inputs, {output: shape})[output]
         return out
 
     def _load_rope(self) -> dict[str, Buffer]:

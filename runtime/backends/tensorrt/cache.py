@@ -20,7 +20,7 @@ from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import Ids, Rows, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
 
@@ -55,12 +55,12 @@ class TensorrtStageCache(SlotCounter):
         self._recorded: Graph | None = None
         self._ran = False
 
-    def _run(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
+    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         with self._context.lock:
-            self._total[0] = self.length + len(rows)
-            if len(rows) == 1 and not query:
-                return self._one(rows, positions)
-            return self._many(rows, positions, query=query)
+            self._total[0] = self.length + len(hidden)
+            if len(hidden) == 1 and not query:
+                return self._one(hidden, positions)
+            return self._many(hidden, positions, query=query)
 
     def attention(self, *, last_only: bool = False) -> Scores:
         key = self.kv.address + (self._spec.layers - 1) * 2 * self._layer_bytes
@@ -113,9 +113,9 @@ class TensorrtStageCache(SlotCounter):
             addresses |= {name(layer): key + self._layer_bytes for name in (names.past_value, names.present_value)}
         context.bind({names.HIDDEN: (count, self._context.model.hidden), names.POSITIONS: (1, count)}, addresses)
 
-    def _one(self, rows: Rows, positions: Ids) -> Rows:
+    def _one(self, hidden: HiddenStates, positions: Ids) -> HiddenStates:
         """One token: the first run as it comes, the second recorded, from then on launched."""
-        self._row[:], self._position[:] = rows, positions
+        self._row[:], self._position[:] = hidden, positions
         self._bind(self._decode, 1)
         if self._recorded is None and self._ran and self._decode.capturable:
             with self._context.cuda.capture() as graph:
@@ -137,14 +137,14 @@ class TensorrtStageCache(SlotCounter):
         self._decode.enqueue()
         cuda.copy_out(self._row_out, address(names.HIDDEN_OUT))
 
-    def _many(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
-        engines, cuda, count = self._context.engines, self._context.cuda, len(rows)
+    def _many(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
+        engines, cuda, count = self._context.engines, self._context.cuda, len(hidden)
         engines.check_tokens(self._graph, count)
         context = self._decode if count == 1 else engines.context(self._graph, PREFILL)
         self._bind(context, count, self._queries.room(count) if query else None)
         out = np.empty((count, self._context.model.hidden), np.float32)
-        rows, positions = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(positions, np.int64)
-        cuda.copy_in(engines.address(names.HIDDEN), rows)
+        hidden, positions = np.ascontiguousarray(hidden, np.float32), np.ascontiguousarray(positions, np.int64)
+        cuda.copy_in(engines.address(names.HIDDEN), hidden)
         cuda.copy_in(engines.address(names.POSITIONS), positions)
         cuda.copy_in(engines.address(names.TOTAL_SLOTS), self._total)
         context.enqueue()

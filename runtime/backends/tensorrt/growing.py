@@ -16,7 +16,7 @@ from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import Ids, Rows, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 
 class GrowingStageCache(SlotCounter):
@@ -33,12 +33,12 @@ class GrowingStageCache(SlotCounter):
         self._queries = Queries(context)
         self._held = 0  # slots that `_now` is laid out for
 
-    def _run(self, rows: Rows, positions: Ids, *, query: bool) -> Rows:
+    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         with self._context.lock:
             self._lay_out(self.length)
-            out = self._grow(rows, positions, self._queries.room(len(rows)) if query else None)
+            out = self._grow(hidden, positions, self._queries.room(len(hidden)) if query else None)
             self._now, self._next = self._next, self._now
-            self._held += len(rows)
+            self._held += len(hidden)
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
@@ -100,17 +100,17 @@ class GrowingStageCache(SlotCounter):
         pitches = to_slots * self._unit, slots * self._unit
         self._context.cuda.copy_rows(to_at, pitches[0], at, pitches[1], count * self._unit, self._kv_heads)
 
-    def _grow(self, rows: Rows, positions: Ids, query: int | None) -> Rows:
+    def _grow(self, hidden: HiddenStates, positions: Ids, query: int | None) -> HiddenStates:
         """One run of the stage, from `_now` to `_next`; queries go to the address `query`."""
-        shared, cuda, count = self._context, self._context.cuda, len(rows)
-        engines, hidden = shared.engines, shared.model.hidden
+        shared, cuda, count = self._context, self._context.cuda, len(hidden)
+        engines, width = shared.engines, shared.model.hidden
         engines.check_tokens(self._graph, count)
         context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
         addresses = {name: engines.address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS)}
         addresses |= {name: buffer.address for name, buffer in shared.rope.items()}
         if self._spec.query:
             addresses[names.QUERY] = query or engines.address(names.QUERY)
-        shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (count, hidden), names.POSITIONS: (1, count)}
+        shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (count, width), names.POSITIONS: (1, count)}
         shapes |= {name: (shared.max_context, self._head_dim // 2) for name in shared.rope}
         past = (1, self._kv_heads, self._held, self._head_dim)
         for number, layer in enumerate(range(self._spec.first, self._spec.last + 1)):
@@ -119,11 +119,11 @@ class GrowingStageCache(SlotCounter):
                 addresses |= {before(layer): self._now.address + offset, after(layer): self._next.address + offset}
                 shapes[before(layer)] = past
         context.bind(shapes, addresses)
-        rows, positions = np.ascontiguousarray(rows, np.float32), np.ascontiguousarray(positions, np.int64)
-        cuda.copy_in(addresses[names.HIDDEN], rows)
+        hidden, positions = np.ascontiguousarray(hidden, np.float32), np.ascontiguousarray(positions, np.int64)
+        cuda.copy_in(addresses[names.HIDDEN], hidden)
         cuda.copy_in(addresses[names.POSITIONS], positions)
         context.enqueue()
-        out = np.empty((count, hidden), np.float32)
+        out = np.empty((count, width), np.float32)
         cuda.copy_out(out, addresses[names.HIDDEN_OUT])
         cuda.wait()
         return out

@@ -81,7 +81,7 @@ class CDPruner(Reduction, Entry):
 
 
 def cosines_of(rows: Floats) -> Floats:
-    """Cosines [n, n] of rows [n, width]; that of a row with itself is 1, or rounding would choose the first pick."""
+    """Cosines [n, n] of tokens [n, width]; that of one with itself is 1, or rounding would choose the first pick."""
     unit = rows / _lengths(rows)[:, None]
     cosines: Floats = unit @ unit.T
     np.fill_diagonal(cosines, 1)
@@ -95,9 +95,9 @@ def scaled(relevance: Floats) -> Floats:
 
 
 def greedy(kernel: Floats, count: int) -> Ids:
-    """Indices, rising, of `count` rows of `kernel` [n, n] that greedily maximise the determinant of its submatrix.
+    """Indices, rising, of `count` tokens of `kernel` [n, n] that greedily maximise the determinant of its submatrix.
 
-    Of equal gains the earlier row is taken. Where no row gains any more, the earliest of the rest are.
+    Of equal gains the earlier token is taken. Where no token gains any more, the earliest of the rest are.
     """
     gain = kernel.diagonal().copy()
     taken = np.zeros(len(kernel), bool)

@@ -16,7 +16,7 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens
 @reduction("cls")
 @dataclass(frozen=True, slots=True)
 class Cls(Reduction, Entry):
-    """Of each view the share `keep` of its rows, rounded up, enters the decoder, in the order it has; no newline does.
+    """Of each view the share `keep` of its tokens, rounded up, enters the decoder, in their order; no newline does.
 
     An image is one view, or in a layout of tiles each of them.
     """

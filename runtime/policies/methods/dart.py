@@ -119,7 +119,7 @@ class Dart(Reduction, Entry):
 
 
 def _size(rows: Floats) -> Floats:
-    """The L1 norm of each row."""
+    """The L1 norm of each token."""
     size: Floats = np.abs(rows).sum(-1)
     return size
 
@@ -130,7 +130,7 @@ def _largest(values: Floats, count: int) -> Ids:
 
 
 def _cosines(rows: Floats, pivots: Floats) -> Floats:
-    """The cosine of each pivot with each row, [pivots, rows]."""
+    """The cosine of each pivot with each token, [pivots, tokens]."""
     lengths = np.linalg.norm(pivots, axis=-1)[:, None] * np.linalg.norm(rows, axis=-1)
     cosines: Floats = pivots @ rows.T / np.maximum(lengths, TINY)
     return cosines

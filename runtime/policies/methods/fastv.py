@@ -1,4 +1,4 @@
-"""FastV: after one layer, the vision rows that the prompt's last row looks at least are left out."""
+"""FastV: after one layer, the image tokens that the prompt's last token looks at least are left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vtx.runtime.vision.tokens import Mask, highest
 @reduction("fastv")
 @dataclass(frozen=True, slots=True)
 class FastV(Reduction):
-    """After layer `k`, `ratio` of the vision rows leave, rounded down; positions are kept (FastV section 4.1)."""
+    """After layer `k`, `ratio` of the image tokens leave, rounded down; positions are kept (FastV section 4.1)."""
 
     k: int = 2
     ratio: float = 0.5

@@ -9,7 +9,7 @@ from vtx.runtime.policies.base import Reduction
 
 @dataclass(frozen=True, slots=True)
 class Full(Reduction):
-    """The vision rows never leave as a whole."""
+    """The image tokens never leave as a whole."""
 
     name = "none"
     whole = True

@@ -1,4 +1,4 @@
-"""DyVTE: trained gates say per question when the vision rows leave."""
+"""DyVTE: trained gates say per question when the image tokens leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Odds = Callable[[int, NDArray[Any]], NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one gate said: the probability that the vision rows may leave before layer `k`, and its cost."""
+    """What one gate said: the probability that the image tokens may leave before layer `k`, and its cost."""
 
     k: int
     probability: float
@@ -29,10 +29,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Gate(Reduction):
-    """At each boundary with a gate, the vision rows leave when its probability is above `threshold`.
+    """At each boundary with a gate, the image tokens leave when its probability is above `threshold`.
 
-    `odds` gives (stay, withdraw) for a boundary's layer and rows; 0.5 is the paper's "p1 > p0". Decisions are kept
-    in `asked`, in order. No gate fires: no withdrawal.
+    `odds` gives (stay, withdraw) for a boundary's layer and hidden states; 0.5 is the paper's "p1 > p0". Decisions are
+    kept in `asked`, in order. No gate fires: no withdrawal.
     """
 
     odds: Odds = field(compare=False)

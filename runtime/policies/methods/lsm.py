@@ -1,4 +1,4 @@
-"""LSM, local spatial merging: windows of like patches become one row in the tower (MustDrop Eq. 5)."""
+"""LSM, local spatial merging: windows of like patches become one token in the tower (MustDrop Eq. 5)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens
 class Lsm(Reduction, Entry):
     """Non-overlapping 3x3 windows whose mean pairwise cosine is at least `tau` merge into their mean.
 
-    A merged row stands at its window's first patch. With order=merged-first merged rows stand before all others, the
-    most similar window first, as in the code that came with the paper; of equal ones the earlier.
+    A merged token stands at its window's first patch. With order=merged-first merged tokens stand before all others,
+    the most similar window first, as in the code that came with the paper; of equal ones the earlier.
     """
 
     tau: float = 0.8
@@ -44,7 +44,7 @@ class Lsm(Reduction, Entry):
             return None
         patches = image.patches
         rank = np.where(patches.merged, -patches.signals[SIMILARITY], np.inf)
-        rank[patches.places < 0] = -np.inf  # the class token stays first
+        rank[patches.indices < 0] = -np.inf  # the class token stays first
         return np.argsort(rank, kind="stable").astype(np.int64)
 
 

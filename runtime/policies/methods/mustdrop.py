@@ -1,4 +1,4 @@
-"""MustDrop: windows merge in the tower, rows leave by dual attention, early caches shrink to the survivors."""
+"""MustDrop: windows merge in the tower, tokens leave by dual attention, early caches shrink to the survivors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SIGNALS = {"used-block": CLS_ATTENTION, "last-block": CLS_ATTENTION_LAST}
 @reduction("mustdrop")
 @dataclass(frozen=True, slots=True)
 class MustDrop(Reduction):
-    """Dual-attention filtering after each of `layers`, key rows spared, and the output-aware cache.
+    """Dual-attention filtering after each of `layers`, key tokens spared, and the output-aware cache.
 
-    After a layer, vision row j with sum V_j and maximum A_j of the question's attention leaves when
+    After a layer, image token j with sum V_j and maximum A_j of the question's attention leaves when
     V_j < `gamma` * sum V and A_j < `alpha` (MustDrop Eq. 8 to 10), unless it is among the share `key` of its image's
-    rows that the class token looks at most. Presets are named by the rows that the paper keeps of 576.
+    tokens that the class token looks at most. Presets are named by the tokens that the paper keeps of 576.
     The class token's attention is read in the tower's last block in use, with keys=last-block in its very last one.
     positions=renumber, order=merged-first and keys=last-block together are the released code, for comparison.
     """

@@ -1,4 +1,4 @@
-"""VTW: all vision rows leave before a fixed layer."""
+"""VTW: all image tokens leave before a fixed layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vtx.runtime.vision.tokens import Mask
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Reduction):
-    """The vision rows leave before layer `k`, positions kept (VTW section 3.3, "keep")."""
+    """The image tokens leave before layer `k`, positions kept (VTW section 3.3, "keep")."""
 
     k: int
     name = "withdrawal"

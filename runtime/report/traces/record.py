@@ -33,7 +33,7 @@ from vtx.runtime.report.traces.files import (
 from vtx.runtime.session.assemble import make_prompt, selecting_text
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
-from vtx.runtime.vision.tokens import Ids, Rows, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 STEPS = 4  # tokens decoded after the first one
 Progress = Callable[[int, int], None]
@@ -59,10 +59,10 @@ class PositionedCache:
         """[length]: of the filled slots."""
         return self._positions[: self.length].copy()
 
-    def append(self, rows: Rows, positions: Ids, *, query: bool = False) -> Rows:
+    def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
         self._use(self)
-        self._positions[self.length : self.length + len(rows)] = positions
-        return self._cache.append(rows, positions, query=query)
+        self._positions[self.length : self.length + len(hidden)] = positions
+        return self._cache.append(hidden, positions, query=query)
 
     def attention(self, *, last_only: bool = False) -> Scores:
         return self._cache.attention(last_only=last_only)

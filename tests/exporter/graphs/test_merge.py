@@ -101,7 +101,7 @@ def test_merged_rows_equal_the_statement(
         with torch.inference_mode():
             wanted = Statement(judge).image(pixels[0], Method(tau=tau))
         given, found = encode(vision, pixels.numpy(), tau)
-        assert found.patches.places.tolist() == wanted.places
+        assert found.patches.indices.tolist() == wanted.places
         assert found.patches.merged.tolist() == wanted.merged
         np.testing.assert_allclose(found.rows, wanted.rows, atol=2e-5, rtol=0)
         similarity = [value or 0.0 for value in wanted.similarity]
@@ -139,7 +139,7 @@ def test_a_picture_of_one_colour_merges_as_far_as_positions_allow_and_stays_fini
     tiny = Tiny(image=84)
     vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=True)
     given, found = encode(vision, np.zeros((1, 3, 84, 84), np.float32), -1.0)
-    assert found.patches.places.tolist() == [0, 3, 18, 21]
+    assert found.patches.indices.tolist() == [0, 3, 18, 21]
     assert found.patches.merged.all()
     assert len(found.rows) == 4
     assert np.isfinite(given["image_features"]).all()
@@ -187,7 +187,7 @@ def test_half_precision_merges_the_same_windows(
         wanted = Statement(judge).image(pixels[0], Method(tau=(low + high) / 2))
     _, found = encode(vision, pixels.numpy(), (low + high) / 2)
     assert 0 < sum(wanted.merged) < 9
-    assert found.patches.places.tolist() == wanted.places
+    assert found.patches.indices.tolist() == wanted.places
     assert found.patches.merged.tolist() == wanted.merged
     np.testing.assert_allclose(found.rows, wanted.rows, atol=1.5e-2, rtol=0)
     np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-3, rtol=0)

@@ -308,17 +308,17 @@ def test_merged_first_moves_the_most_alike_windows_to_the_front_behind_the_class
     image = ImageTokens(np.zeros((6, 2), np.float32), patches)
     order = Lsm(order="merged-first").select(image)
     assert order is not None
-    assert image.take(order).patches.places.tolist() == [-1, 9, 3, 12, 0, 4]
+    assert image.take(order).patches.indices.tolist() == [-1, 9, 3, 12, 0, 4]
     assert Lsm().select(image) is None
 
 
 def test_rows_without_merging_are_a_square_of_patches_and_maybe_a_class_token() -> None:
-    assert ImageTokens.plain(np.zeros((16, 2), np.float32)).patches.places.tolist() == list(range(16))
-    assert ImageTokens.plain(np.zeros((17, 2), np.float32)).patches.places.tolist() == list(range(-1, 16))
+    assert ImageTokens.plain(np.zeros((16, 2), np.float32)).patches.indices.tolist() == list(range(16))
+    assert ImageTokens.plain(np.zeros((17, 2), np.float32)).patches.indices.tolist() == list(range(-1, 16))
 
 
 def test_cdpruner_takes_the_most_relevant_row_first_and_then_what_is_unlike_it() -> None:
-    # Rows 0 and 1 are the same; 2 is at right angles to them and less relevant.
+    # Tokens 0 and 1 are the same; 2 is at right angles to them and less relevant.
     cosines = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]], np.float32)
     relevance = scaled(np.array([3, 2.9, 1], np.float32))
     kernel = relevance[:, None] * cosines * relevance[None]

@@ -98,7 +98,7 @@ def equal(found: Found, wanted: Outcome) -> None:
     assert found.ids == wanted.ids
     np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
     assert list(found.done.slots) == wanted.slots
-    assert [image.places.tolist() for image in found.done.images] == [image.places for image in wanted.images]
+    assert [image.indices.tolist() for image in found.done.images] == [image.places for image in wanted.images]
     assert [image.merged.tolist() for image in found.done.images] == [image.merged for image in wanted.images]
     entered = sum(len(image.places) for image in wanted.images)
     last = list(range(entered))

@@ -84,7 +84,7 @@ def test_tokens_stand_where_transformers_puts_them(theirs: tuple[Path, Any], sha
     np.testing.assert_array_equal(found.rows, wanted[0].numpy())
     assert len(found.rows) == layout.count(*shape)
     places = np.where(found.rows[:, 0] < 0, -2, found.rows[:, 0])
-    np.testing.assert_array_equal(found.patches.places, places)
+    np.testing.assert_array_equal(found.patches.indices, places)
     assert found.patches.views is not None
     np.testing.assert_array_equal(found.patches.views, np.where(places < 0, -1, places // 16))
 
