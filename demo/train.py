@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from vtx.exporter.data.scenes import COLORS, GRID, KINDS, SHAPES, Scene, ask_som
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+LOG_STEPS, SAVE_STEPS = 50, 500
 
 
 def pixels_of(image: Image.Image, side: int) -> np.ndarray:
@@ -184,7 +185,93 @@ def pick_k(rng: random.Random, layers: int, first: int, none: float) -> int | No
     return None if rng.random() < none else rng.randint(first, layers)
 
 
-def main() -> None:
+class Training:
+    """A model on its way: begun anew, or resumed from the last checkpoint in `args.out`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.full = args, Shape()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.last = args.out / "last.pt"
+        packer = Packer(run_tokenizer(args.out, self.full.vocab), self.full.vision_tokens, 4 + 13 * args.questions + 8)
+        torch.manual_seed(0)
+        state = torch.load(self.last, weights_only=True) if self.last.exists() else None
+        layers, spent, self.step = (state["layers"], state["spent"], state["step"]) if state else (args.shallow, 0.0, 0)
+        model, aux = Llava(replace(self.full, layers=layers)), Auxiliary(self.full)
+        if state:
+            model.load_state_dict(state["model"])
+            aux.load_state_dict(state["aux"])
+        self.model, self.aux = model.to(self.device), aux.to(self.device)
+        self.optimizers = make_optimizers(self.model, self.aux, args.lr)
+        self.at, self.batches = packer.at, Batches(args, packer, self.full, seed=self.step + 1)
+        if state:
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.batches.right.update(state["right"])
+        self.rng, self.began, self.losses = random.Random(self.step), time.time() - spent, [0.0, 0.0]
+
+    def run(self) -> None:
+        """Train for the time or the steps asked for, and save."""
+        tick = time.time()
+        with (self.args.out / "log.jsonl").open("a") as log:
+            for batch in self.batches:
+                share = (time.time() - self.began) / (60 * self.args.minutes)
+                if share >= 1 or (self.args.steps and self.step >= self.args.steps):
+                    break
+                self._deepen(share)
+                self._learn({name: value.to(self.device) for name, value in batch.items()}, share)
+                self.step += 1
+                if self.step % LOG_STEPS == 0:
+                    seconds, tick = (time.time() - tick) / LOG_STEPS, time.time()
+                    self._log(log, share, seconds)
+                if self.step % SAVE_STEPS == 0:
+                    self._save()
+                if not math.isfinite(self.losses[0]):
+                    raise SystemExit(f"the loss is {self.losses[0]} at step {self.step}: lower --lr")
+        self._save()
+
+    def _deepen(self, share: float) -> None:
+        if share >= self.args.grow_at and self.model.shape.layers < self.full.layers:
+            self.model = deepen(self.model, self.full.layers).to(self.device)
+            self.optimizers = make_optimizers(self.model, self.aux, self.args.lr)
+
+    def _learn(self, batch: dict[str, Tensor], share: float) -> None:
+        """One step of all optimizers, and what it says of the losses and of the kinds of question."""
+        k = pick_k(self.rng, self.model.shape.layers, self.args.first_k, self.args.none)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss, extra, right = step_loss(self.model, self.aux, batch, self.at, k)
+        (loss + 0.3 * extra).backward()
+        nn.utils.clip_grad_norm_([*self.model.parameters(), *self.aux.parameters()], 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.args.lr * rate(share)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for number, kind in enumerate(KINDS):
+            chosen = right[batch["kinds"] == number]
+            if len(chosen):
+                self.batches.right[kind] = 0.95 * self.batches.right[kind] + 0.05 * chosen.float().mean().item()
+        self.losses = [0.95 * a + 0.05 * b.item() for a, b in zip(self.losses, (loss, extra), strict=True)]
+
+    def _log(self, log: TextIO, share: float, seconds: float) -> None:
+        line = {"step": self.step, "share": round(share, 4), "s/step": round(seconds, 3),
+                "layers": self.model.shape.layers, "loss": round(self.losses[0], 4), "aux": round(self.losses[1], 4),
+                **{kind: round(v, 3) for kind, v in self.batches.right.items()}}  # fmt: skip
+        print(json.dumps(line), flush=True)
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+
+    def _save(self) -> None:
+        state = {
+            "model": self.model.state_dict(), "aux": self.aux.state_dict(), "layers": self.model.shape.layers,
+            "step": self.step, "spent": time.time() - self.began, "right": self.batches.right,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }  # fmt: skip
+        partial = self.last.with_suffix(".tmp")
+        torch.save(state, partial)
+        partial.replace(self.last)
+
+
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/demo-train"))
     parser.add_argument("--minutes", type=float, default=100, help="time to train in all, resumed runs included")
@@ -198,78 +285,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="needs a C compiler")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (for a trial)")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = options()
     torch.set_num_threads(args.threads)
     if args.compile:
         Layer.forward = torch.compile(Layer.forward)  # type: ignore[method-assign]
         VisionLayer.forward = torch.compile(VisionLayer.forward)  # type: ignore[method-assign]
     args.out.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    full = Shape()
-    packer = Packer(run_tokenizer(args.out, full.vocab), full.vision_tokens, 4 + 13 * args.questions + 8)
-    last, spent, step = args.out / "last.pt", 0.0, 0
-    torch.manual_seed(0)
-    model, aux = Llava(replace(full, layers=args.shallow)), Auxiliary(full)
-    state = torch.load(last, weights_only=True) if last.exists() else None
-    if state:
-        model = Llava(replace(full, layers=state["layers"]))
-        model.load_state_dict(state["model"])
-        aux.load_state_dict(state["aux"])
-        spent, step = state["spent"], state["step"]
-    model, aux = model.to(device), aux.to(device)
-    optimizers = make_optimizers(model, aux, args.lr)
-    if state:
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-    batches = Batches(args, packer, full, seed=step + 1)
-    if state:
-        batches.right.update(state["right"])
-    rng, began, losses, tick = random.Random(step), time.time() - spent, [0.0, 0.0], time.time()
-    log = (args.out / "log.jsonl").open("a")
-
-    def checkpoint() -> None:
-        state = {"model": model.state_dict(), "aux": aux.state_dict(), "layers": model.shape.layers, "step": step}
-        state |= {"spent": time.time() - began, "right": batches.right}
-        torch.save({**state, "optimizers": [o.state_dict() for o in optimizers]}, last.with_suffix(".tmp"))
-        last.with_suffix(".tmp").replace(last)
-
-    for batch in batches:
-        share = (time.time() - began) / (60 * args.minutes)
-        if share >= 1 or (args.steps and step >= args.steps):
-            break
-        if share >= args.grow_at and model.shape.layers < full.layers:
-            model = deepen(model, full.layers).to(device)
-            optimizers = make_optimizers(model, aux, args.lr)
-        k = pick_k(rng, model.shape.layers, args.first_k, args.none)
-        batch = {name: value.to(device) for name, value in batch.items()}
-        with torch.autocast(device.type, torch.bfloat16):
-            loss, extra, right = step_loss(model, aux, batch, packer.at, k)
-        (loss + 0.3 * extra).backward()
-        nn.utils.clip_grad_norm_([*model.parameters(), *aux.parameters()], 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * rate(share)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        for number, kind in enumerate(KINDS):
-            chosen = right[batch["kinds"] == number]
-            if len(chosen):
-                batches.right[kind] = 0.95 * batches.right[kind] + 0.05 * chosen.float().mean().item()
-        losses = [0.95 * a + 0.05 * b.item() for a, b in zip(losses, (loss, extra), strict=True)]
-        step += 1
-        if step % 50 == 0:
-            seconds, tick = (time.time() - tick) / 50, time.time()
-            line = {"step": step, "share": round(share, 4), "s/step": round(seconds, 3), "layers": model.shape.layers,
-                    "loss": round(losses[0], 4), "aux": round(losses[1], 4),
-                    **{kind: round(v, 3) for kind, v in batches.right.items()}}  # fmt: skip
-            print(json.dumps(line), flush=True)
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-        if step % 500 == 0:
-            checkpoint()
-        if not math.isfinite(losses[0]):
-            raise SystemExit(f"the loss is {losses[0]} at step {step}: lower --lr")
-    checkpoint()
+    Training(args).run()
 
 
 if __name__ == "__main__":
