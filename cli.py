@@ -17,9 +17,9 @@ from vtx.exporter.commands.chat import chat
 from vtx.exporter.commands.doctor import doctor
 from vtx.exporter.commands.evaluate import evaluate
 from vtx.exporter.commands.export import export, find_bundle
-from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.commands.plan import plan
 from vtx.exporter.commands.serve import serve
+from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.commands.tune import tune
 from vtx.exporter.common.demo import about
 from vtx.runtime.terminal.console import command, note, require_signature_option, say, say_json, table

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.commands.options import bundle_option, compute_option, device_option, threads_option
+from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import Depth, DepthType
 

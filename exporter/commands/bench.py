@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.commands.libraries import exporter
-from vtx.exporter.commands.options import bundle_option, compute_option, device_option, max_tiles_option, threads_option
+from vtx.exporter.commands.shared.libraries import exporter
+from vtx.exporter.commands.shared.options import (
+    bundle_option,
+    compute_option,
+    device_option,
+    max_tiles_option,
+    threads_option,
+)
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import DepthType

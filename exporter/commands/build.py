@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.exporter.commands.options import bundle_option
+from vtx.exporter.commands.shared.options import bundle_option
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 from vtx.runtime.terminal.last import last_bundle
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.exporter.commands.libraries import exporter
+from vtx.exporter.commands.shared.libraries import exporter
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
 

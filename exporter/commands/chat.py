@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.commands.options import bundle_option, compute_option, device_option, max_tiles_option, threads_option
+from vtx.exporter.commands.shared.options import (
+    bundle_option,
+    compute_option,
+    device_option,
+    max_tiles_option,
+    threads_option,
+)
 from vtx.exporter.common.demo import about
 from vtx.runtime.errors import VtxError
 from vtx.runtime.terminal.console import command, note, say

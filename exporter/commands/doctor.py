@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.exporter.commands.options import compute_option, device_option
+from vtx.exporter.commands.shared.options import compute_option, device_option
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, note, require_signature_option, say_json, table
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.exporter.commands.calibrate import calibrated
-from vtx.exporter.commands.libraries import exporter
-from vtx.exporter.commands.options import precision_type
+from vtx.exporter.commands.shared.libraries import exporter
+from vtx.exporter.commands.shared.options import precision_type
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.depth import Depth, DepthType
@@ -222,7 +222,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     import time
 
     from vtx.exporter.bundling.predict import peak_memory
-    from vtx.exporter.commands.progress import export_bars
+    from vtx.exporter.commands.shared.progress import export_bars
     from vtx.exporter.estimate.forecast import forecast as forecast_export
     from vtx.runtime.units import duration, size
 

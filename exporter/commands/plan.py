@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.exporter.commands.options import precision_type
+from vtx.exporter.commands.shared.options import precision_type
 from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.terminal.console import command, note, table
 from vtx.runtime.terminal.depth import DepthType

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.commands.options import compute_option, device_option, max_tiles_option, threads_option
+from vtx.exporter.commands.shared.options import compute_option, device_option, max_tiles_option, threads_option
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.terminal.console import command, note
 

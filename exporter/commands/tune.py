@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from vtx.exporter.commands.libraries import exporter
+from vtx.exporter.commands.shared.libraries import exporter
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 
 

@@ -18,7 +18,7 @@ from tests.support.bundles import IGNORE, copy
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.commands.progress import ALL, Bars
+from vtx.exporter.commands.shared.progress import ALL, Bars
 from vtx.exporter.estimate import forecast as forecasting
 from vtx.exporter.estimate import rates
 from vtx.exporter.estimate.forecast import Forecast, forecast
