@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.spec import names
 
 HiddenStates = NDArray[np.float32]  # [tokens, hidden]
-Rows = HiddenStates
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Scores = tuple[NDArray[np.float32], NDArray[np.float32]]

@@ -24,7 +24,7 @@ from vtx.runtime.vision.fit import fitted
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import image_layout
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import Ids, ImageTokens, Rows, joined
+from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, joined
 
 MAX_RESOLUTIONS = 128
 MAX_TILES = 64  # of one image
@@ -121,7 +121,7 @@ class Anyres:
                     found.append(preprocess(padded.crop((left, top, left + side, top + side)), settings))
         return np.stack(found)
 
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: Rows) -> ImageTokens:
+    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         if any(len(view.rows) != self.one_tile for view in views):
             raise RequestError(
                 "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out"

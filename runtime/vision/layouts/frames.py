@@ -13,7 +13,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import later
 from vtx.runtime.vision.bilinear import nearest, resized
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
-from vtx.runtime.vision.tokens import ImageTokens, Rows, joined
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, joined
 
 MAX_FRAME_TOKENS = 1 << 16
 
@@ -56,7 +56,7 @@ class Frames:
         """Tokens of so many frames."""
         return frames * (self._half**2 if self.halved else self.tokens) + self.newline
 
-    def arrange(self, views: Sequence[ImageTokens], newline: Rows) -> ImageTokens:
+    def arrange(self, views: Sequence[ImageTokens], newline: HiddenStates) -> ImageTokens:
         """The tokens of a video from those of its frames; `newline` [1, hidden], [0, hidden] if none."""
         frames = [self._shrunk(view) for view in views] if self.halved else [*views]
         return joined([*frames, ImageTokens.newlines(newline)] if self.newline else frames)

@@ -14,7 +14,7 @@ from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layout import image_layout
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import ImageTokens, Rows
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens
 
 
 @image_layout("single")
@@ -61,6 +61,6 @@ class Single:
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         return preprocess(image, settings)[None]
 
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: Rows) -> ImageTokens:
+    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         (tokens,) = views
         return tokens

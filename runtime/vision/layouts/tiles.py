@@ -16,7 +16,7 @@ from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import image_layout
 from vtx.runtime.vision.layouts.anyres import MAX_TILES
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import ImageTokens, Rows, joined
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, joined
 
 
 @image_layout("tiles")
@@ -80,7 +80,7 @@ class Tiles:
         tiles = [resized.crop((x, y, x + side, y + side)) for x, y in corners]
         return np.stack([preprocess(tile, settings) for tile in (tiles if len(tiles) == 1 else [*tiles, image])])
 
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: Rows) -> ImageTokens:
+    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         return joined(views) if len(views) > 1 else views[0]
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
