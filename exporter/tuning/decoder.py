@@ -223,7 +223,8 @@ def adapter_config(learning: Learning, layers: range) -> Any:
     from peft import LoraConfig
 
     numbers = "|".join(str(number - 1) for number in layers)
-    return LoraConfig(
+    make: Any = LoraConfig  # its annotation wants a whole alpha, its arithmetic does not
+    return make(
         r=learning.rank, lora_alpha=learning.alpha, lora_dropout=0.0, bias="none",
         target_modules=rf".*\.layers\.({numbers})\.(self_attn|mlp)\.({'|'.join(MATRICES)})",
     )  # fmt: skip
