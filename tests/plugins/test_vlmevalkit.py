@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,16 @@ pytestmark = [
         importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed; make test-suites does it"
     ),
 ]
-SETS = {"pope": ("POPE", "ImageYORNDataset"), "mme": ("MME", "ImageYORNDataset")}
+SETS = {
+    "pope": ("POPE", "ImageYORNDataset"), "mme": ("MME", "ImageYORNDataset"),
+    "textvqa": ("TextVQA_VAL", "ImageVQADataset"),
+}  # fmt: skip
+SHORT = "\nAnswer the question using a single word or phrase."  # which the suite adds in VQA sets
 # Its sets know the checksum of the real files, for which these small ones stand in.
 RUN = """
 import vtx_vlmevalkit
-from vlmeval.dataset import ImageYORNDataset
-ImageYORNDataset.DATASET_MD5 = {}
+from vlmeval.dataset import ImageVQADataset, ImageYORNDataset
+ImageVQADataset.DATASET_MD5 = ImageYORNDataset.DATASET_MD5 = {}
 vtx_vlmevalkit.main()
 """
 
@@ -50,12 +55,14 @@ def write(folder: Path, name: str, questions: list[LocalQuestion]) -> None:
             buffer = io.BytesIO()
             question.picture.save(buffer, "PNG")
             picture, label = base64.b64encode(buffer.getvalue()).decode(), question.answers[0].capitalize()
+            label = str(list(question.answers)) if len(question.answers) > 1 else label
             lines.writerow([number, picture, question.image, question.text, label, question.group or "random"])
 
 
 def test_scores_of_the_suite_are_those_of_our_count(tmp_path: Path) -> None:
     bundle = export(Path(DEMO), tmp_path / "demo", (4,), "fp16", reductions=("none", REDUCE)).folder
     sets, data = local_sets(), tmp_path / "data"
+    asked = {**sets, "textvqa": [replace(question, text=question.text + SHORT) for question in sets["textvqa"]]}
     data.mkdir()
     for task, (name, _) in SETS.items():
         write(data, name, sets[task])
@@ -73,7 +80,7 @@ def test_scores_of_the_suite_are_those_of_our_count(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     with load(bundle, device="cpu", threads=1) as model:
         for label, k, reduce in (("withdrawn", 4, "none"), ("pruned", None, REDUCE)):
-            pope, mme = (figures(task, sets[task], answers_of(model, sets[task], k, reduce)) for task in SETS)
+            pope, mme, text = (figures(task, sets[task], answers_of(model, asked[task], k, reduce)) for task in SETS)
             theirs = scores(tmp_path / "out", label, "POPE")
             shares = {
                 "Overall": pope["f1"],
@@ -87,10 +94,12 @@ def test_scores_of_the_suite_are_those_of_our_count(tmp_path: Path) -> None:
             points = scores(tmp_path / "out", label, "MME")
             assert float(points["perception"]) == pytest.approx(mme["perception"])
             assert float(points["reasoning"]) == pytest.approx(mme["cognition"])
+            overall = scores(tmp_path / "out", label, "TextVQA_VAL")["Overall"]
+            assert float(overall) == pytest.approx(100 * text["accuracy"])
 
 
 def scores(folder: Path, model: str, name: str) -> dict[str, str]:
     """The first row of the suite's table of scores."""
-    file = next(path for path in sorted(folder.rglob(f"{model}_{name}*score.csv")))
+    file = next(path for path in sorted(folder.rglob(f"{model}_{name}*.csv")) if path.stem.endswith(("_score", "_acc")))
     with file.open(newline="") as lines:
         return next(csv.DictReader(lines))
