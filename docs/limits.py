@@ -112,6 +112,8 @@ TABLES = [
         ("Time for a body to arrive", "runtime.server.limits", "Limits.body_seconds", "seconds"),
         ("Time for a request, waiting included", "runtime.server.limits", "Limits.seconds", "seconds"),
         ("Time for a client to take what was sent", "runtime.server.limits", "Limits.write_seconds", "seconds"),
+        ("Time for an image at an address to arrive", "runtime.server.limits", "Limits.fetch_seconds", "seconds"),
+        ("An image's address", "runtime.server.remote", "MAX_URL", "characters"),
         ("K and V in use and kept", "runtime.server.limits", "Limits.kv", "bytes"),
         ("Encoded images kept", "runtime.server.limits", "Limits.image_tokens", "bytes"),
         ("API key", "runtime.server.limits", "MAX_KEY", "characters"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,6 +44,10 @@ CONNECTIONS = 256
 @click.option("--timeout", type=float, metavar="SECONDS", help="Of a request, waiting included [default: 600].")
 @click.option("--kv-cache", type=float, metavar="GB", help="K and V in use and kept for later turns [default: 2.1].")
 @click.option("--memory", type=float, metavar="GB", help="Of all loaded bundles [default: what is free].")
+@click.option(
+    "--image-host", "image_hosts", multiple=True, metavar="HOST",
+    help="Fetch images from https addresses of this host, too [default: data URLs only].",
+)  # fmt: skip
 @device_option
 @compute_option
 @threads_option
@@ -50,7 +55,7 @@ CONNECTIONS = 256
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, kv_cache: float | None, memory: float | None,
-    device: str, compute: str | None, threads: int | None, max_tiles: int | None,
+    image_hosts: tuple[str, ...], device: str, compute: str | None, threads: int | None, max_tiles: int | None,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. A key in $VTX_API_KEY must then be sent by every client."""
     try:
@@ -85,13 +90,21 @@ def serve(
         note(f"serving {', '.join(engines.names)} at {address(host, at)}; Ctrl-C ends")
         if not is_local(host) and key is None:
             note(f"everybody who reaches {host} may ask; set {KEY} to ask for a key")
-        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host))
+        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host), image_hosts=checked_hosts(image_hosts))
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http="h11",
             limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=GRACE_SECONDS, timeout_keep_alive=30,
         )  # fmt: skip
         uvicorn.Server(config).run(sockets=[at])
+
+
+def checked_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of hosts in lower case. Raises RequestError for anything else, such as an address."""
+    for host in hosts:
+        if not re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", host.lower()) or host.rpartition(".")[2].isdigit():
+            raise RequestError(f"--image-host {host!r:.80} is not the name of a host; write it as pictures.example.org")
+    return tuple(host.lower() for host in hosts)
 
 
 def listening(host: str, port: int) -> socket.socket:

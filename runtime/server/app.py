@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -38,15 +38,20 @@ OPEN = {"/health", *PAGE}  # without a key: they tell nothing of anybody
 
 
 def make_app(
-    engines: Engines, limits: Limits, *, api_key: str | None = None, local_hosts: bool = True
+    engines: Engines,
+    limits: Limits,
+    *,
+    api_key: str | None = None,
+    local_hosts: bool = True,
+    image_hosts: Collection[str] = (),
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     """The ASGI application over `engines`, which it closes at its end.
 
     `local_hosts`: take only requests that name this machine in their Host header, as those of a browser do that was
-    not led here from a page of somebody else.
+    not led here from a page of somebody else. `image_hosts`: images may be given by their address there.
     """
     metrics = Metrics()
-    chat = ChatCompletions(engines, limits, metrics)
+    chat = ChatCompletions(engines, limits, metrics, frozenset(image_hosts))
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": engines.describe()})

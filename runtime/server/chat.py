@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
 from vtx.runtime.server.objects import FINISHED, Objects
 from vtx.runtime.server.refusal import Refusal, refusal_of
+from vtx.runtime.server.remote import RemoteImage, fetch
 from vtx.runtime.server.request import ChatRequest, read_request
 from vtx.runtime.server.scheduler import Done, Event, Failed, Job, Piece
 from vtx.runtime.session.encoded_images import PreparedImage
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 CLIENT_LEFT = 499  # in the metrics only
 RETRY_SECONDS = 2
 READERS = 2  # threads that parse requests and decode images
+FETCHERS = 8  # threads that fetch images
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,13 @@ class Prepared:
 
 
 class ChatCompletions:
-    """An ASGI application for one address. `close` lets go of its threads."""
+    """An ASGI application for one address. Images are fetched from `hosts` only. `close` lets go of its threads."""
 
-    def __init__(self, engines: Engines, limits: Limits, metrics: Metrics) -> None:
-        self._engines, self._limits, self._metrics = engines, limits, metrics
+    def __init__(self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = ()) -> None:
+        self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
         self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
         self._loader: Executor = ThreadPoolExecutor(1, "vtx-serve-load")
+        self._fetchers: Executor = ThreadPoolExecutor(FETCHERS, "vtx-serve-fetch")
         self._inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,6 +71,7 @@ class ChatCompletions:
         """Let go of the threads that read and load."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._loader.shutdown(wait=False, cancel_futures=True)
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
 
     async def _admitted(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         most = self._limits.parallel + self._limits.queue
@@ -98,8 +102,10 @@ class ChatCompletions:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.seconds
         body = await read_json_body(scope, receive, self._limits)
-        chat = await loop.run_in_executor(self._readers, read_request, body, self._limits)
+        chat = await loop.run_in_executor(self._readers, read_request, body, self._limits, self._hosts)
         del body
+        if any(isinstance(image, RemoteImage) for image in chat.images):
+            chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
         engine = await self._engine(chat.model)
         with self._engines.use(engine):
             prepared = await loop.run_in_executor(self._readers, prepare, engine, chat, self._limits)
@@ -130,18 +136,28 @@ class ChatCompletions:
         self._metrics.answer(totals, times["first_token"] / 1000, token)
 
 
+def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
+    """The request with the images that stand at addresses. Raises Refusal."""
+    images = tuple(
+        fetch(image, limits.body, limits.fetch_seconds) if isinstance(image, RemoteImage) else image
+        for image in chat.images
+    )
+    return replace(chat, images=images)
+
+
 def prepare(engine: Engine, chat: ChatRequest, limits: Limits) -> Prepared:
     """Read the images and check what is asked, before anything is computed."""
     model = engine.model
     model.policy(chat.k, chat.options, chat.reduce)
-    for image in chat.images:
+    sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
+    for image in sources:
         width, height = image_size(image, model.image_formats)
         if width * height > limits.pixels:
             raise Refusal(
                 413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in all; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
-    images = model.prepare_all(chat.images)
+    images = model.prepare_all(sources)
     model.check_system(chat.messages)
     ids = model.prompt_ids(chat.messages, images)
     return Prepared(replace(chat, images=()), images, ids)

@@ -17,7 +17,8 @@ class Limits:
     model that are computed side by side, `batch` of them at most in one pass; `queue`: requests of one model that wait
     beside them. `kept`: conversations of one model that are kept for requests to come. `body_seconds`: for a
     request to arrive. `seconds`: from there to the answer's end, waiting included. `write_seconds`: for a client to
-    take what was sent. `kv`: of K and V, in use or kept for requests to come; `image_tokens`: of encoded images kept.
+    take what was sent. `fetch_seconds`: for an image at an address, which may have as many bytes as a body. `kv`: of K
+    and V, in use or kept for requests to come; `image_tokens`: of encoded images kept.
     """
 
     body: int = 32 << 20
@@ -31,6 +32,7 @@ class Limits:
     body_seconds: float = 30.0
     seconds: float = 600.0
     write_seconds: float = 30.0
+    fetch_seconds: float = 10.0
     kv: int = 2 << 30
     image_tokens: int = 256 << 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.server.remote import RemoteImage, remote_image
 from vtx.runtime.session.sampling import Sampling
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -29,14 +30,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One request: `images` are data URLs in their order, `messages` mark where they stand.
+    """One request: `images` in their order, data URLs or still to be fetched; `messages` mark where they stand.
 
     `reuse`: start from what earlier requests have left.
     """
 
     model: str
     messages: list[Message]
-    images: tuple[str, ...]
+    images: tuple[str | bytes | RemoteImage, ...]
     k: K
     reduce: str | None
     options: Options
@@ -45,8 +46,8 @@ class ChatRequest:
     reuse: bool
 
 
-def read_request(body: bytes, limits: Limits) -> ChatRequest:
-    """The request that a body holds. Raises Refusal for anything else."""
+def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> ChatRequest:
+    """The request that a body holds; images may be at addresses of `hosts`. Raises Refusal for anything else."""
     data = parse_json(body, "the body", error=RequestError)
     if not isinstance(data, dict):
         raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a chat completion request")
@@ -54,7 +55,7 @@ def read_request(body: bytes, limits: Limits) -> ChatRequest:
     for name in set(given) & set(NEUTRAL):
         _check_neutral(name, given.pop(name))
     fields = _Fields({name: value for name, value in given.items() if name not in IGNORED})
-    request = _read(fields, limits)
+    request = _read(fields, limits, hosts)
     fields.check_empty()
     return request
 
@@ -98,9 +99,9 @@ class _Fields:
             )
 
 
-def _read(fields: _Fields, limits: Limits) -> ChatRequest:
+def _read(fields: _Fields, limits: Limits, hosts: Collection[str]) -> ChatRequest:
     model = fields.need("model", lambda value: check_text("model", value))
-    images, messages = fields.need("messages", lambda value: _messages(value, limits))
+    images, messages = fields.need("messages", lambda value: _messages(value, limits, hosts))
     tokens = fields.take("max_tokens", DEFAULT_TOKENS, lambda value: _tokens(value, limits))
     tokens = fields.take("max_completion_tokens", tokens, lambda value: _tokens(value, limits))
     sampling = Sampling(
@@ -174,11 +175,11 @@ def _stream_options(value: Any, *, stream: bool) -> None:
 # --- messages -------------------------------------------------------------------------------------
 
 
-def _messages(value: Any, limits: Limits) -> tuple[list[Any], list[Message]]:
-    """The images and messages of OpenAI's form; images as data URLs and nothing else."""
+def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[Any], list[Message]]:
+    """The images and messages of OpenAI's form; images as data URLs, or at addresses of `hosts`."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that ends with the user's question")
-    cleaned = [_message(message) for message in value]
+    cleaned = [_message(message, hosts) for message in value]
     if cleaned[-1]["role"] != "user":
         raise RequestError("the last message must be the user's question: role 'user'")
     images, messages = split_images(cleaned)
@@ -190,20 +191,20 @@ def _messages(value: Any, limits: Limits) -> tuple[list[Any], list[Message]]:
     return images, messages
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _message(message: Any, hosts: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise RequestError(f"a message must be an object with a role of {', '.join(ROLES)}; got {message!r:.80}")
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         content = ""
     if isinstance(content, list):
-        content = [_part(part) for part in content]
+        content = [_part(part, hosts) for part in content]
     elif not isinstance(content, str):
         raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
     return {"role": message["role"], "content": content}
 
 
-def _part(part: Any) -> dict[str, Any]:
+def _part(part: Any, hosts: Collection[str]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
@@ -211,6 +212,8 @@ def _part(part: Any) -> dict[str, Any]:
         raise RequestError(f"a part of a message must be of type text or image_url; got {part!r:.80}")
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, dict) else url
+    if hosts and isinstance(url, str) and url[:5].lower() != "data:":
+        return {"type": "image", "image": remote_image(url, hosts)}
     if not isinstance(url, str) or url[:5].lower() != "data:":
         raise RequestError(
             f"an image must be a data URL, data:image/jpeg;base64,...; got {url!r:.80}. This server fetches no "
