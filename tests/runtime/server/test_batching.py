@@ -19,7 +19,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.server.batching import Batching
+from vtx.runtime.server.batching import FAILURES, Batching
 from vtx.runtime.session.sampling import Sampling
 
 DUAL = "mustdrop:gamma=0.011,alpha=1,layers=2/4/6"
@@ -172,6 +172,24 @@ def test_where_a_pass_fails_each_answer_is_computed_by_itself(
     for answer, number in zip(run(batching, [(start(model, CASES[n]), 0) for n in (0, 1, 4)]), (0, 1, 4), strict=True):
         same(answer, alone[number])
     assert calls[0] > 10
+
+
+def test_after_passes_that_fail_in_a_row_no_more_are_tried(
+    model: Model, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def failing(*_: Any) -> Any:
+        calls.append(1)
+        raise DeviceError("out of luck")
+
+    batching = Batching(model, 4, 16)
+    monkeypatch.setattr(type(model.backend), "append_each", failing)
+    answers = run(batching, [(start(model, CASES[number]), 0) for number in (0, 2)])
+    for answer, number in zip(answers, (0, 2), strict=True):
+        same(answer, alone[number])
+    assert len(calls) == FAILURES
+    assert batching.obstacle == f"{FAILURES} passes in a row failed: out of luck"
 
 
 def test_a_server_decodes_its_clients_together_and_says_so(model: Model) -> None:
