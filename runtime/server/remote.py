@@ -105,15 +105,15 @@ def _fetched(image: RemoteImage, limit: int, at: socket.socket) -> bytes:
     connection.sock = at
     headers = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "vtx-serve"}
     connection.request("GET", image.target, headers=headers)
-    response = connection.getresponse()
-    if response.status != 200:
-        raise _refused(image, f"its host says {response.status}, and redirects are not followed")
-    content = response.read(limit + 1)
-    if len(content) > limit:
-        raise _refused(image, f"it is over {limit:,} bytes, the limit; send it smaller", 413)
-    if response.length:
-        raise http.client.IncompleteRead(content, response.length)
-    return content
+    with connection.getresponse() as response:
+        if response.status != 200:
+            raise _refused(image, f"its host says {response.status}, and redirects are not followed")
+        content = response.read(limit + 1)
+        if len(content) > limit:
+            raise _refused(image, f"it is over {limit:,} bytes, the limit; send it smaller", 413)
+        if response.length:
+            raise http.client.IncompleteRead(content, response.length)
+        return content
 
 
 def _refused(image: RemoteImage, why: str, status: int = 400) -> Refusal:
