@@ -188,6 +188,11 @@ layout, VILA 1.0 among them. Its files lack what Hugging Face's layout has, so a
 Token ids and logits equal transformers' model of the same weights, and the plain statement of VTW at two K *(run,
 random models of eight layers: `tests/runtime/session/test_original.py`)*.
 
+**InternVL-Chat 1.0**, which DyVTE calls InternVL-7B, is this layout with the tower InternViT-6B: RMS norms, and more of
+them over queries and keys. Its positions were trained for 224 pixels and are resized in the graph, bicubic, to the 336
+that the model sees (448 where the tower's name says so). Logits and ids equal transformers' tower and decoder *(run, a
+random model of eight layers: `tests/runtime/session/test_internvl_chat_1.py`)*.
+
 ## VILA 1.5
 
 `vila` is VILA 1.5 as its authors publish it: decoder, tower and projector in folders of their own (`llm`,
@@ -227,8 +232,8 @@ transformers' for one image and two, and the plain statement of VTW at two K *(r
 
 ## What each family does not have
 
-- InternVL: towers with norms on q and k or RMS norms (InternViT-6B), and other ratios than 0.5 are refused by
-  name, and so are video placeholders. The chat template must print `<IMG_CONTEXT>` for an image, as newer
+- InternVL in Hugging Face's layout: towers with norms on q and k or RMS norms (InternViT-6B), and other ratios than 0.5
+  are refused by name, and so are video placeholders. The chat template must print `<IMG_CONTEXT>` for an image, as newer
   files do.
 - ViP-LLaVA has no option of its own: the regions of its prompts are drawn into the picture.
 """

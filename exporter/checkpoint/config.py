@@ -69,7 +69,9 @@ class VisionConfig:
 
     `shuffle`: patches a side of a square whose states become one token; zeros fill squares at the right and the bottom.
     `shuffle_by_columns`: the tokens then stand column by column. `pool`: patches a side of a square whose states are
-    averaged before the projector.
+    averaged before the projector. `rms_norm`: norms without a mean and a bias; `qk_norm`: an RMS norm over all heads of
+    the queries together, and of the keys. `position_grid`: positions a side that the table has, where those of the
+    patches are made of them.
     """
 
     family: str
@@ -86,6 +88,9 @@ class VisionConfig:
     shuffle: int = 1
     pool: int = 1
     shuffle_by_columns: bool = False
+    rms_norm: bool = False
+    qk_norm: bool = False
+    position_grid: int | None = None
 
     @property
     def grid(self) -> int:

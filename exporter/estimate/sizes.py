@@ -26,6 +26,16 @@ _CLIP_L_336 = VisionSize(
     layers=24, used=23, hidden=1024, ffn=4096, patches=576, patch=14, class_token=True,
     features=1, view_tokens=576, image_tokens=576, out=4096,
 )  # fmt: skip
+# InternViT-6B seen at 336 pixels, up to the fourth layer from the end: DyVTE's InternVL-7B is InternVL-Chat 1.0.
+_INTERNVIT_6B = VisionSize(
+    layers=48, used=45, hidden=3200, ffn=12800, patches=576, patch=14, class_token=True,
+    features=1, view_tokens=576, image_tokens=576, out=4096,
+)  # fmt: skip
+# SigLIP-so400m at 384 pixels: four of its 27 x 27 patches, with a row and a column of zeros, are one token.
+_VILA_1_5 = VisionSize(
+    layers=27, used=26, hidden=1152, ffn=4304, patches=729, patch=14, class_token=False,
+    features=4, view_tokens=196, image_tokens=196, out=5120,
+)  # fmt: skip
 # 8 frames of 16 x 16 patches and a class token; pictures and videos have a tower each.
 _VIDEO = replace(_CLIP_L_336, patches=256, view_tokens=257, image_tokens=8 * 257, views=8, towers=2)
 
@@ -63,6 +73,8 @@ KNOWN: Mapping[str, ModelSize] = {
         ModelSize("llava-next-7b", "known", _VICUNA_7B, replace(_CLIP_L_336, views=5, image_tokens=576 + 48 * 49)),
         ModelSize("video-llava-7b", "known", _VICUNA_7B, _VIDEO),
         ModelSize("vila-7b", "known", replace(_VICUNA_7B, vocab=32000), _CLIP_L_336),
+        ModelSize("vila1.5-13b", "known", replace(_VICUNA_13B, vocab=32000), _VILA_1_5),
+        ModelSize("internvl-7b", "known", replace(_VICUNA_7B, vocab=32000), _INTERNVIT_6B),
     )
 }
 

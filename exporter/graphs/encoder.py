@@ -14,7 +14,10 @@ LAYER_SCALES = ("lambda_1", "lambda_2")  # of attention and of the two matrices
 
 
 class Encoder(Protocol):
-    """The sizes of an encoder's blocks; `layer_scale`: what a half of a block adds is multiplied by a learned scale."""
+    """The sizes of an encoder's blocks; `layer_scale`: what a half of a block adds is multiplied by a learned scale.
+
+    `rms_norm`: norms without a mean and a bias; `qk_norm`: an RMS norm over all heads of the queries, and of the keys.
+    """
 
     @property
     def hidden(self) -> int: ...
@@ -37,12 +40,21 @@ class Encoder(Protocol):
     @property
     def layer_scale(self) -> bool: ...
 
+    @property
+    def rms_norm(self) -> bool: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
+
 
 def block_tensors(e: Encoder, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the weights of the block whose names begin with `p`."""
     for name in ("layer_norm1", "layer_norm2"):
         yield f"{p}.{name}.weight", (e.hidden,)
-        yield f"{p}.{name}.bias", (e.hidden,)
+        if not e.rms_norm:
+            yield f"{p}.{name}.bias", (e.hidden,)
+    for part in "qk" if e.qk_norm else "":
+        yield f"{p}.self_attn.{part}_norm.weight", (e.hidden,)
     for name, out, into in (
         ("self_attn.q_proj", e.hidden, e.hidden),
         ("self_attn.k_proj", e.hidden, e.hidden),
@@ -77,7 +89,7 @@ def build_block(
     y = b.dialect.tower_attention(b, q, k, w, e.heads, e.hidden // e.heads, seen, causal=causal)
     y = b.linear(b.reshape(y, -1, e.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(_scaled(b, e, y, name, 0), *shape))
-    hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm2", e.eps), -1, e.hidden)
+    hidden = b.reshape(_norm(b, e, x, f"{name}.layer_norm2"), -1, e.hidden)
     hidden = activate(b, b.linear(hidden, f"{name}.mlp.fc1", bias=True), e.activation)
     y = b.linear(hidden, f"{name}.mlp.fc2", bias=True)
     return b.op("Add", x, b.reshape(_scaled(b, e, y, name, 1), *shape)), q, k
@@ -92,5 +104,17 @@ def projected(
     b: Builder, e: Encoder, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
 ) -> list[ir.Value]:
     """The named ones of a block's q, k and v."""
-    hidden = b.reshape(b.dialect.layer_norm(b, x, f"{name}.layer_norm1", e.eps), -1, e.hidden)
-    return [b.reshape(b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=e.qkv_bias), *shape) for part in parts]
+    hidden = b.reshape(_norm(b, e, x, f"{name}.layer_norm1"), -1, e.hidden)
+    found = []
+    for part in parts:
+        y = b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=e.qkv_bias)
+        if e.qk_norm and part != "v":
+            y = b.dialect.norm(b, y, f"{name}.self_attn.{part}_norm.weight", e.eps)
+        found.append(b.reshape(y, *shape))
+    return found
+
+
+def _norm(b: Builder, e: Encoder, x: ir.Value, name: str) -> ir.Value:
+    if e.rms_norm:
+        return b.dialect.norm(b, x, f"{name}.weight", e.eps)
+    return b.dialect.layer_norm(b, x, name, e.eps)

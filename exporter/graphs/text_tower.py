@@ -28,6 +28,8 @@ class _TextEncoder:
     activation: str
     qkv_bias: bool = True
     layer_scale: bool = False
+    rms_norm: bool = False
+    qk_norm: bool = False
 
     @classmethod
     def of(cls, spec: TextTowerSpec) -> _TextEncoder:

@@ -28,7 +28,8 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
     v = c.vision
     yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
     batch = (1,) if v.batch_axis else ()
-    yield "vision.embeddings.position_embedding.weight", (*batch, v.rows, v.hidden)
+    positions = v.position_grid**2 + v.class_token if v.position_grid else v.rows
+    yield "vision.embeddings.position_embedding.weight", (*batch, positions, v.hidden)
     if v.class_token:
         yield "vision.embeddings.class_embedding", (*batch, *batch, v.hidden)
     if v.pre_norm:
@@ -81,7 +82,7 @@ def feature_width(c: ModelConfig) -> int:
 
 def _read_for_attention(layer: str) -> tuple[str, ...]:
     """The parts of a block that its q and k are computed with."""
-    return f"{layer}.layer_norm1", f"{layer}.self_attn.q_proj", f"{layer}.self_attn.k_proj"
+    return f"{layer}.layer_norm1", f"{layer}.self_attn.q_", f"{layer}.self_attn.k_"
 
 
 @dataclass(slots=True)
@@ -216,7 +217,7 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
         inputs.append(b.weight("vision.embeddings.patch_embedding.bias"))
     patches = b.op("Conv", *inputs, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
     x = b.op("Transpose", b.reshape(patches, 0, v.hidden, -1), perm=[0, 2, 1])
-    positions = b.weight("vision.embeddings.position_embedding.weight")
+    positions = _positions(b, v)
     if not v.class_token:
         return b.op("Add", x, positions)
     images = b.op("Shape", pixels, start=0, end=1)
@@ -224,6 +225,24 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
     cls = b.op("Expand", b.weight("vision.embeddings.class_embedding"), shape)
     x = b.op("Add", b.op("Concat", cls, x, axis=1), positions)
     return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps) if v.pre_norm else x
+
+
+def _positions(b: Builder, v: VisionConfig) -> ir.Value:
+    """The table of positions; one of another grid is resized, bicubic and in float32, the class token's as it is."""
+    table = b.weight("vision.embeddings.position_embedding.weight")
+    if not v.position_grid:
+        return table
+    side, first, axis = v.position_grid, b.constant([int(v.class_token)]), b.constant([1])
+    grid = b.reshape(b.op("Slice", table, first, b.constant([MAX_ROW]), axis), 1, side, side, v.hidden)
+    grid = b.to_float32(b.op("Transpose", grid, perm=[0, 3, 1, 2]))
+    resized = b.op(
+        "Resize", grid, None, None, b.constant([1, v.hidden, v.grid, v.grid]), mode="cubic", cubic_coeff_a=-0.75,
+        coordinate_transformation_mode="half_pixel",
+    )  # fmt: skip
+    patches = b.from_float32(b.op("Transpose", b.reshape(resized, 1, v.hidden, -1), perm=[0, 2, 1]))
+    if not v.class_token:
+        return patches
+    return b.op("Concat", b.op("Slice", table, b.constant([0]), first, axis), patches, axis=1)
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:

@@ -91,7 +91,7 @@ class Reference:
         x = x.flatten(2).transpose(1, 2)
         if v.class_token:
             x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
-        x = x + w(f"{name}.position_embedding.weight")
+        x = x + self._positions(w(f"{name}.position_embedding.weight"))
         if v.pre_norm:
             x = self._layer_norm(x, "vision.pre_layrnorm")
         states = [x]
@@ -231,13 +231,24 @@ class Reference:
             streams.append(_Streams(hidden, withdrawn, is_vision, torch.arange(len(hidden))))
         return streams
 
+    def _positions(self, table: Tensor) -> Tensor:
+        """The table [..., positions, hidden], that of another grid resized to the patches'."""
+        v = self.config.vision
+        if v.position_grid is None:
+            return table
+        first, side = int(v.class_token), v.position_grid
+        grid = table[:, first:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
+        grid = F.interpolate(grid, (v.grid, v.grid), mode="bicubic", align_corners=False)
+        return torch.cat((table[:, :first], grid.flatten(2).transpose(1, 2)), 1)
+
     def _vision_layer(self, x: Tensor, name: str) -> Tensor:
         v = self.config.vision
         y = self._layer_norm(x, f"{name}.layer_norm1")
-        q, k, w = (
-            self._linear(y, f"{name}.self_attn.{part}_proj").reshape(*y.shape[:2], v.heads, -1).transpose(1, 2)
-            for part in "qkv"
-        )
+        parts = [self._linear(y, f"{name}.self_attn.{part}_proj") for part in "qkv"]
+        if v.qk_norm:
+            for number, part in enumerate("qk"):
+                parts[number] = _rms(parts[number], self._tensor(f"{name}.self_attn.{part}_norm.weight"), v.eps)
+        q, k, w = (part.reshape(*y.shape[:2], v.heads, -1).transpose(1, 2) for part in parts)
         scales = [self._tensor(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
         y = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
         x = x + scales[0] * self._linear(y, f"{name}.self_attn.out_proj")
@@ -245,7 +256,10 @@ class Reference:
         return x + scales[1] * self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
 
     def _layer_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
-        weight, bias = self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias")
+        weight = self._tensor(f"{name}.weight")
+        if f"{name}.bias" not in self._names:
+            return _rms(x, weight, eps or self.config.vision.eps)
+        bias = self._tensor(f"{name}.bias")
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps or self.config.vision.eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from vtx.exporter.checkpoint.config import VISION_FAMILIES
 from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name, checkpoint_files, is_plain_path, open_model
-from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336, CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR
+from vtx.exporter.checkpoint.original.known_towers import (
+    CLIP_L_336,
+    CLIP_L_336_CONFIG,
+    CLIP_L_336_PROCESSOR,
+    INTERNVIT,
+    INTERNVIT_TENSORS,
+    internvit_config,
+    internvit_processor,
+)
 from vtx.exporter.checkpoint.processor import read_image_processor
-from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.bundle.safetensors import TensorInfo, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 
@@ -39,7 +48,7 @@ def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool
         return Tower(CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None, "the checkpoint itself")
     address = given if given is not None else _inside(name, model)
     try:
-        found = open_model(address or _hub_id(name), _check_tower, canonical_name, allow_pickle=allow_pickle)
+        found = open_model(address or _hub_id(name), _check_tower, _tower_name, allow_pickle=allow_pickle)
     except UnsupportedModelError:
         raise
     except CheckpointError as cause:
@@ -49,9 +58,34 @@ def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool
             f"the checkpoint has no vision tower, it names {shown(name)}, and that is not in its folder "
             f"({cause}); give the tower's directory with --tower PATH"
         ) from cause
+    if found.config.get("model_type") == INTERNVIT:
+        found = replace(found, tensors=dict(_apart(found.tensors)))
+        return Tower(internvit_config(found.config, name), internvit_processor(name), found, str(found.folder))
     config = found.config.get("vision_config", found.config)
     kind = _kind(found.config)
     return Tower({**config, "model_type": kind}, read_image_processor(found.folder), found, str(found.folder))
+
+
+def _tower_name(name: str) -> str:
+    """The canonical name of a tower's tensor."""
+    for pattern, part in INTERNVIT_TENSORS:
+        renamed, found = re.subn(pattern, part, name)
+        if found:
+            return renamed
+    return canonical_name(name)
+
+
+def _apart(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors, with q, k and v each on its own: they are thirds of the rows of one."""
+    for name, info in tensors.items():
+        stem, found, kind = name.partition(".qkv.")
+        if not found or not info.shape or info.shape[0] % 3:
+            yield name, info
+            continue
+        nbytes, shape = info.nbytes // 3, (info.shape[0] // 3, *info.shape[1:])
+        for number, part in enumerate("qkv"):
+            third = replace(info, shape=shape, offset=info.offset + number * nbytes, nbytes=nbytes)
+            yield f"{stem}.{part}_proj.{kind}", third
 
 
 def _inside(name: str, model: Checkpoint) -> str | None:
@@ -70,10 +104,10 @@ def _hub_id(name: str) -> str:
 
 
 def _check_tower(config: Mapping[str, Any]) -> None:
-    if _kind(config) not in VISION_FAMILIES:
+    if _kind(config) not in VISION_FAMILIES and config.get("model_type") != INTERNVIT:
         raise UnsupportedModelError(
             f"the vision tower is model_type {shown(str(config.get('model_type')))}; "
-            f"vtx exports {', '.join(VISION_FAMILIES)} towers"
+            f"vtx exports {', '.join(VISION_FAMILIES)} and {INTERNVIT} towers"
         )
 
 

@@ -13,7 +13,7 @@ from vtx.exporter.checkpoint.families.family import Family, read_llava_like
 from vtx.exporter.checkpoint.families.llava import in_one_piece
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.processors import ONE_PIECE
-from vtx.exporter.checkpoint.original.known_towers import known_tower
+from vtx.exporter.checkpoint.original.known_towers import INTERNVIT, known_tower
 from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -47,16 +47,19 @@ def _read(decoder: str, config: Config) -> ModelConfig:
     selected = config.get("mm_vision_select_feature", "patch")
     if selected not in _STRATEGIES:
         raise UnsupportedModelError(f"mm_vision_select_feature {selected!r:.40} is not supported; vtx knows patch")
+    internvit = tower.get("model_type") == INTERNVIT
     text = {key: config[key] for key in _DECODER if config.get(key) is not None}
     shaped = {
         "text_config": {**text, "model_type": decoder},
-        "vision_config": tower,
+        "vision_config": {**tower, "model_type": "clip_vision_model"} if internvit else tower,
         "vision_feature_layer": config.get("mm_vision_select_layer", -2),
         "vision_feature_select_strategy": _STRATEGIES[selected],
         "image_token_index": IMAGE_TOKEN_ID,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
     model = read_llava_like(shaped, "LlavaConfig", partial(_layout, config))
+    if internvit:
+        model = replace(model, vision=_internvit(model.vision, tower))
     width = config.get("mm_hidden_size", model.vision.hidden)
     if width != model.vision.hidden:
         raise CheckpointError(
@@ -65,6 +68,21 @@ def _read(decoder: str, config: Config) -> ModelConfig:
         )
     most = min(model.text.max_positions, trained_length(config))
     return replace(model, text=replace(model.text, max_positions=most), projector_layers=_projector_layers(config))
+
+
+def _internvit(tower: VisionConfig, config: Config) -> VisionConfig:
+    """An InternViT-6B of the sizes of `tower`."""
+    side = config.get("position_side")
+    if config.get("unlike") or not isinstance(side, int) or not tower.patch <= side <= 1 << 14:
+        raise UnsupportedModelError(
+            f"the vision tower is an InternViT with other {config.get('unlike') or 'image_size'} than InternViT-6B; "
+            "vtx exports InternViT-6B only"
+        )
+    grid = side // tower.patch
+    return replace(
+        tower, family="internvit", qkv_bias=False, layer_scale=True, rms_norm=True, qk_norm=True,
+        position_grid=None if grid == tower.grid else grid,
+    )  # fmt: skip
 
 
 def trained_length(config: Config) -> int:

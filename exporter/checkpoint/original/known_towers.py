@@ -1,4 +1,4 @@
-"""Towers whose published configuration is known: where a model holds their weights, no file of theirs is needed."""
+"""Towers of original LLaVA: the one whose configuration is known without a file, and InternViT-6B by its own words."""
 
 from __future__ import annotations
 
@@ -15,6 +15,44 @@ CLIP_L_336_PROCESSOR: Mapping[str, Any] = {
     "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 336},
     "crop_size": {"height": 336, "width": 336},
 }  # fmt: skip
+
+
+INTERNVIT = "intern_vit_6b"  # InternViT-6B's model_type
+# Patterns of its tensors and what they become in canonical names; q, k and v stand in thirds of one matrix.
+INTERNVIT_TENSORS = (
+    (r"^(?:vision_model\.)?embeddings\.position_embedding$", "vision.embeddings.position_embedding.weight"),
+    (r"^(?:vision_model\.)?embeddings\.", "vision.embeddings."),
+    (r"^(?:vision_model\.)?encoder\.layers\.(\d+)\.norm([12])\.", r"vision.encoder.layers.\1.layer_norm\2."),
+    (r"^(?:vision_model\.)?encoder\.layers\.(\d+)\.ls([12])$", r"vision.encoder.layers.\1.lambda_\2"),
+    (r"^(?:vision_model\.)?encoder\.layers\.(\d+)\.attn\.proj\.", r"vision.encoder.layers.\1.self_attn.out_proj."),
+    (r"^(?:vision_model\.)?encoder\.layers\.(\d+)\.attn\.", r"vision.encoder.layers.\1.self_attn."),
+    (r"^(?:vision_model\.)?encoder\.", "vision.encoder."),
+)
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
+
+
+def internvit_side(name: str) -> int:
+    """Pixels a side that a model gives to the InternViT-6B called `name`, whatever it was trained with."""
+    return 448 if "448" in name else 336
+
+
+def internvit_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """`config.json` of an InternViT-6B as a `vision_config`; `position_side` is what its positions are for."""
+    sizes = {key: config[key] for key in _SIZES if key in config}
+    sizes |= {"model_type": INTERNVIT, "image_size": internvit_side(name), "position_side": config.get("image_size")}
+    wanted = {"qk_normalization": True, "qkv_bias": False}
+    return {**sizes, "hidden_act": "gelu", "layer_norm_eps": config.get("layer_norm_eps", 1e-6),
+            "unlike": [key for key, value in wanted.items() if config.get(key, value) is not value]}  # fmt: skip
+
+
+def internvit_processor(name: str) -> Mapping[str, Any]:
+    """How a model prepares images for the InternViT-6B called `name`."""
+    side = internvit_side(name)
+    return {
+        "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side},
+        "crop_size": {"height": side, "width": side}, "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    }  # fmt: skip
 
 
 def known_tower(name: str) -> Mapping[str, Any] | None:

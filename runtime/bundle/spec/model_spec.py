@@ -54,6 +54,7 @@ class TowerSpec:
     layer_scale: bool = later(False)
     shuffle: int = later(1)
     flags: tuple[str, ...] = later(())
+    position_grid: int | None = later(None)
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)

@@ -109,6 +109,13 @@ def test_dyvte_totals_are_reproduced(sequence: int, seven: float, vila: float, t
         assert found / TERA == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize(("sequence", "expected"), [(627, 15.4), (703, 16.4)], ids=["least", "most"])
+def test_dyvte_totals_of_internvl_span_what_is_printed(sequence: int, expected: float) -> None:
+    model = KNOWN["internvl-7b"]
+    found = total_flops(model.decoder, full_schedule(32, text=sequence - 576, vision=576), model.vision, views=1)
+    assert found / TERA == pytest.approx(expected, abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("sequence", "mean_exit", "expected"),
     [(632, 16.4, 5.3), (682, 19.7, 6.7), (627, 21.1, 6.3), (703, 13.4, 5.5)],
