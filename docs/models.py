@@ -233,8 +233,8 @@ transformers' for one image and two, and the plain statement of VTW at two K *(r
 ## What each family does not have
 
 - InternVL in Hugging Face's layout: towers with norms on q and k or RMS norms (InternViT-6B), and other ratios than 0.5
-  are refused by name, and so are video placeholders. The chat template must print `<IMG_CONTEXT>` for an image, as newer
-  files do.
+  are refused by name, and so are video placeholders. The chat template must print `<IMG_CONTEXT>` for an image, as
+  newer files do.
 - ViP-LLaVA has no option of its own: the regions of its prompts are drawn into the picture.
 """
 

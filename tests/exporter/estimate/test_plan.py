@@ -119,7 +119,7 @@ def test_a_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.
     [
         (
             ["--model", "gpt"],
-            r"not a known model (llava-1.5-7b, llava-1.5-13b, llava-next-7b, video-llava-7b, vila-7b, vila1.5-13b, internvl-7b)",
+            f"not a known model ({', '.join(KNOWN)})",
         ),
         (["--model", "vila-7b", "--profile", "toaster"], "no profile is called 'toaster'; there are agx-orin-32,"),
         (["--model", "vila-7b", "--k", "33"], "K = 33 is outside 2..32"),
