@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from tests.support.cpp import needs_cpp, run
 from tests.support.tiny import random_image
@@ -15,13 +12,8 @@ from vtx.runtime.api.model import Model
 
 pytestmark = needs_cpp
 
-SUPPRESSIONS = Path(__file__).parents[3] / "runtime/cpp/tools/threads.supp"
 
-
-def test_threads_that_share_a_model_get_the_answers_of_one_alone(
-    models: Callable[..., Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TSAN_OPTIONS", f"suppressions={os.fspath(SUPPRESSIONS)} {os.environ.get('TSAN_OPTIONS', '')}")
+def test_threads_that_share_a_model_get_the_answers_of_one_alone(models: Callable[..., Model], tmp_path: Path) -> None:
     random_image(1).save(tmp_path / "a.png")
     done = run("threads", models().bundle.folder, tmp_path / "a.png")
     assert done.returncode == 0, done.stderr.decode()[-4000:]
