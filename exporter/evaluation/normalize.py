@@ -1,7 +1,7 @@
 """Answers as VQA's evaluation compares them: punctuation, number words, articles and contractions made alike.
 
-The rules are those of the VQAv2 evaluation server. They are applied to every answer; the first released script left
-them out where all annotators agreed.
+The rules are those published with VQAv2. They are applied to every answer; the released script leaves answers as they
+are where all annotators agree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _without_one_apostrophe(words: str) -> dict[str, str]:
     }
 
 
-CONTRACTIONS = {**_without_one_apostrophe(CONTRACTED), "somebody'd": "somebodyd"}  # the last: as the server has it
+CONTRACTIONS = {**_without_one_apostrophe(CONTRACTED), "somebody'd": "somebodyd"}  # the last: as published
 
 
 def normalize(answer: str) -> str:
