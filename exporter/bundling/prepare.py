@@ -134,11 +134,7 @@ def plan_export(options: ExportOptions) -> Plan:
     model = str(demo_checkpoint()) if options.model == DEMO else options.model
     checkpoint = open_checkpoint(model, tower=options.tower, allow_pickle=options.allow_pickle)
     family = find_family(checkpoint.config)
-    config = read_config(checkpoint.config)
-    if family.adjust is not None:
-        config = family.adjust(config, read_image_processor(checkpoint.folder))
-    for activation in (config.text.activation, config.vision.activation, config.projector_activation):
-        check_activation(activation)
+    config = _config(checkpoint, family)
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
     text_tower = open_text_tower(options.text_tower, checkpoint, config) if options.text_tower else None
@@ -158,17 +154,31 @@ def plan_export(options: ExportOptions) -> Plan:
     weights = _weights(options, checkpoint, config, text_tower, reductions)
     if config.text.tied:
         precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
-    written = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
-    texts = sum(len(text.encode("utf-8", "replace")) for text in written)
+    texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
-    towers = max(config.feature_layers) * (1 if config.frames is None else 2)
-    layers = config.text.layers + towers + (text_tower.spec.layers if text_tower else 0)
-    small = small_files(config, context, len(ks), layers * len(options.dialects), texts + gates_bytes)
+    written = sum(len(text.encode("utf-8", "replace")) for text in texts) + gates_bytes
+    small = small_files(config, context, len(ks), _graph_layers(config, text_tower) * len(options.dialects), written)
     prediction = predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config))
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
         precisions, text_tower, reductions, _video(checkpoint, config, family),
     )  # fmt: skip
+
+
+def _config(checkpoint: Checkpoint, family: Family) -> ModelConfig:
+    """The checkpoint's configuration, with what its image processor's file adds, and activations that vtx knows."""
+    config = read_config(checkpoint.config)
+    if family.adjust is not None:
+        config = family.adjust(config, read_image_processor(checkpoint.folder))
+    for activation in (config.text.activation, config.vision.activation, config.projector_activation):
+        check_activation(activation)
+    return config
+
+
+def _graph_layers(config: ModelConfig, text_tower: TextTowerCheckpoint | None) -> int:
+    """Layers that the graphs of one dialect have in all: decoder, towers of images and videos, text tower."""
+    towers = max(config.feature_layers) * (1 if config.frames is None else 2)
+    return config.text.layers + towers + (text_tower.spec.layers if text_tower else 0)
 
 
 def _gates_and_ks(
