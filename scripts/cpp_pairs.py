@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.bundles import export_with  # noqa: E402 - found by the line above
-from tests.support.cpp import ask  # noqa: E402
+from tests.support.cabi import Loaded  # noqa: E402
 from tests.support.tiny import Tiny, make, random_image  # noqa: E402
 
 from vtx.exporter.bundling.export import demo_checkpoint  # noqa: E402
@@ -39,7 +39,7 @@ from vtx.runtime.bundle.safetensors import write_safetensors  # noqa: E402
 QUESTIONS = ("How many shapes are there?", "Where is the red circle, and what is beside it?", "Is it large?")
 DEVICES = ("cpu", "openvino")
 TOKENS = 6
-REDUCTIONS = ("fastv:k=2,ratio=0.5", "cls:keep=0.25+mustdrop:tau=off,key=0.1,layers=2/4", "cdpruner:keep=64")
+REDUCTIONS = ("fastv:k=2,ratio=0.5", "cls:keep=0.25+mustdrop:tau=off,key=0.1,layers=2/4", "cdpruner:keep=24")
 UNEQUAL = ("timings_ms", "question", "image", "bundle")
 
 
@@ -89,20 +89,15 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def compare(model: Model, shown: list[Path], k: str, reduce: str) -> Iterator[str]:
+def compare(model: Model, other: Loaded, shown: list[Path], k: str, reduce: str) -> Iterator[str]:
     """For each question the first fact that differs; empty where none does."""
-    more = [word for path in shown[1:] for word in ("--image", str(path))]
-    options = ["--device", model.backend.device, "--k", k, "--reduce", reduce, "--max-new-tokens", str(TOKENS)]
-    found = ask(model.bundle.folder, shown[0], *QUESTIONS, *more, *options)
+    found = other.ask(shown, QUESTIONS, k=k.encode(), reduce=reduce.encode(), max_new_tokens=TOKENS)
     with model.open(shown) as conversation:
         for question, answer in zip(QUESTIONS, found, strict=True):
-            depth = int(k) if k.isdigit() else k
-            want, got = (
-                facts(conversation.ask(question, depth, reduce=reduce, max_new_tokens=TOKENS).to_dict()),
-                facts(answer),
-            )
-            other = [key for key in {*want, *got} if want.get(key) != got.get(key)]
-            yield f"{other[0]}: {got.get(other[0])}, Python has {want.get(other[0])}" if other else ""
+            wanted = conversation.ask(question, int(k) if k.isdigit() else k, reduce=reduce, max_new_tokens=TOKENS)
+            want, got = facts(wanted.to_dict()), facts(answer)
+            wrong = [key for key in {*want, *got} if want.get(key) != got.get(key)]
+            yield f"{wrong[0]}: {got.get(wrong[0])}, Python has {want.get(wrong[0])}" if wrong else ""
 
 
 def pictures(folder: Path, count: int) -> list[list[Path]]:
@@ -129,14 +124,16 @@ def main() -> None:
         shown = pictures(folder, given.pictures)
         for title, bundle in bundles(folder):
             for device in given.devices.split(","):
-                model, before = load(bundle, device=device, threads=1), (asked, equal)
+                model, other = load(bundle, device=device, threads=1), Loaded(bundle, device)
+                before = asked, equal
                 for k, reduce in settings(model):
                     for images in shown:
-                        for number, problem in enumerate(compare(model, images, k, reduce)):
+                        for number, problem in enumerate(compare(model, other, images, k, reduce)):
                             asked, equal = asked + 1, equal + (not problem)
                             if problem:
                                 print(f"{title}, {device}, K = {k}, {reduce}, question {number + 1}: {problem:.300}")
                 model.close()
+                other.close()
                 print(f"{title} on {device}: {equal - before[1]} of {asked - before[0]} answers equal", flush=True)
     print(f"{equal} of {asked} answers equal")
     sys.exit(equal != asked)

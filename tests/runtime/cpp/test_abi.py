@@ -14,6 +14,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.cabi import (
+    BGR8,
+    BUNDLE,
+    BUSY,
+    CONTEXT,
+    IMAGE,
+    OK,
+    ON_TOKEN,
+    REQUEST,
+    RGB8,
+    AskOptions,
+    LoadOptions,
+    VtxImage,
+    load_library,
+)  # fmt: skip
 from tests.support.cpp import BUILD, needs_cpp, onnxruntime
 from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
@@ -23,66 +38,10 @@ pytestmark = [
     pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first"),
 ]
 
-OK, REQUEST, CONTEXT, BUSY, IMAGE, BUNDLE = 0, 1, 2, 3, 5, 6
-RGB8, BGR8, FILE = 0, 1, 6
-ON_TOKEN = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_int64, c.c_char_p, c.c_size_t)
-
-
-class LoadOptions(c.Structure):
-    _fields_ = (
-        ("size", c.c_size_t),
-        ("device", c.c_char_p),
-        ("library", c.c_char_p),
-        ("threads", c.c_int32),
-        ("fit", c.c_char_p),
-        ("compute", c.c_char_p),
-    )
-
-
-class VtxImage(c.Structure):
-    _fields_ = (
-        ("size", c.c_size_t),
-        ("path", c.c_char_p),
-        ("data", c.c_void_p),
-        ("data2", c.c_void_p),
-        ("bytes", c.c_size_t),
-        ("width", c.c_int32),
-        ("height", c.c_int32),
-        ("stride", c.c_size_t),
-        ("format", c.c_int),
-    )
-
-
-class AskOptions(c.Structure):
-    _fields_ = (
-        ("size", c.c_size_t),
-        ("k", c.c_char_p),
-        ("reduce", c.c_char_p),
-        ("max_new_tokens", c.c_int64),
-        ("temperature", c.c_double),
-        ("top_p", c.c_double),
-        ("top_k", c.c_int64),
-        ("has_seed", c.c_int32),
-        ("seed", c.c_uint64),
-        ("repetition_penalty", c.c_double),
-        ("gate_threshold", c.c_double),
-        ("stop", c.POINTER(c.c_char_p)),
-        ("stop_count", c.c_size_t),
-        ("timeout", c.c_double),
-        ("ignore_eos", c.c_int32),
-        ("logprobs", c.c_int32),
-        ("on_token", ON_TOKEN),
-        ("user", c.c_void_p),
-    )
-
 
 @pytest.fixture(scope="module")
 def library() -> c.CDLL:
-    loaded = c.CDLL(str(BUILD / "libvtx.so"))
-    for name in ("version", "last_error", "model_json", "answer_text", "answer_stopped", "answer_json"):
-        getattr(loaded, f"vtx_{name}").restype = c.c_char_p
-    loaded.vtx_answer_ids.restype = c.POINTER(c.c_int64)
-    return loaded
+    return load_library()
 
 
 @pytest.fixture(scope="module")

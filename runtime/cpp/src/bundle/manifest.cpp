@@ -82,6 +82,7 @@ ModelSpec read_model(const Json& value) {
   projector.text("activation");
   projector.flag("bias");
   if (projector.has("norm_eps")) positive(projector, "norm_eps");
+  if (projector.has("layers")) projector.whole("layers");
   projector.done();
   if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
   fields.done();

@@ -1,0 +1,114 @@
+"""libvtx's C ABI by ctypes: its structs, and enough of its calls to ask questions in this process."""
+
+from __future__ import annotations
+
+import ctypes as c
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.cpp import BUILD, onnxruntime, openvino
+
+OK, REQUEST, CONTEXT, BUSY, IMAGE, BUNDLE = 0, 1, 2, 3, 5, 6
+RGB8, BGR8, FILE = 0, 1, 6
+ON_TOKEN = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_int64, c.c_char_p, c.c_size_t)
+
+
+class LoadOptions(c.Structure):
+    _fields_ = (
+        ("size", c.c_size_t),
+        ("device", c.c_char_p),
+        ("library", c.c_char_p),
+        ("threads", c.c_int32),
+        ("fit", c.c_char_p),
+        ("compute", c.c_char_p),
+        ("max_tiles", c.c_int32),
+    )
+
+
+class VtxImage(c.Structure):
+    _fields_ = (
+        ("size", c.c_size_t),
+        ("path", c.c_char_p),
+        ("data", c.c_void_p),
+        ("data2", c.c_void_p),
+        ("bytes", c.c_size_t),
+        ("width", c.c_int32),
+        ("height", c.c_int32),
+        ("stride", c.c_size_t),
+        ("format", c.c_int),
+    )
+
+
+class AskOptions(c.Structure):
+    _fields_ = (
+        ("size", c.c_size_t),
+        ("k", c.c_char_p),
+        ("reduce", c.c_char_p),
+        ("max_new_tokens", c.c_int64),
+        ("temperature", c.c_double),
+        ("top_p", c.c_double),
+        ("top_k", c.c_int64),
+        ("has_seed", c.c_int32),
+        ("seed", c.c_uint64),
+        ("repetition_penalty", c.c_double),
+        ("gate_threshold", c.c_double),
+        ("stop", c.POINTER(c.c_char_p)),
+        ("stop_count", c.c_size_t),
+        ("timeout", c.c_double),
+        ("ignore_eos", c.c_int32),
+        ("logprobs", c.c_int32),
+        ("on_token", ON_TOKEN),
+        ("user", c.c_void_p),
+    )
+
+
+def load_library() -> c.CDLL:
+    """libvtx.so of the build under test, with the types of what its calls return."""
+    loaded = c.CDLL(str(BUILD / "libvtx.so"))
+    for name in ("version", "last_error", "model_json", "answer_text", "answer_stopped", "answer_json"):
+        getattr(loaded, f"vtx_{name}").restype = c.c_char_p
+    loaded.vtx_answer_ids.restype = c.POINTER(c.c_int64)
+    return loaded
+
+
+class Loaded:
+    """A bundle on one engine. `close` frees it."""
+
+    def __init__(self, bundle: Path, device: str, threads: int = 1) -> None:
+        self._vtx, self._model, options = load_library(), c.c_void_p(), LoadOptions()
+        self._vtx.vtx_load_options_init(c.byref(options))
+        options.device, options.threads = device.encode(), threads
+        options.library = (openvino() if device == "openvino" else onnxruntime()).encode()
+        self._check(self._vtx.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self._model)))
+
+    def ask(self, pictures: Sequence[Path], questions: Sequence[str], **fields: Any) -> list[dict[str, Any]]:
+        """The answers to questions about the same pictures, as `vtx-run --json` prints them."""
+        images, conversation, options = (VtxImage * len(pictures))(), c.c_void_p(), AskOptions()
+        for image, picture in zip(images, pictures, strict=True):
+            self._vtx.vtx_image_init(c.byref(image))
+            image.path = os.fsencode(picture)
+        self._vtx.vtx_ask_options_init(c.byref(options))
+        for name, value in fields.items():
+            setattr(options, name, value)
+        self._check(self._vtx.vtx_open(self._model, images, len(images), None, c.byref(conversation)))
+        found = [self._ask(conversation, question, options) for question in questions]
+        self._vtx.vtx_conversation_free(conversation)
+        return found
+
+    def _ask(self, conversation: c.c_void_p, question: str, options: AskOptions) -> dict[str, Any]:
+        answer = c.c_void_p()
+        self._check(self._vtx.vtx_ask(conversation, question.encode(), c.byref(options), c.byref(answer)))
+        facts: dict[str, Any] = json.loads(self._vtx.vtx_answer_json(answer))
+        facts["stopped"] = self._vtx.vtx_answer_stopped(answer).decode()
+        self._vtx.vtx_answer_free(answer)
+        return facts
+
+    def _check(self, status: int) -> None:
+        assert status == OK, self._vtx.vtx_last_error().decode()
+
+    def close(self) -> None:
+        self._vtx.vtx_model_free(self._model)
+        self._model = c.c_void_p()
