@@ -1,7 +1,7 @@
 """libvtx beside the Python runtime: load, first token, each further token, whole command, and resident memory.
 
-    python -m benchmarks.cpp                      # the demo in fp16 on ONNX Runtime
-    python -m benchmarks.cpp --device openvino --bundle build/llava-1b-int8 --tokens 64
+    python benchmarks/cpp.py                      # the demo in fp16 on ONNX Runtime
+    python benchmarks/cpp.py --device openvino --bundle build/llava-1b-int8 --tokens 64
 
 Each round runs a fresh process of each, who goes first in turns, over the same picture, questions and K. Both
 must give the same token ids, or it ends. `load`, `first` and `token` are what the runtimes say; `command` is the time

@@ -4,6 +4,7 @@
 //   resize W H W2 H2 FILTER   RGB on stdin, resized RGB on stdout
 //   buffer FORMAT W H STRIDE  a buffer of rgb8, bgr8, rgba8, bgra8, gray8 or nv12 on stdin, its RGB on stdout
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
+//   sha256                    of stdin, by the processor's instructions where it has them, and without
 //   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
 //   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
 //   specs                     specs on stdin, one a line; the canonical one, or the error
@@ -18,6 +19,7 @@
 #include "base/json.hpp"
 #include "bundle/bundle.hpp"
 #include "bundle/sha256.hpp"
+#include "bundle/sha256_blocks.hpp"
 #include "policies/policy.hpp"
 #include "session/random.hpp"
 #include "tools/parse.hpp"
@@ -87,6 +89,16 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
   }
 }
 
+void sha256() {
+  std::string content = read(std::cin);
+  for (bool instructions : {has_sha_instructions(), false}) {
+    Sha256 hash(instructions);
+    hash.update(content.data(), content.size() / 3);  // in two pieces
+    hash.update(content.data() + content.size() / 3, content.size() - content.size() / 3);
+    std::cout << hash.hex() << "\n";
+  }
+}
+
 void specs() {
   for (std::string line; std::getline(std::cin, line);) {
     try {
@@ -143,6 +155,8 @@ int main(int count, char** values) {
       picture(values[2]);
     else if (mode == "specs")
       specs();
+    else if (mode == "sha256")
+      sha256();
     else if (mode == "layout" && count > 3)
       layout(values[2], {values + 3, values + count});
     else if (mode == "parse" && count == 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,9 @@ def test_nv12_frames_with_a_stride_have_the_colours_of_bt601() -> None:
     g = (luma * 255 / 219 - kr * r - kb * b) / (1 - kr - kb)
     want = np.clip(np.stack([r, g, b], -1), 0, 255)
     assert np.abs(rgb_of("nv12", plane, width, height) - want).max() < 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 55, 56, 63, 64, 65, 191, 192, 193, 100_003])
+def test_sha256_is_that_of_python_with_and_without_instructions(size: int) -> None:
+    content = np.random.default_rng(size).bytes(size)
+    assert output("probe", "sha256", stdin=content).decode().split() == [hashlib.sha256(content).hexdigest()] * 2

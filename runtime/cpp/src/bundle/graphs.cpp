@@ -44,6 +44,12 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
                    {"head", io(head_io(m))}};
   if (!m.gates.empty()) out.emplace_back("gate", io(gate_io(m)));
   if (m.text_tower) out.emplace_back("text_tower", io(text_tower_io(m)));
+  if (m.dialects.at(dialect).video) {
+    auto [height, width] = m.video->image.output();
+    GraphIO frames{{{names::kPixels, "float32", {"images", int64_t{3}, int64_t{height}, int64_t{width}}}},
+                   {{names::kFeatures, "float32", {"images", m.video->tokens, m.model.hidden}}}};
+    out.emplace_back("video", io(frames));
+  }
   if (m.dialects.at(dialect).score) {
     out.emplace_back("score", io(score_io(m, dialect)));
     out.emplace_back("stage_query", tensors({query(m)}));

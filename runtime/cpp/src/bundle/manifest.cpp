@@ -125,6 +125,7 @@ Graphs read_graphs(const Json& value, const std::string& dialect) {
   g.vision_merges = fields.flag("vision_merges"), g.vision_attention = fields.flag("vision_attention");
   g.vision_last_attention = fields.flag("vision_last_attention");
   g.text_tower = fields.text_or_null("text_tower");
+  if (fields.has("video")) g.video = fields.text_or_null("video");
   fields.done();
   return g;
 }
@@ -175,6 +176,18 @@ ImageSettings read_image(const Json& value) {
   return s;
 }
 
+VideoSpec read_video(const Json& value) {
+  Fields fields(value, "vtx.json: video");
+  VideoSpec video{read_layout(fields.get("layout")), read_image(fields.get("image")), fields.flag("own_graph"), 0};
+  fields.done();
+  const Json* tokens = video.layout.parameters.find("tokens");
+  if (video.layout.name != "frames" || tokens == nullptr || tokens->integer() == nullptr)
+    fail(Kind::bundle, "vtx.json: the layout of videos '", video.layout.name.substr(0, 40), "' is unknown to this libvtx, ",
+         "which has frames; use a newer libvtx");
+  video.tokens = *tokens->integer();
+  return video;
+}
+
 ContentForm read_content(const Json& value, const std::string& role) {
   Fields fields(value, "vtx.json: text.forms." + role);
   ContentForm form;
@@ -210,6 +223,8 @@ TextSettings read_text(const Json& value) {
   TextSettings t;
   t.image_token = fields.text("image_token");
   t.image_token_id = fields.whole("image_token_id", 0, names::kMaxId);
+  if (fields.has("video_token")) fields.text_or_null("video_token");
+  if (fields.has("video_token_id") && !fields.get("video_token_id").is_null()) fields.whole("video_token_id", 0, names::kMaxId);
   t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
   for (const char* key : {"eos_token", "pad_token"}) fields.text_or_null(key);
   t.end_ids = fields.wholes("end_ids", 0, names::kMaxId);
@@ -300,6 +315,9 @@ void check_dialects(const Manifest& m) {
            " gates, the bundle ", m.stages.size(), " and ", m.gates.size(), "; export again");
     if (m.text_tower.has_value() != graphs.text_tower.has_value())
       fail(Kind::bundle, "vtx.json: dialect '", name, "': a text tower and its graph go together; export again");
+    bool video = m.video && m.video->own_graph && name != "trt";
+    if (video != graphs.video.has_value())
+      fail(Kind::bundle, "vtx.json: dialect '", name, "': videos and their graph go together; export again");
     if (scored != graphs.score.has_value())
       fail(Kind::bundle, "vtx.json: dialect '", name,
            "': stages that give queries and a score graph go together; export again");
@@ -316,6 +334,7 @@ void check_files(const Manifest& m, const std::string& golden, const std::string
     used.insert(used.end(), g.gates.begin(), g.gates.end());
     if (g.score) used.push_back(*g.score);
     if (g.text_tower) used.push_back(*g.text_tower);
+    if (g.video) used.push_back(*g.video);
   }
   for (const std::string& name : used)
     if (m.files.count(name) == 0)
@@ -365,6 +384,7 @@ Manifest read_manifest(const Json& root) {
   m.tokenizer = fields.text("tokenizer"), m.rope = fields.text("rope");
   m.kv_scales = fields.text_or_null("kv_scales");
   m.text_tower = read_text_tower(fields.get("text_tower"));
+  if (fields.has("video") && !fields.get("video").is_null()) m.video = read_video(fields.get("video"));
   m.image = read_image(fields.get("image"));
   m.text = read_text(fields.get("text"));
   m.files = read_files(fields.get("files"));

@@ -51,7 +51,7 @@ struct StageSpec {
 struct Graphs {
   std::string vision, embed, head;
   std::vector<std::string> stages, gates;
-  std::optional<std::string> score, text_tower;
+  std::optional<std::string> score, text_tower, video;
   bool vision_merges, vision_attention, vision_last_attention;
 };
 
@@ -87,6 +87,14 @@ struct PromptForms {
   std::map<std::string, std::string> joins;
 };
 
+// How videos become tokens, which libvtx does not ask about: read so that such a bundle answers about images.
+struct VideoSpec {
+  LayoutSpec layout;
+  ImageSettings image;
+  bool own_graph;
+  int64_t tokens;  // of a frame
+};
+
 struct TextSettings {
   std::string image_token;
   int64_t image_token_id;
@@ -115,6 +123,7 @@ struct Manifest {
   std::string tokenizer, rope;
   std::optional<std::string> kv_scales;
   std::optional<TextTowerSpec> text_tower;
+  std::optional<VideoSpec> video;
   ImageSettings image;
   TextSettings text;
   std::map<std::string, FileRecord> files;

@@ -22,8 +22,10 @@ inline uint32_t turn(uint32_t value, int by) { return value >> by | value << (32
 
 }  // namespace
 
+Sha256::Sha256() : Sha256(has_sha_instructions()) {}
+
 void Sha256::blocks(const uint8_t* data, size_t count) {
-  if (has_sha_instructions()) return sha256_blocks(state_.data(), data, count);
+  if (instructions_) return sha256_blocks(state_.data(), data, count);
   for (size_t i = 0; i < count; ++i) block(data + 64 * i);
 }
 

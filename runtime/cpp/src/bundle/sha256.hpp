@@ -11,6 +11,9 @@ namespace vtxcore {
 
 class Sha256 {
  public:
+  Sha256();
+  // `instructions`: whether the processor's own are used, which must be there.
+  explicit Sha256(bool instructions) : instructions_(instructions) {}
   void update(const void* data, size_t size);
   // 64 hexadecimal digits; the object is used up.
   std::string hex();
@@ -23,6 +26,7 @@ class Sha256 {
                                  0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   std::array<uint8_t, 64> waiting_{};
   size_t filled_ = 0;
+  bool instructions_;
   uint64_t total_ = 0;
 };
 
