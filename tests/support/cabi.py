@@ -79,7 +79,7 @@ class Loaded:
 
     def __init__(self, bundle: Path, device: str, threads: int = 1) -> None:
         self._vtx, self._model, options = load_library(), c.c_void_p(), LoadOptions()
-        self._vtx.vtx_load_options_init(c.byref(options))
+        self._vtx.vtx_load_options_init(c.byref(options), c.sizeof(options))
         options.device, options.threads = device.encode(), threads
         options.library = (openvino() if device == "openvino" else onnxruntime()).encode()
         self._check(self._vtx.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self._model)))
@@ -88,9 +88,9 @@ class Loaded:
         """The answers to questions about the same pictures, as `vtx-run --json` prints them."""
         images, conversation, options = (VtxImage * len(pictures))(), c.c_void_p(), AskOptions()
         for image, picture in zip(images, pictures, strict=True):
-            self._vtx.vtx_image_init(c.byref(image))
+            self._vtx.vtx_image_init(c.byref(image), c.sizeof(image))
             image.path = os.fsencode(picture)
-        self._vtx.vtx_ask_options_init(c.byref(options))
+        self._vtx.vtx_ask_options_init(c.byref(options), c.sizeof(options))
         for name, value in fields.items():
             setattr(options, name, value)
         self._check(self._vtx.vtx_open(self._model, images, len(images), None, c.byref(conversation)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes as c
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +54,7 @@ def python(models: Callable[..., Model]) -> Model:
 @pytest.fixture(scope="module")
 def model(library: c.CDLL, python: Model) -> Iterator[c.c_void_p]:
     handle, options = c.c_void_p(), LoadOptions()
-    library.vtx_load_options_init(c.byref(options))
+    library.vtx_load_options_init(c.byref(options), c.sizeof(options))
     options.library, options.threads = onnxruntime().encode(), 1
     status = library.vtx_load(os.fsencode(python.bundle.folder), c.byref(options), c.byref(handle))
     assert status == OK, library.vtx_last_error()
@@ -62,7 +64,7 @@ def model(library: c.CDLL, python: Model) -> Iterator[c.c_void_p]:
 
 def opened(library: c.CDLL, model: c.c_void_p, array: np.ndarray[Any, Any], format: int = RGB8) -> c.c_void_p:
     image, handle = VtxImage(), c.c_void_p()
-    library.vtx_image_init(c.byref(image))
+    library.vtx_image_init(c.byref(image), c.sizeof(image))
     image.data, image.height, image.width = array.ctypes.data, array.shape[0], array.shape[1]
     image.stride, image.format = array.strides[0], format
     assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == OK, library.vtx_last_error()
@@ -71,7 +73,7 @@ def opened(library: c.CDLL, model: c.c_void_p, array: np.ndarray[Any, Any], form
 
 def options_of(library: c.CDLL, **fields: Any) -> AskOptions:
     options = AskOptions()
-    library.vtx_ask_options_init(c.byref(options))
+    library.vtx_ask_options_init(c.byref(options), c.sizeof(options))
     options.max_new_tokens = 8
     for name, value in fields.items():
         setattr(options, name, value)
@@ -167,7 +169,7 @@ def test_calls_that_make_no_sense_have_a_status(library: c.CDLL, model: c.c_void
     assert b"holds no vtx.json" in library.vtx_last_error()
     assert library.vtx_open(None, None, 0, None, c.byref(handle)) == REQUEST
     assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == REQUEST  # no _init
-    library.vtx_image_init(c.byref(image))
+    library.vtx_image_init(c.byref(image), c.sizeof(image))
     assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == IMAGE
     (tmp_path / "a.png").write_bytes(b"not a picture")
     image.path = os.fsencode(tmp_path / "a.png")
@@ -182,6 +184,60 @@ def test_calls_that_make_no_sense_have_a_status(library: c.CDLL, model: c.c_void
     for free in (library.vtx_conversation_free, library.vtx_model_free, library.vtx_answer_free, library.vtx_cancel):
         free(None)
     library.vtx_conversation_free(conversation)
+
+
+def test_a_conversation_outlives_the_model_that_opened_it(library: c.CDLL, python: Model) -> None:
+    handle, options = c.c_void_p(), LoadOptions()
+    library.vtx_load_options_init(c.byref(options), c.sizeof(options))
+    options.library, options.threads = onnxruntime().encode(), 1
+    assert library.vtx_load(os.fsencode(python.bundle.folder), c.byref(options), c.byref(handle)) == OK
+    conversation = opened(library, handle, np.asarray(random_image(1)))
+    library.vtx_model_free(handle)
+    with python.open(random_image(1)) as other:
+        assert asked(library, conversation, "red?")["token_ids"] == list(other.ask("red?", max_new_tokens=8).token_ids)
+    library.vtx_conversation_free(conversation)
+
+
+IN_LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+from tests.support.cabi import Loaded
+model, picture = Loaded(Path(sys.argv[1]), "cpu"), [Path(sys.argv[2])]
+before = model.ask(picture, ["red?"], max_new_tokens=4)[0]["token_ids"]
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+for more in (0, 1 << 20, 1 << 24):
+    resource.setrlimit(resource.RLIMIT_AS, (size + more, hard))
+    try:
+        model.ask(picture, ["Is it red?"], max_new_tokens=4)
+        print("answered")
+    except AssertionError as refusal:
+        print(refusal)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    assert model.ask(picture, ["red?"], max_new_tokens=4)[0]["token_ids"] == before
+"""
+
+
+def test_a_lack_of_memory_is_one_line_and_the_model_can_be_used_on(python: Model, tmp_path: Path) -> None:
+    random_image(1).save(tmp_path / "a.png")
+    command = [sys.executable, "-c", IN_LITTLE_MEMORY, str(python.bundle.folder), str(tmp_path / "a.png")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+    first, *others = done.stdout.splitlines()
+    assert "not enough memory" in first or "no memory left" in first
+    assert len(others) == 2
+    for line in others:
+        assert line == "answered" or "not enough memory" in line or "no memory left" in line
+
+
+def test_a_program_of_an_older_header_gets_no_more_than_its_struct_holds(library: c.CDLL) -> None:
+    older = c.sizeof(c.c_size_t) + 2 * c.sizeof(c.c_char_p)  # before threads came
+    memory = (c.c_ubyte * 256)(*[7] * 256)
+    library.vtx_load_options_init(memory, older)
+    assert int.from_bytes(bytes(memory[: c.sizeof(c.c_size_t)]), sys.byteorder) == older
+    assert set(memory[c.sizeof(c.c_size_t) : older]) == {0}
+    assert set(memory[older:]) == {7}
 
 
 def test_only_the_abi_is_visible(library: c.CDLL) -> None:

@@ -8,7 +8,7 @@
  * thread gets VTX_BUSY; vtx_cancel may be called from any thread. An answer does not change and may be read by all.
  *
  * Structs begin with their size, so that a program built against an older header runs with a newer library: fill them
- * with the _init function, then set what should differ.
+ * with the _init function, whose `size` is sizeof the struct, then set what should differ.
  */
 #ifndef VTX_VTX_H
 #define VTX_VTX_H
@@ -65,7 +65,7 @@ typedef struct vtx_load_options {
   int32_t max_tiles;   /* where images are seen in tiles, the most of an image, the whole one counted; 0: the model's own */
 } vtx_load_options;
 
-VTX_API void vtx_load_options_init(vtx_load_options* options);
+VTX_API void vtx_load_options_init(vtx_load_options* options, size_t size);
 
 /* Loads a bundle. `options` may be NULL. Takes as long as reading the weights. Free with vtx_model_free, which may be
  * called while conversations are open: the last of them frees the engine. */
@@ -99,7 +99,7 @@ typedef struct vtx_image {
   vtx_pixel_format format;
 } vtx_image;
 
-VTX_API void vtx_image_init(vtx_image* image);
+VTX_API void vtx_image_init(vtx_image* image, size_t size);
 
 /* Opens images, none too, for questions about them. `system`: a system prompt, or NULL. Costs reading and resizing; the
  * vision graph runs with the first question. Free with vtx_conversation_free, not while it answers. */
@@ -133,7 +133,7 @@ typedef struct vtx_ask_options {
   void* user;
 } vtx_ask_options;
 
-VTX_API void vtx_ask_options_init(vtx_ask_options* options);
+VTX_API void vtx_ask_options_init(vtx_ask_options* options, size_t size);
 
 /* Answers a question, independent of those before it; the images' part of the caches is reused. `options` may be NULL.
  * Blocks until the answer ends. Free the answer with vtx_answer_free. */

@@ -91,7 +91,7 @@ class Image {
   }
 
  private:
-  Image() { vtx_image_init(&image_); }
+  Image() { vtx_image_init(&image_, sizeof image_); }
   vtx_image image_;
   std::string path_;
 };
@@ -161,7 +161,7 @@ class Conversation {
   template <typename Call>
   static Answer run(const AskOptions& options, const OnText& on_text, Call call) {
     vtx_ask_options raw;
-    vtx_ask_options_init(&raw);
+    vtx_ask_options_init(&raw, sizeof raw);
     raw.k = options.k.empty() ? nullptr : options.k.c_str();
     raw.reduce = options.reduce.empty() ? nullptr : options.reduce.c_str();
     raw.max_new_tokens = options.max_new_tokens;
@@ -192,7 +192,7 @@ class Model {
  public:
   explicit Model(const std::string& bundle, const LoadOptions& options = {}) {
     vtx_load_options raw;
-    vtx_load_options_init(&raw);
+    vtx_load_options_init(&raw, sizeof raw);
     raw.device = options.device.c_str();
     raw.library = options.library.empty() ? nullptr : options.library.c_str();
     raw.fit = options.fit.empty() ? nullptr : options.fit.c_str();

@@ -69,11 +69,20 @@ void require(Pointer pointer, const char* what) {
 
 std::string text_or(const char* text, const char* otherwise) { return text ? text : otherwise; }
 
+// Writes the defaults into a struct of the caller's header, of which `size` bytes are there.
+template <typename Struct>
+void fill(Struct* given, size_t size, Struct defaults) {
+  if (!given || size < sizeof(size_t)) return;
+  std::memset(static_cast<void*>(given), 0, size);
+  std::memcpy(static_cast<void*>(given), &defaults, std::min(size, sizeof defaults));
+  given->size = size;
+}
+
 // `given` as this library knows the struct; fields that an older header lacks keep their defaults.
 template <typename Struct>
-Struct known(const Struct* given, void (*init)(Struct*)) {
+Struct known(const Struct* given, void (*init)(Struct*, size_t)) {
   Struct out;
-  init(&out);
+  init(&out, sizeof out);
   if (!given) return out;
   if (given->size < sizeof(size_t) || given->size > 1 << 16)
     vtxcore::fail(vtxcore::Kind::request, "a struct's size is ", given->size, "; fill it with its _init function first");
@@ -163,26 +172,17 @@ const char* vtx_version(void) { return VTX_VERSION; }
 int vtx_api_version(void) { return VTX_API_VERSION; }
 const char* vtx_last_error(void) { return last_error.c_str(); }
 
-void vtx_load_options_init(vtx_load_options* options) {
-  if (!options) return;
-  *options = {};
-  options->size = sizeof *options;
-}
+void vtx_load_options_init(vtx_load_options* options, size_t size) { fill(options, size, vtx_load_options{}); }
 
-void vtx_image_init(vtx_image* image) {
-  if (!image) return;
-  *image = {};
-  image->size = sizeof *image;
-}
+void vtx_image_init(vtx_image* image, size_t size) { fill(image, size, vtx_image{}); }
 
-void vtx_ask_options_init(vtx_ask_options* options) {
-  if (!options) return;
-  *options = {};
-  options->size = sizeof *options;
-  options->max_new_tokens = 256;
-  options->top_p = 1;
-  options->repetition_penalty = 1;
-  options->gate_threshold = 0.5;
+void vtx_ask_options_init(vtx_ask_options* options, size_t size) {
+  vtx_ask_options defaults{};
+  defaults.max_new_tokens = 256;
+  defaults.top_p = 1;
+  defaults.repetition_penalty = 1;
+  defaults.gate_threshold = 0.5;
+  fill(options, size, defaults);
 }
 
 vtx_status vtx_load(const char* bundle, const vtx_load_options* given, vtx_model** model) {
