@@ -224,7 +224,8 @@ TextSettings read_text(const Json& value) {
   t.image_token = fields.text("image_token");
   t.image_token_id = fields.whole("image_token_id", 0, names::kMaxId);
   if (fields.has("video_token")) fields.text_or_null("video_token");
-  if (fields.has("video_token_id") && !fields.get("video_token_id").is_null()) fields.whole("video_token_id", 0, names::kMaxId);
+  if (fields.has("video_token_id") && !fields.get("video_token_id").is_null())
+    fields.whole("video_token_id", 0, names::kMaxId);
   t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
   for (const char* key : {"eos_token", "pad_token"}) fields.text_or_null(key);
   t.end_ids = fields.wholes("end_ids", 0, names::kMaxId);
