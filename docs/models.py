@@ -130,7 +130,7 @@ def page() -> str:
     lines = [HEAD, "| | " + " | ".join(f"`{name}`" for name in configs) + " |", "|---" * (1 + len(configs)) + "|"]
     for title, cell in ROWS.items():
         lines.append(f"| {title} | " + " | ".join(cell(*pair) for pair in configs.values()) + " |")
-    lines += ["", "## Known, and refused by name", "", "| `model_type` | why |", "|---|---|"]
+    lines += ["", "## Known, and refused by name", "", "| `model_type` or architecture | why |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
     return "\n".join(lines) + TAIL
 

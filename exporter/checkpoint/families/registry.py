@@ -16,11 +16,12 @@ from vtx.runtime.modules import modules_of
 
 # Every file of this folder that declares a `FAMILY`.
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
-# Known, and not exported: what is missing, by model_type.
+# Known, and not exported: what is missing, by model_type or architecture.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "internvl_chat": "its code is part of the checkpoint and never run; its tower and decoders are not built",
         "eagle_llama": "its five towers are not built",
+        "LISAForCausalLM": "the states of its segmentation tokens, which a mask decoder needs, are not given out",
         "qwen2_vl": "images at their own resolution and three-part positions are not built",
         "qwen2_5_vl": "images at their own resolution, windows in the tower and three-part positions are not built",
         "smolvlm": "its tower's patch positions and shuffled patches are not built",
@@ -42,7 +43,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
         of_kind = kind == family.model_type or (family.original is not None and names)
         if of_kind and (not names or names == [family.architecture]):
             return family
-    reason = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+    reason = "".join(f": {REFUSED[name]}" for name in (kind, *names) if isinstance(name, str) and name in REFUSED)
     original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)
     hint = ". It is of the original LLaVA layout with a decoder that is not built; take the -hf checkpoint" * original
     raise UnsupportedModelError(

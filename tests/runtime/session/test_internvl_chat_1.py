@@ -85,6 +85,7 @@ def pixels(images: list[Image.Image]) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_bundle_answers_as_transformers_parts(
     tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path: Path

@@ -80,7 +80,7 @@ def judges(tiny_checkpoint: Callable[..., Path]) -> Callable[[Tiny], Reference]:
     return judge
 
 
-@pytest.mark.parametrize("tiny", [PAD, ANYRES], ids=IDS)
+@pytest.mark.parametrize("tiny", [PAD, pytest.param(ANYRES, marks=pytest.mark.slow)], ids=IDS)
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     models: Models, judges: Callable[[Tiny], Reference], tiny: Tiny
 ) -> None:
@@ -103,6 +103,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
                 np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [None, 5])
 def test_later_questions_equal_fresh_runs(models: Models, k: int | None) -> None:
     model, options = models(ANYRES, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)

@@ -63,6 +63,7 @@ def stated(judge: Reference, folder: Path, images: list[Image.Image]) -> tuple[l
     return ids, torch.cat(rows)[None], torch.tensor(ids) == 0
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_bundle_answers_as_the_statement(
     models: Models, tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference]

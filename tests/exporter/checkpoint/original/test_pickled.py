@@ -83,6 +83,7 @@ def test_what_is_no_table_of_plain_tensors_is_refused(tmp_path: Path, value: obj
         tensors_of([str(tmp_path / PICKLE)])
 
 
+@pytest.mark.slow
 def test_a_damaged_archive_and_a_missing_shard_are_named(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(PICKLED), tmp_path / "damaged"))
     shard = folder / "pytorch_model-00002-of-00002.bin"
