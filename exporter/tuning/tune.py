@@ -242,7 +242,7 @@ def _finish(
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "training": record,
-        "cost": {"steps": steps, "seconds": seconds_of_steps(out), "peak_memory_bytes": peak_memory()},
+        "cost": {"steps": steps, "seconds": seconds_of_steps(out), **_peaks(work)},
         "changed_layers": {str(layer): share for layer, share in changes(changed).items()},
         "skipped": list(work.skipped),
         "versions": versions(),
@@ -250,6 +250,13 @@ def _finish(
     }
     write_json(out / REPORT, made)
     return made
+
+
+def _peaks(work: Workspace) -> dict[str, int]:
+    """Bytes: the most that this process held in memory, and on a GPU."""
+    device = work.accelerator.device
+    on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+    return {"peak_memory_bytes": peak_memory(), **on_gpu}
 
 
 def _clear_results(out: Path) -> None:
