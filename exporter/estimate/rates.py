@@ -20,7 +20,8 @@ from vtx.exporter.weights.journal import PROBE
 from vtx.exporter.weights.plan import WeightEntry, WeightFile, laid_out, stored_tensor
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights
-from vtx.exporter.weights.writing import CHUNK, THREADS, forget, take_whole, write_tensor
+from vtx.exporter.weights.whole import take_whole
+from vtx.exporter.weights.writing import CHUNK, THREADS, forget, write_tensor
 from vtx.runtime.bundle.safetensors import read_bits, read_header, write_safetensors
 
 ELEMENTS = 8 * CHUNK  # of a tensor, in one trial

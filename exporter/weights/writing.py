@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import zlib
@@ -23,16 +22,15 @@ from vtx.exporter.weights.journal import ExportJournal, Written
 from vtx.exporter.weights.plan import WeightEntry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling
-from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, widen_bf16
+from vtx.exporter.weights.whole import pieces, take_whole
+from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, read_bits, widen_bf16
 from vtx.runtime.bundle.spec.manifest import FileRecord
-from vtx.runtime.errors import CheckpointError, ExportError
+from vtx.runtime.errors import ExportError
 
-BLOCK = 1 << 23  # bytes of a file that is taken whole, at a time
 CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache
 THREADS = min(2, os.cpu_count() or 1)
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
 PRECISION_OF = {"F16": "fp16", "BF16": "bf16"}
-FICLONE = 0x40049409  # Linux: let a file share another's blocks, copied when one of them is written
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
 Report = Callable[[int], None]
 Converted = tuple[bytes, bytes, int]  # a chunk, its scales, and the source bytes it came from
@@ -78,76 +76,6 @@ def write_weights(
                 ) from e
             journal.add_file(file.name, FileRecord(file.size, digest))
     return {file.name: journal.files[file.name] for file in plan.files}
-
-
-def take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report: Report) -> str:
-    """Link the file, or copy it while it is read to be checked. Returns its SHA-256."""
-    digest = hashlib.sha256()
-    target.unlink(missing_ok=True)
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(open_data(file.entries[0].source))
-        copy = None if shared(source, file.source, target) else stack.enter_context(target.open("wb"))
-        hashing: Future[None] | None = None
-        for entry, size in _segments(file):
-            for count in _pieces(size):
-                raw = _read(source, count, file.source)
-                if len(raw) != count:
-                    raise CheckpointError(f"{file.source.name} has shrunk while it was read; download it again")
-                if hashing:
-                    hashing.result()
-                hashing = pool.submit(digest.update, raw)
-                if entry:
-                    check_finite(np.frombuffer(raw, DTYPES[entry.dtype][1]), entry.name)
-                if copy:
-                    copy.write(raw)
-                report(count)
-        if hashing:
-            hashing.result()
-    return digest.hexdigest()
-
-
-def _read(source: BinaryIO, count: int, path: Path) -> bytes:
-    try:
-        return source.read(count)
-    except OSError as e:
-        raise CheckpointError(f"cannot read {path} ({e.strerror}); check the disk, or download it again") from e
-
-
-def shared(source: BinaryIO, path: Path, target: Path) -> bool:
-    """Let `target` be the same bytes on the disk: a clone where the file system has them, else a hard link.
-
-    `source` is `path`, opened; a link to another file that has replaced it is not kept.
-    """
-    try:
-        with target.open("xb") as clone:
-            fcntl.ioctl(clone.fileno(), FICLONE, source.fileno())
-    except OSError:
-        target.unlink(missing_ok=True)
-    else:
-        return True
-    try:
-        os.link(path.resolve(), target)
-    except OSError:
-        return False
-    if os.path.samestat(os.lstat(target), os.fstat(source.fileno())):
-        return True
-    target.unlink()
-    return False
-
-
-def _segments(file: WeightFile) -> Iterator[tuple[WeightEntry | None, int]]:
-    """A file from its first byte to its last: the tensors that are used, and the gaps between them (None), in bytes."""
-    at = 0
-    for entry in sorted(file.entries, key=lambda e: e.source.offset):
-        yield None, entry.source.offset - at
-        yield entry, entry.source.nbytes
-        at = entry.source.offset + entry.source.nbytes
-    yield None, file.size - at
-
-
-def _pieces(size: int) -> Iterator[int]:
-    for start in range(0, size, BLOCK):
-        yield min(BLOCK, size - start)
 
 
 def _rewrite(
@@ -201,7 +129,7 @@ def _finished(file: WeightFile, target: Path, written: Sequence[Written]) -> tup
         source.seek(len(file.header or b""))
         for entry, record in zip(file.entries, written, strict=False):
             after, crc = digest.copy(), 0
-            for size in _pieces(entry.end - source.tell()):
+            for size in pieces(entry.end - source.tell()):
                 data = source.read(size)
                 after.update(data)
                 crc = zlib.crc32(data, crc)
