@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,25 @@ ENGINES = [
 ]
 
 
-def loaded(folder: Path, checkpoint: Path, device: str, form: Any) -> Any:
-    weights, kv, compute, _ = form
-    bundle = export_with(ExportOptions(str(checkpoint), (3,), weights, 256, kv_precision=kv), folder / "bundle")
-    return load(bundle.folder, device=device, compute=compute, threads=THREADS)
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
+    """`bundle(weights, kv)`: the folder of that bundle, exported once."""
+
+    @cache
+    def export(weights: str, kv: str | None) -> Path:
+        options = ExportOptions(str(tiny_checkpoint(Tiny(text="qwen2"))), (3,), weights, 256, kv_precision=kv)
+        return export_with(options, tmp_path_factory.mktemp("batches") / "bundle").folder
+
+    return export
 
 
 @pytest.fixture(params=ENGINES, scope="module", ids=str)
-def backend(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
-) -> Iterator[tuple[Any, float]]:
+def backend(request: pytest.FixtureRequest, bundle: Callable[..., Path]) -> Iterator[tuple[Any, float]]:
     device, form = request.param
     if device == "openvino":
         pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
-    with loaded(tmp_path_factory.mktemp("batches"), tiny_checkpoint(Tiny(text="qwen2")), device, form) as model:
+    weights, kv, compute, _ = form
+    with load(bundle(weights, kv), device=device, compute=compute, threads=THREADS) as model:
         assert isinstance(model.backend, BatchBackend)
         model.backend.share_caches(CONVERSATIONS)
         yield model.backend, form[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -50,13 +51,17 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def model(request: pytest.FixtureRequest, tiny_checkpoint: Any, tmp_path_factory: Any) -> Iterator[Model]:
-    if request.param == "openvino":
-        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Any, tmp_path_factory: Any) -> Path:
     checkpoint = tiny_checkpoint(Tiny(image=126, context=512))
     options = ExportOptions(str(checkpoint), (3, 5), "fp32", 256, reductions=("fastv:k=3", DUAL))
-    folder = export_with(options, tmp_path_factory.mktemp("batched") / "bundle").folder
+    return export_with(options, tmp_path_factory.mktemp("batched") / "bundle").folder
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
+    if request.param == "openvino":
+        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
     with load(folder, device=request.param, threads=THREADS) as model:
         yield model
 
