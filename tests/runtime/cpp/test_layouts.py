@@ -40,7 +40,11 @@ def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pict
         assert line == f"{want.tokens} {want.key.split()[0]}", path.name
 
 
-@FAMILIES
+@pytest.mark.parametrize(
+    "tiny",
+    [TINY, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (INTERNVL, ONEVISION))],
+    ids=lambda tiny: tiny.family,
+)
 def test_answers_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
     model = models(tiny, (3, 5))
     for k, shown in (("none", pictures[1:2]), ("5", pictures[2:3]), ("3", pictures[1:3])):
@@ -52,6 +56,7 @@ def test_answers_are_those_of_python(models: Callable[..., Model], pictures: lis
                 assert expected(answer) == expected(want.to_dict()), (k, question)
 
 
+@pytest.mark.slow
 def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
     specs = ("cls:keep=0.5", "mustdrop:tau=off,key=0.2,layers=2/4,gamma=0.015,alpha=0.01", "cdpruner:keep=20")
     model = models(TINY, (), "fp32", specs)
