@@ -122,6 +122,7 @@ def _show(report: dict[str, Any]) -> None:
     heads = ["K", "right before", "KL", "right after", "KL"]
     table(f"{judged['items']} items held out", heads, rows)
     for name, k in judged["earliest_k"].items():
-        click.echo(f"{name}: earliest K within {judged['max_drop_points']:g} point of full depth: {k or 'none'}")
-    if judged["full_depth_lost_points"] is not None:
-        click.echo(f"without withdrawal the tuning lost {judged['full_depth_lost_points']:.1f} points")
+        point = f"{judged['max_drop_points']:g} point"
+        click.echo(f"{name}: earliest K within {point} of the untuned model's full depth: {k or 'none'}")
+    own = judged["earliest_k_by_own_full_depth"]["after"]
+    click.echo(f"after, within {judged['max_drop_points']:g} point of its own full depth: {own or 'none'}")

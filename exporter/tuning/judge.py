@@ -66,6 +66,7 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> dict[str, A
         "items": before.data.items,
         "max_drop_points": MAX_DROP,
         "earliest_k": {name: choice.k for name, choice in earliest.items()},
+        "earliest_k_by_own_full_depth": {"before": before.k, "after": after.k},
         "rules": {name: asdict(choice) for name, choice in earliest.items()},
         "full_depth_lost_points": lost,
         "curve": [
