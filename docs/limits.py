@@ -20,6 +20,9 @@ TABLES = [
         ("`tokenizer.json` and each other vocabulary", "runtime.prompt.text", "MAX_TOKENIZER_BYTES", "bytes"),
         ("A chat template's source", "runtime.prompt.template", "MAX_SOURCE", "characters"),
         ("Layers of a tower or decoder", "exporter.checkpoint.config", "MAX_LAYERS", "layers"),
+        ("Files of pickled weights", "exporter.checkpoint.original.pickled", "MAX_SHARDS", "files"),
+        ("Matrices of an original LLaVA's projector", "exporter.checkpoint.families.llava_llama",
+         "MAX_PROJECTOR_LAYERS", "matrices"),
         ("Width of a layer", "exporter.checkpoint.config", "MAX_WIDTH", "numbers"),
         ("Positions", "exporter.checkpoint.config", "MAX_POSITIONS", "tokens"),
         ("A weight file that is taken whole, by the bytes that are needed of it", "exporter.weights.plan",
@@ -129,13 +132,16 @@ TABLES = [
     ]),
     ("Files of vtx", [
         ("Report of a calibration", "exporter.calibration.report", "MAX_REPORT", "bytes"),
-        ("Journal of a measurement", "exporter.data.journal", "MAX_BYTES", "bytes"),
+        ("Journal of a measurement", "exporter.common.journal", "MAX_JOURNAL", "bytes"),
+        ("Record of a training's work", "exporter.gates.workdir", "MAX_WORK", "bytes"),
         ("Index of traces", "runtime.report.traces.files", "MAX_BYTES", "bytes"),
         ("Tokens of a prompt whose cost is estimated", "exporter.estimate.flops", "MAX_TOKENS", "tokens"),
     ]),
 ]  # fmt: skip
 # Nothing that is given is refused for these.
 OTHERS = {
+    ("exporter.tuning.judge", "MAX_DROP"): "the accuracy by which a K is chosen",
+    ("exporter.tuning.train", "MAX_NORM"): "gradients are clipped to it",
     ("exporter.bench.ceilings.ceilings", "MAX_WEIGHTS"): "a matrix of our own",
     ("exporter.checkpoint.forms", "MAX_LITERALS"): "a template beyond it has no forms and stays a template",
     ("exporter.checkpoint.forms", "MAX_LITERAL"): "a template beyond it has no forms and stays a template",

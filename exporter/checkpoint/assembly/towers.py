@@ -25,7 +25,7 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Tower:
+class NamedTower:
     """`config` as `vision_config` has it, its image processor's configuration, and its tensors, if it was found."""
 
     config: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Tower:
     origin: str
 
 
-def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool, allow_pickle: bool) -> Tower:
+def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool, allow_pickle: bool) -> NamedTower:
     """The tower called `name` by the checkpoint `model`; `given` by the user comes first.
 
     Without `weights` the checkpoint holds those itself.
@@ -45,7 +45,7 @@ def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool
 
     """
     if given is None and not weights and name == CLIP_L_336:
-        return Tower(CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None, "the checkpoint itself")
+        return NamedTower(CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None, "the checkpoint itself")
     address = given if given is not None else _inside(name, model)
     try:
         found = open_model(address or _hub_id(name), _check_tower, _tower_name, allow_pickle=allow_pickle)
@@ -60,10 +60,10 @@ def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool
         ) from cause
     if found.config.get("model_type") == INTERNVIT:
         found = replace(found, tensors=dict(_apart(found.tensors)))
-        return Tower(internvit_config(found.config, name), internvit_processor(name), found, str(found.folder))
+        return NamedTower(internvit_config(found.config, name), internvit_processor(name), found, str(found.folder))
     config = found.config.get("vision_config", found.config)
     kind = _kind(found.config)
-    return Tower({**config, "model_type": kind}, read_image_processor(found.folder), found, str(found.folder))
+    return NamedTower({**config, "model_type": kind}, read_image_processor(found.folder), found, str(found.folder))
 
 
 def _tower_name(name: str) -> str:
