@@ -32,7 +32,7 @@ class ResidentWeights(CheckpointWeights):
         return super().read(name, rows).to(self._device)
 
 
-class Encoder:
+class ImageEncoder:
     """Images to their tokens [tokens, hidden] float32, computed in float32."""
 
     def __init__(self, source: Source, device: torch.device) -> None:

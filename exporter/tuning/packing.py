@@ -22,7 +22,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class TuningQuestion:
     """An item's prompt, cut after its last image token: `prefix` [p] and `suffix` [s]; `answer` [a] where given."""
 
     item: Item
@@ -52,12 +52,12 @@ class Row:
         return len(self.ids)
 
 
-def read_questions(source: Source, items: Sequence[Item], packing: Packing) -> tuple[list[Question], list[str]]:
+def read_questions(source: Source, items: Sequence[Item], packing: Packing) -> tuple[list[TuningQuestion], list[str]]:
     """Tokenise items; those that cannot be asked, or do not fit, are reported instead.
 
     An answer of the data that is longer than `max_new_tokens` is cut there, without its end.
     """
-    questions, skipped = list[Question](), list[str]()
+    questions, skipped = list[TuningQuestion](), list[str]()
     limit = min(packing.max_tokens, source.context)
     for number, item in enumerate(items, 1):
         try:
@@ -75,12 +75,12 @@ def read_questions(source: Source, items: Sequence[Item], packing: Packing) -> t
             continue
         cut = int(images[-1]) + 1
         kept = None if answer is None else answer[: packing.max_new_tokens]
-        questions.append(Question(item, ids[:cut], ids[cut:], kept))
+        questions.append(TuningQuestion(item, ids[:cut], ids[cut:], kept))
     return questions, skipped
 
 
 def pack(
-    questions: Sequence[Question], own: Mapping[int, Ids], image_token: int, packing: Packing, context: int
+    questions: Sequence[TuningQuestion], own: Mapping[int, Ids], image_token: int, packing: Packing, context: int
 ) -> list[Row]:
     """Rows of questions about the same images, in the order of their first question.
 
@@ -109,7 +109,7 @@ def image_key(image: ImageSource) -> object:
     return id(image) if isinstance(image, Image.Image) else image
 
 
-def _row(asked: Sequence[tuple[Question, Ids | None]], image_token: int) -> Row:
+def _row(asked: Sequence[tuple[TuningQuestion, Ids | None]], image_token: int) -> Row:
     prefix = asked[0][0].prefix
     ids, blocks, positions = [prefix], [np.zeros_like(prefix)], [np.arange(len(prefix))]
     at, targets, given, length = list[Ids](), list[Ids](), list[NDArray[np.bool_]](), len(prefix)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, tensors_of
-from vtx.exporter.tuning.encoder import Encoder
+from vtx.exporter.tuning.encoder import ImageEncoder
 from vtx.exporter.tuning.options import LossWeights, TuneOptions
 from vtx.exporter.tuning.packing import Row
 from vtx.exporter.tuning.state import Log, StateFile
@@ -95,7 +95,7 @@ class Trainer:
     """Trains `decoder` on `rows`; `accelerator` (accelerate's) says which part of each batch is this process's."""
 
     def __init__(
-        self, decoder: WithdrawingDecoder, encoder: Encoder, rows: Sequence[Row], options: TuneOptions,
+        self, decoder: WithdrawingDecoder, encoder: ImageEncoder, rows: Sequence[Row], options: TuneOptions,
         accelerator: Any, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         batch, processes = options.schedule.batch, accelerator.num_processes

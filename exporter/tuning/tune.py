@@ -24,11 +24,11 @@ from vtx.exporter.data.split import split_items
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.tuning.card import model_card, versions
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
-from vtx.exporter.tuning.encoder import Encoder
+from vtx.exporter.tuning.encoder import ImageEncoder
 from vtx.exporter.tuning.forecast import RowSize, TuneForecast, device_speed, forecast, learning_weights
 from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import TuneOptions
-from vtx.exporter.tuning.packing import Ids, Question, Row, image_key, pack, read_questions
+from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, image_key, pack, read_questions
 from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
@@ -45,7 +45,7 @@ class Workspace:
     """What a tuning works with: the opened model, its questions, and accelerate's view of processes and device."""
 
     source: OpenedModel
-    questions: list[Question]
+    questions: list[TuningQuestion]
     held_out: list[Item]
     skipped: tuple[str, ...]
     data: str
@@ -78,7 +78,7 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Report, say: S
         seed=options.schedule.seed,
         checkpointing=options.checkpointing,
     )
-    encoder = Encoder(work.source, work.accelerator.device)
+    encoder = ImageEncoder(work.source, work.accelerator.device)
     own = _teacher_answers(work, decoder, encoder, options, out, report)
     rows = pack(work.questions, own, work.source.config.image_token_id, options.packing, work.source.context)
     trainer = Trainer(decoder, encoder, rows, options, work.accelerator, work.dtype)
@@ -145,7 +145,7 @@ def _accelerator() -> Any:
 
 
 def _teacher_answers(
-    work: Workspace, decoder: WithdrawingDecoder, encoder: Encoder, options: TuneOptions, out: Path, report: Report
+    work: Workspace, decoder: WithdrawingDecoder, encoder: ImageEncoder, options: TuneOptions, out: Path, report: Report
 ) -> dict[int, Ids]:
     """The untuned model's greedy answer to every question without one, kept in `out` as they are made."""
     missing = [n for n, question in enumerate(work.questions) if question.answer is None]
@@ -163,7 +163,7 @@ def _teacher_answers(
 
 
 def _generate(
-    work: Workspace, decoder: WithdrawingDecoder, encoder: Encoder, options: TuneOptions, journal: ResultJournal,
+    work: Workspace, decoder: WithdrawingDecoder, encoder: ImageEncoder, options: TuneOptions, journal: ResultJournal,
     digests: dict[int, str], report: Report,
 ) -> None:  # fmt: skip
     """Answers that the journal does not hold; questions that share a prefix share its computation."""

@@ -38,7 +38,7 @@ class _Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _FileLine:
     """A finished file."""
 
     file: str
@@ -47,7 +47,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _TensorLine:
     """A tensor written to the file `of`."""
 
     of: str
@@ -62,11 +62,17 @@ class _Golden:
 
 
 @dataclass(frozen=True, slots=True)
-class _Factors:
+class _FactorsLine:
     factors: bool
 
 
-LINES: dict[str, type] = {"key": _Begun, "file": _File, "of": _Tensor, "golden": _Golden, "factors": _Factors}
+LINES: dict[str, type] = {
+    "key": _Begun,
+    "file": _FileLine,
+    "of": _TensorLine,
+    "golden": _Golden,
+    "factors": _FactorsLine,
+}
 STRICT = Strict(RequestError, "begin the export anew")
 
 
@@ -91,10 +97,10 @@ class ExportJournal:
 
     def add_file(self, name: str, record: FileRecord) -> None:
         self.files[name] = record
-        _append(self._path, _File(name, record.bytes, record.sha256))
+        _append(self._path, _FileLine(name, record.bytes, record.sha256))
 
     def add_tensor(self, file: str, written: Written) -> None:
-        _append(self._path, _Tensor(file, written.tensor, written.end, written.crc))
+        _append(self._path, _TensorLine(file, written.tensor, written.end, written.crc))
 
     def add_golden(self) -> None:
         self.golden = True
@@ -102,7 +108,7 @@ class ExportJournal:
 
     def add_factors(self) -> None:
         self.factors = True
-        _append(self._path, _Factors(factors=True))
+        _append(self._path, _FactorsLine(factors=True))
 
     def remove(self) -> None:
         """Remove the files that do not belong to the bundle."""
@@ -111,13 +117,13 @@ class ExportJournal:
 
     def _take(self, entry: Any) -> None:
         match entry:
-            case _File(name, size, digest):
+            case _FileLine(name, size, digest):
                 self.files[name] = FileRecord(size, digest)
-            case _Tensor(file, tensor, end, crc):
+            case _TensorLine(file, tensor, end, crc):
                 self.tensors.setdefault(file, []).append(Written(tensor, end, crc))
             case _Golden():
                 self.golden = True
-            case _Factors():
+            case _FactorsLine():
                 self.factors = True
 
 

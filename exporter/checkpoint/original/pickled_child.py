@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from vtx.runtime.bundle.files import open_named
 from vtx.runtime.bundle.safetensors import MAX_TENSORS, shown
 from vtx.runtime.errors import CheckpointError
 
@@ -67,7 +68,7 @@ def _placed(path: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if storages and start is None:
         raise CheckpointError(f"{path.name} holds tensors that are not stored as they are; save it with torch.save")
     found = {}
-    with path.open("rb") as file:
+    with open_named(path, error=CheckpointError) as file:
         for name, tensor in state.items():
             offset = tensor.data_ptr() - start if tensor.numel() and start is not None else 0
             file.seek(offset)
@@ -88,7 +89,7 @@ def _first_bytes(tensor: Any) -> bytes:
 def _stored_entries(path: Path) -> dict[int, int]:
     """The uncompressed entries of the archive: their size, by the byte at which they begin."""
     found = {}
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+    with open_named(path, error=CheckpointError) as file, zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 continue

@@ -15,7 +15,7 @@ from vtx.exporter.calibration.source import open_source
 from vtx.exporter.data.items import Item
 from vtx.exporter.data.source import Source
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model, tensors_of
-from vtx.exporter.tuning.encoder import Encoder
+from vtx.exporter.tuning.encoder import ImageEncoder
 from vtx.exporter.tuning.options import Learning, Packing
 from vtx.exporter.tuning.packing import Row, pack, read_questions
 
@@ -54,7 +54,7 @@ def test_the_training_forward_gives_the_bundle_s_logits_at_k(
     """Three questions packed behind one image, against a fresh session for each, along the same answer."""
     source, model = open_source(str(tiny_checkpoint(tiny))), models(tiny, (2, 4))
     decoder, (row,) = trained(source), rows_of(source)
-    tensors, features = tensors_of(row, CPU), Encoder(source, CPU)(row.images)
+    tensors, features = tensors_of(row, CPU), ImageEncoder(source, CPU)(row.images)
     asked = [prompt(model, prompt_messages(question), [random_image(1)]) for question in QUESTIONS]
     answers = row.targets.reshape(3, -1).tolist()
     for k in (2, 4, None):
@@ -73,7 +73,7 @@ def test_gradients_do_not_depend_on_checkpointing_and_reach_layers_on_both_sides
     gradients = []
     for checkpointing in (False, True):
         decoder, (row,) = trained(source, checkpointing=checkpointing), rows_of(source)
-        decoder.head(decoder(tensors_of(row, CPU), Encoder(source, CPU)(row.images), 3)).square().mean().backward()
+        decoder.head(decoder(tensors_of(row, CPU), ImageEncoder(source, CPU)(row.images), 3)).square().mean().backward()
         gradients.append({name: p.grad for name, p in decoder.learning_parameters().items()})
     assert all(torch.equal(gradients[0][name], g) for name, g in gradients[1].items())
     assert all(float(g.abs().max()) > 0 for g in gradients[0].values())
@@ -82,7 +82,7 @@ def test_gradients_do_not_depend_on_checkpointing_and_reach_layers_on_both_sides
 def test_the_teacher_is_the_model_as_it_was_whatever_has_been_learnt(tiny_checkpoint: Callable[..., Path]) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     decoder, (row,) = trained(source, layers=(2, 3)), rows_of(source)
-    tensors, features = tensors_of(row, CPU), Encoder(source, CPU)(row.images)
+    tensors, features = tensors_of(row, CPU), ImageEncoder(source, CPU)(row.images)
     with torch.no_grad():
         before = decoder(tensors, features, None)
         for parameter in decoder.learning_parameters().values():
@@ -97,7 +97,7 @@ def test_the_teacher_s_greedy_answers_are_the_bundle_s(models: Models, tiny_chec
     questions, _ = read_questions(source, [Item((random_image(1),), text) for text in QUESTIONS], PACKING)
     prefix = torch.from_numpy(questions[0].prefix)
     ours = trained(source).greedy(
-        prefix, prefix == source.config.image_token_id, Encoder(source, CPU)((random_image(1),)),
+        prefix, prefix == source.config.image_token_id, ImageEncoder(source, CPU)((random_image(1),)),
         [torch.from_numpy(q.suffix) for q in questions], source.text.settings.end_ids, 5,
     )  # fmt: skip
     for answer, text in zip(ours, QUESTIONS, strict=True):
