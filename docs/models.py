@@ -9,8 +9,8 @@ from typing import Any
 
 from vtx.exporter.bundling.reductions import plan_reductions
 from vtx.exporter.checkpoint.config import TEXT_FAMILIES, VISION_FAMILIES, ModelConfig
-from vtx.exporter.checkpoint.families.family import Family
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
+from vtx.exporter.checkpoint.family.declaration import Family
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.runtime.errors import VtxError

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.checkpoint.families.processors import ONE_PIECE, ImageProcessor
+from vtx.exporter.checkpoint.family.processors import ONE_PIECE, ImageProcessor
 from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
 from vtx.runtime.bundle.spec.image_settings import RESAMPLING, ImageSettings
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError

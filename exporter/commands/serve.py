@@ -64,7 +64,7 @@ def serve(
     except ModuleNotFoundError as e:
         raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
     from vtx.runtime.server.app import is_local, make_app
-    from vtx.runtime.server.engines import Engines, named
+    from vtx.runtime.server.compute.engines import Engines, named
     from vtx.runtime.server.limits import MAX_KEY, Limits
 
     key = os.environ.get(KEY) or None

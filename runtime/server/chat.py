@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.stream import AnswerStream
-from vtx.runtime.server.engines import Engine, Engines
+from vtx.runtime.server.compute.engines import Engine, Engines
+from vtx.runtime.server.compute.scheduler import Done, Event, Failed, Job, Piece
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
@@ -24,7 +25,6 @@ from vtx.runtime.server.objects import FINISHED, Objects
 from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.runtime.server.remote import RemoteImage, fetch
 from vtx.runtime.server.request import ChatRequest, read_request
-from vtx.runtime.server.scheduler import Done, Event, Failed, Job, Piece
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.image import image_size
 

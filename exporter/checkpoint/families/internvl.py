@@ -21,8 +21,8 @@ from vtx.exporter.checkpoint.config import (
     text_config_of,
     tower_of,
 )
-from vtx.exporter.checkpoint.families.family import Family
-from vtx.exporter.checkpoint.families.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.tiles import Tiles
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
-from vtx.exporter.checkpoint.families.family import Family, read_llava_like
-from vtx.exporter.checkpoint.families.processors import ONE_PIECE
+from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
+from vtx.exporter.checkpoint.family.processors import ONE_PIECE
 from vtx.runtime.vision.layouts.single import Single
 
 

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from vtx.exporter.checkpoint.config import MAX_POSITIONS, ModelConfig, VisionConfig
-from vtx.exporter.checkpoint.families.family import Family, read_llava_like
 from vtx.exporter.checkpoint.families.llava import in_one_piece
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
-from vtx.exporter.checkpoint.families.processors import ONE_PIECE
+from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
+from vtx.exporter.checkpoint.family.processors import ONE_PIECE
 from vtx.exporter.checkpoint.original.known_towers import INTERNVIT, known_tower
 from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout
 from vtx.exporter.checkpoint.original.templates import TEMPLATES

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
-from vtx.exporter.checkpoint.families.family import Family, read_llava_like
-from vtx.exporter.checkpoint.families.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
+from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
 

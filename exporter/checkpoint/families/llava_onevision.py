@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, VisionConfig, image_token_of
-from vtx.exporter.checkpoint.families.family import Family, read_llava_like
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.llava_next import anyres
-from vtx.exporter.checkpoint.families.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
+from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
 from vtx.runtime.vision.layouts.frames import Frames

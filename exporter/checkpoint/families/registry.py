@@ -9,7 +9,7 @@ from typing import Any
 
 import vtx.exporter.checkpoint.families as package
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.checkpoint.families.family import Family
+from vtx.exporter.checkpoint.family.declaration import Family
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.modules import modules_of

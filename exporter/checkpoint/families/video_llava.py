@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, image_token_of
-from vtx.exporter.checkpoint.families.family import Family, read_llava_like
 from vtx.exporter.checkpoint.families.llava import in_one_piece
-from vtx.exporter.checkpoint.families.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
+from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
 from vtx.runtime.vision.layouts.frames import Frames
 
 FRAMES = 8  # of a video, as the model was trained

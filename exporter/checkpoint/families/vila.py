@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
-from vtx.exporter.checkpoint.families.family import Family, read_llava_like
 from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID, padding, trained_length
-from vtx.exporter.checkpoint.families.processors import ONE_PIECE
+from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
+from vtx.exporter.checkpoint.family.processors import ONE_PIECE
 from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.checkpoint.families.family import Family, read_llava_like
 from vtx.exporter.checkpoint.families.llava import in_one_piece
-from vtx.exporter.checkpoint.families.processors import ONE_PIECE
+from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
+from vtx.exporter.checkpoint.family.processors import ONE_PIECE
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:

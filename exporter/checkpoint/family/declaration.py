@@ -22,7 +22,7 @@ from vtx.exporter.checkpoint.config import (
     text_config_of,
     vision_config_of,
 )
-from vtx.exporter.checkpoint.families.processors import ImageProcessor
+from vtx.exporter.checkpoint.family.processors import ImageProcessor
 from vtx.exporter.checkpoint.original.parts import OriginalLayout
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout

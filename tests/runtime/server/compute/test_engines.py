@@ -15,8 +15,8 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import DeviceError, RequestError
-from vtx.runtime.server.conversations import ConversationPool
-from vtx.runtime.server.engines import Engines, named
+from vtx.runtime.server.compute.conversations import ConversationPool
+from vtx.runtime.server.compute.engines import Engines, named
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
 

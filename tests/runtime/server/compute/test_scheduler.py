@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.serving import WAIT
 from vtx.runtime.api.answer import Progress
+from vtx.runtime.server.compute.scheduler import Done, Event, Failed, Job, Piece, Scheduler
 from vtx.runtime.server.refusal import Refusal
-from vtx.runtime.server.scheduler import Done, Event, Failed, Job, Piece, Scheduler
 
 
 class Script:

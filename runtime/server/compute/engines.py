@@ -16,11 +16,11 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError, RequestError
-from vtx.runtime.server.batching import Batching
-from vtx.runtime.server.conversations import ConversationPool
+from vtx.runtime.server.compute.batching import Batching
+from vtx.runtime.server.compute.conversations import ConversationPool
+from vtx.runtime.server.compute.scheduler import Scheduler, shutting_down
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
-from vtx.runtime.server.scheduler import Scheduler, shutting_down
 from vtx.runtime.session.image_cache import ImageCache
 from vtx.runtime.units import size
 from vtx.runtime.vision.fit import trained_fit

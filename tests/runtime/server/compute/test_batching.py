@@ -20,7 +20,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.server.batching import FAILURES, Batching
+from vtx.runtime.server.compute.batching import FAILURES, Batching
 from vtx.runtime.session.sampling import Sampling
 
 DUAL = "mustdrop:gamma=0.011,alpha=1,layers=2/4/6"

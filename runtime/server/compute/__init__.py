@@ -1,0 +1,1 @@
+"""Models held in memory, and the answers that they compute side by side."""
