@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +14,12 @@ from vtx.exporter.commands.shared.options import bundle_option, compute_option, 
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import Depth, DepthType
+
+if TYPE_CHECKING:
+    from vtx.exporter.bench.methods import Method
+    from vtx.exporter.evaluation.ask import Asked
+    from vtx.exporter.evaluation.questions import QuestionSet
+    from vtx.runtime.api.model import Model
 
 TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
 
@@ -60,18 +69,13 @@ def evaluate(
     TextVQA, or lines of {"image", "question", "answer"}. An interrupted run resumes where it stopped.
     """
     end_on_sigterm()
-    import json
-
     from vtx.exporter.bench.methods import find_methods
-    from vtx.exporter.common.files import write_json
-    from vtx.exporter.evaluation.ask import ask_all, check_methods, make_methods
+    from vtx.exporter.evaluation.ask import check_methods, make_methods
     from vtx.exporter.evaluation.formats import FORMATS
     from vtx.exporter.evaluation.metrics import METRICS
-    from vtx.exporter.evaluation.plots import draw_report
     from vtx.exporter.evaluation.questions import Where, read_questions
-    from vtx.exporter.evaluation.report import in_tables, make_report
+    from vtx.exporter.evaluation.report import make_report
     from vtx.runtime.api.load import load
-    from vtx.runtime.units import duration
 
     named = make_methods(ks or (None,), reduces or ("none",)) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
@@ -80,25 +84,42 @@ def evaluate(
     questions = read_questions(FORMATS[task], where, instruction=said, samples=samples, seed=seed)
     for line in questions.skipped:
         note(f"skipped {line}")
-    path = find_bundle(bundle)
+    path = find_bundle(bundle, ks)
     target = out or Path(f"vtx-eval-{task}-{path.name}")
     with load(path, device=device, compute=compute, threads=threads) as model:
         gates = ["auto"] if model.manifest.gates else []
         methods = named or find_methods(model.manifest, (*model.manifest.variants, *gates))
         check_methods(model, methods)
-        amount = f"{len(questions.questions)} questions of {questions.source}, {len(methods)} methods"
-        with bar() as report:
-            asked = ask_all(
-                model, questions, methods, max_new_tokens, target / "answers.jsonl", report=report,
-                predict=lambda seconds: note(f"{amount}; predicted: about {duration(seconds)}"),
-            )  # fmt: skip
+        asked = _ask(model, questions, methods, max_new_tokens, target)
         for line in asked.skipped[len(questions.skipped) :]:
             note(f"skipped {line}")
         made = make_report(task, METRICS[task], questions.source, asked, model, instruction=said, times=not no_times)
+    _write(made, target, as_json=as_json)
+    note(f"answers, report and plot are in {target}")
+
+
+def _ask(model: Model, questions: QuestionSet, methods: Sequence[Method], max_new_tokens: int, target: Path) -> Asked:
+    """Every method's answers, with a forecast after the first question and a bar."""
+    from vtx.exporter.evaluation.ask import ask_all
+    from vtx.runtime.units import duration
+
+    amount = f"{len(questions.questions)} questions of {questions.source}, {len(methods)} methods"
+    with bar() as report:
+        return ask_all(
+            model, questions, methods, max_new_tokens, target / "answers.jsonl", report=report,
+            predict=lambda seconds: note(f"{amount}; predicted: about {duration(seconds)}"),
+        )  # fmt: skip
+
+
+def _write(made: dict[str, Any], target: Path, *, as_json: bool) -> None:
+    """The report as a file, a plot, and tables or JSON on stdout."""
+    from vtx.exporter.common.files import write_json
+    from vtx.exporter.evaluation.plots import draw_report
+    from vtx.exporter.evaluation.report import in_tables
+
     write_json(target / "report.json", made)
     try:
         draw_report(made, target / "pareto.png")
     except DeviceError as e:
         note(f"no plot: {e}; run again then, nothing is asked twice")
     click.echo(json.dumps(made, ensure_ascii=False) if as_json else in_tables(made))
-    note(f"answers, report and plot are in {target}")
