@@ -69,6 +69,14 @@ class Builder:
         self._nodes.append(node)
         return node.outputs
 
+    def declared(self, x: ir.Value, *shape: int | str) -> ir.Value:
+        """A float32 result with the shape that no engine infers.
+
+        onnxruntime plans its memory by names of sizes: without them it takes twice as long to load a stage.
+        """
+        x.type, x.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+        return x
+
     def constant(self, array: NDArray[Any] | Sequence[int]) -> ir.Value:
         """A small constant, stored in the graph itself. A list becomes int64."""
         data = np.asarray(array, np.int64) if not isinstance(array, np.ndarray) else array

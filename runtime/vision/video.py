@@ -182,6 +182,8 @@ class _File:
                     f"{self._name} takes {float(seconds):,.0f} seconds, the limit is {MAX_VIDEO_SECONDS:,}; cut it"
                 )
             context = stream.codec_context
+            if context is None:  # the file ends before it says how frames are coded
+                self._damaged(0)
             codec = DECODERS.get(context.name, context.name)
             if codec not in CODECS:
                 raise ImageError(f"{self._name} is coded as {codec!r:.40}; vtx decodes {', '.join(CODECS)}; convert it")

@@ -63,7 +63,8 @@ def _resolve(content: str, image_id: int, template: str) -> str:
         Path(folder, "tokenizer.json").write_text(content, encoding="utf-8")
         Path(folder, "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
         Path(folder, "config.json").write_text("{}")
-        request = {"folder": folder, "name": "m", "image_token_id": image_id, "end_ids": [2], "template": template}
+        ids = {"image_token_id": image_id, "video_token_id": None, "end_ids": [2]}
+        request = {"folder": folder, "name": "m", "template": template, **ids}
         resolve(request)
     return "sound"
 

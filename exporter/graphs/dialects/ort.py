@@ -106,7 +106,7 @@ class OrtAttention:
         self._presents: list[tuple[ir.Value, str]] = []
 
     def split(self, x: ir.Value, heads: int) -> ir.Value:
-        return self._b.op("Reshape", x, self._apart)
+        return self._b.declared(self._b.op("Reshape", x, self._apart), "batch", "each", heads * self._c.head_dim)
 
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
         return self._b.op("RotaryEmbedding", x, *self._rope, domain=MICROSOFT, num_heads=heads)
@@ -134,7 +134,8 @@ class OrtAttention:
         return [*skipped, *scales], attributes
 
     def join(self, x: ir.Value) -> ir.Value:
-        return self._b.reshape(x, -1, self._c.heads * self._c.head_dim)
+        width = self._c.heads * self._c.head_dim
+        return self._b.declared(self._b.reshape(x, -1, width), "tokens", width)
 
     def finish(self) -> None:
         for present, name in self._presents:

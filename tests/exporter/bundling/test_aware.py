@@ -193,9 +193,9 @@ def test_the_search_finds_what_a_plain_statement_over_transformers_rows_finds(
     folder = with_outliers(tiny_checkpoint(tiny), tmp_path / "ck")
     plan = plan_export(options(folder, precision))
     found = measure_factors(plan, ActivationAware(DATA), bundles.IGNORE)
-    assert (found.record["items"], found.record["data"]) == (3, "a few pictures")
+    assert (found.record.items, found.record.data) == (3, "a few pictures")
     rows, vision = inputs_of_matrices(Judge(folder), DATA)
-    assert found.record["rows"] == len(vision)
+    assert found.record.rows == len(vision)
     weights, text, scaled = CheckpointWeights(plan.checkpoint), plan.config.text, 0
     for group in itertools.chain.from_iterable(channels(text, layer) for layer in range(1, 5)):
         matrices = [weights.read(name).numpy() for name in group.readers]
@@ -410,7 +410,7 @@ def test_questions_that_do_not_fit_are_counted_and_too_many_refused(tiny_checkpo
     long = Item((random_image(9),), "what " * 300)
     few = Data("mixed", (*DATA.items, DATA.items[0], DATA.items[1], long))
     plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=few))
-    assert measure_factors(plan, ActivationAware(few), bundles.IGNORE).record["skipped"] == 1
+    assert measure_factors(plan, ActivationAware(few), bundles.IGNORE).record.skipped == 1
     with pytest.raises(RequestError, match="cannot be used"):
         measure_factors(plan, ActivationAware(Data("mixed", (DATA.items[0], long))), bundles.IGNORE)
 
