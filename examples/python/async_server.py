@@ -49,8 +49,10 @@ async def run(bundle: Path, image: Path, port: int) -> None:
     with vtx.load(bundle) as model:
         server = await asyncio.start_server(Server(model, image).serve, "localhost", port)
         print(f"listening on port {server.sockets[0].getsockname()[1]}", flush=True)
-        async with server:
-            await server.serve_forever()
+        try:
+            await asyncio.Event().wait()
+        finally:  # no wait_closed: from Python 3.12 on it waits until every client has left
+            server.close()
 
 
 def main() -> None:
