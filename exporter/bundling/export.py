@@ -70,7 +70,8 @@ def run_export(
         sync(folder)
         with alone_in(out.parent):
             put_in_place(folder, out, force)
-    return Bundle.open(out, check=False)
+            made = Bundle.open(out, check=False)  # before another export may replace it
+    return made
 
 
 def _ready(plan: Plan, out: Path, force: bool) -> Path:
