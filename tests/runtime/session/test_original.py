@@ -11,8 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.exported import Models, greedy, prompt
+from tests.support.exported import Models, prompt
 from tests.support.original import counterpart
+from tests.support.parity import STEPS, TOLERANCE, assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID
@@ -20,8 +21,6 @@ from vtx.runtime.api.options import Options
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
 
-STEPS = 6
-TOLERANCE = 2e-5
 WIDE, HIGH = (150, 60), (40, 90)
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
@@ -91,16 +90,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
         inputs, asked = judged(judge, tiny, messages, images), prompt(model, messages, images)
         wanted_ids = [IMAGE_TOKEN_ID if id == judge.image_token else id for id in inputs["input_ids"][0].tolist()]
         assert asked.ids.tolist() == wanted_ids
-        ids, logits = judge.generate_hf(inputs, STEPS)
-        for k in (None, 3, 5):
-            wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
-            assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
-            assert found.ids == wanted.ids
-            np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-            assert list(found.done.slots) == judge.kv_slots(inputs, k)
-            if k is None:
-                assert found.ids == ids
-                np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_parity(model, judge, inputs, asked)
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import export
-from tests.support.exported import Models, greedy, prompt
+from tests.support.exported import Models, prompt
+from tests.support.parity import STEPS, TOLERANCE, assert_parity
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
@@ -20,8 +21,6 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
 
-STEPS = 6
-TOLERANCE = 2e-5
 WIDE, HIGH = (150, 60), (40, 90)
 TINY = Tiny(family="llava_next", context=512)
 VARIANTS = {
@@ -59,16 +58,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     messages = prompt_messages(QUESTION, len(images))
     inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
     assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    ids, logits = judge.generate_hf(inputs, STEPS)
-    for k in (None, 3, 5):
-        wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
-        assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
-        assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-        assert list(found.done.slots) == judge.kv_slots(inputs, k)
-        if k is None:
-            assert found.ids == ids
-            np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_parity(model, judge, inputs, asked)
 
 
 @pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL], ids=lambda tiny: tiny.family)

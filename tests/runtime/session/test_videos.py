@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.exported import Models, greedy, prompt
+from tests.support.exported import Models, prompt
+from tests.support.parity import STEPS, TOLERANCE, assert_parity
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from vtx.runtime.api.load import load
@@ -17,8 +18,6 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, ImageError, RequestError
 from vtx.runtime.vision.video import Video, load_frames, sampled, video
 
-STEPS = 6
-TOLERANCE = 2e-5
 QUESTION = "What is the colour of the square in the picture?"
 VIDEO_LLAVA = Tiny(family="video_llava", context=768)
 NEXT_VIDEO = Tiny(family="llava_next_video", context=512)
@@ -54,16 +53,7 @@ def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement
     inputs, asked = judge.inputs(messages, pictures, pixels), prompt(model, messages, [*pictures, *videos])
     ids = inputs["input_ids"][0]
     assert asked.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
-    ids, logits = judge.generate_hf(inputs, STEPS)
-    for k in (None, 3, 5):
-        wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
-        assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
-        assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-        assert list(found.done.slots) == judge.kv_slots(inputs, k)
-        if k is None:
-            assert found.ids == ids
-            np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_parity(model, judge, inputs, asked)
 
 
 @pytest.mark.parametrize("k", [None, 5])

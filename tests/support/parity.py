@@ -1,0 +1,29 @@
+"""One statement of parity, for every family: transformers without withdrawal, and plain VTW at two K."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.support.exported import greedy
+from tests.support.reference import Reference
+from vtx.runtime.api.model import Model
+from vtx.runtime.session.session import Prompt
+
+STEPS = 6
+TOLERANCE = 2e-5
+
+
+def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt) -> None:
+    """Ids, logits and slots of `model`, exported for K = 3 and 5, are those of `judge` for the same prompt."""
+    ids, logits = judge.generate_hf(inputs, STEPS)
+    for k in (None, 3, 5):
+        wanted, found = judge.greedy(inputs, k, STEPS), greedy(model, asked, k, STEPS)
+        assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert list(found.done.slots) == judge.kv_slots(inputs, k)
+        if k is None:
+            assert found.ids == ids
+            np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
