@@ -463,20 +463,6 @@ def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
         on_cluster(address, tiny_checkpoint(TINY), source, make_work(tmp_path, source, items(4)))
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A head that computes nothing, and two workers of one core."""
-    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_health_check_period_ms", "500")):
-        monkeypatch.setenv(name, value)
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    made.workers = [made.add_node(num_cpus=1) for _ in range(2)]
-    made.wait_for_nodes()
-    yield made
-    made.shutdown()
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.skipif(not RAY, reason='ray is not installed; pip install "vtx-edge[ray]"')
