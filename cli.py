@@ -90,6 +90,10 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
 @click.option("--seed", type=int, help="For the same answer again when the temperature is above 0.")
+@click.option(
+    "--prompt-lookup", type=int, default=0, metavar="N",
+    help="Draft up to N tokens from the prompt and the answer so far and verify them in one pass [default: 0, none].",
+)  # fmt: skip
 @device_option
 @compute_option
 @threads_option
@@ -101,7 +105,7 @@ def run(
     more: tuple[str, ...], videos: tuple[str, ...], frames: int | None, fit: str | None, max_tiles: int | None,
     image_formats: str, text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
-    seed: int | None, device: str, compute: str | None, threads: int | None,
+    seed: int | None, prompt_lookup: int, device: str, compute: str | None, threads: int | None,
     force: bool, require_signature: Path | None,
 ) -> None:  # fmt: skip
     """Answer questions about an image or a video. Several questions reuse it."""
@@ -112,7 +116,8 @@ def run(
     from vtx.runtime.api.options import Options
     from vtx.runtime.session.sampling import Sampling
 
-    options = Options(max_new_tokens, ignore_eos, Sampling(temperature, top_p, top_k, seed), gate_threshold)
+    sampling = Sampling(temperature, top_p, top_k, seed)
+    options = Options(max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup)
     names = [*images, *more, *videos]
     formats = image_formats.split(",")
     pictures = _read([*images, *more], videos, formats, reduce, frames)

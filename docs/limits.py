@@ -75,6 +75,7 @@ TABLES = [
         ("What a product in a chat template makes", "runtime.prompt.template", "MAX_PRODUCT",
          "characters, items or bits"),
         ("Stop strings", "runtime.api.options", "MAX_STOPS", "strings"),
+        ("Tokens that prompt lookup drafts for one pass", "runtime.api.options", "MAX_DRAFT", "tokens"),
         ("Most likely tokens that are given in one place", "runtime.api.options", "MAX_LIKELY", "tokens"),
         ("The spec of a reduction", "runtime.policies.spec", "MAX_SPEC", "characters"),
         ("A whole number in it", "runtime.policies.spec", "MAX_NUMBER", ""),

@@ -30,6 +30,7 @@ class Stats:
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
     `device` computes in `compute`, f32 or bf16, with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
+    `drafted` tokens were looked up in the prompt and the answer, `accepted` of them were right; None without lookup.
     `reduce` is the canonical spec of the reductions, and `reduced` what they did; None where there are none.
     Where the prompt was stopped before its first token, per-layer lists are empty and counts 0.
     """
@@ -52,6 +53,8 @@ class Stats:
     gate: tuple[Decision, ...] | None = None
     reduce: str = "none"
     reduced: ReductionReport | None = field(default=None, repr=False)
+    drafted: int | None = None
+    accepted: int | None = None
 
     def __str__(self) -> str:
         times = self.timings_ms
@@ -90,4 +93,5 @@ class Answer:
         facts |= facts.pop("reduced") or {}
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
-        return facts if facts["gate"] is not None else {k: v for k, v in facts.items() if k != "gate"}
+        unasked = {name for name in ("gate", "drafted", "accepted") if facts[name] is None}
+        return {name: value for name, value in facts.items() if name not in unasked}

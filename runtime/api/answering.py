@@ -18,6 +18,7 @@ from vtx.runtime.api.turns import Ended, Request
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.make import decisions
 from vtx.runtime.policies.policy import Policy
+from vtx.runtime.prompt.lookup import PromptLookup
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.session.assemble import make_prompt, selecting_text
 from vtx.runtime.session.clock import Clock
@@ -75,6 +76,7 @@ class AnswerInProgress:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._likely: list[Likely] = []
+        self._lookup: PromptLookup | None = None
         self._output = TextOutput(model.text.stream(), question.options.stop)
 
     def pieces(self) -> Generator[str]:
@@ -138,8 +140,12 @@ class AnswerInProgress:
                 self._likely.append(most_likely(logits, options.top_logprobs))
             return token
 
+        if options.prompt_lookup:
+            self._lookup = PromptLookup(prompt.ids[~prompt.is_vision].tolist(), options.prompt_lookup)
         limit, check = options.max_new_tokens, self.request.check
-        tokens = generate(session, result.logits, sample, end_ids=end_ids, max_new_tokens=limit, check=check)
+        tokens = generate(
+            session, result.logits, sample, end_ids=end_ids, max_new_tokens=limit, check=check, lookup=self._lookup
+        )
         for token in tokens:
             self._clock.token()
             ids.append(token)
@@ -180,4 +186,6 @@ class AnswerInProgress:
             gate=None if gate is None else tuple(gate),
             reduce=to_spec(policy.reductions),
             reduced=reduced(policy, result) if result else None,
+            drafted=self._lookup.drafted if self._lookup else None,
+            accepted=self._lookup.accepted if self._lookup else None,
         )

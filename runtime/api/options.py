@@ -14,6 +14,7 @@ from vtx.runtime.session.sampling import Sampling
 K = int | str | None
 DEFAULT = "default"
 MAX_STOPS = 16
+MAX_DRAFT = 64  # tokens that are verified in one pass
 MAX_LIKELY = 20  # tokens that log probabilities are given of in one place
 
 
@@ -29,6 +30,9 @@ class Options:
         stop: strings at whose first occurrence the answer ends; they are not part of its text.
         logprobs: give the log probability of each token of the answer.
         top_logprobs: with it, that of so many of the most likely tokens in its place.
+        prompt_lookup: look up what may come next in the prompt and the answer so far, and verify drafts of at most so
+            many tokens in one pass; 0: do not. The tokens are those that come without, up to logits that differ in
+            their last digits.
         timeout: seconds from the first read of an answer, waiting for others included, to its end; None: no limit.
 
     Raises:
@@ -44,6 +48,7 @@ class Options:
     logprobs: bool = False
     timeout: float | None = None
     top_logprobs: int = 0
+    prompt_lookup: int = 0
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -58,6 +63,9 @@ class Options:
             raise RequestError(f"top_logprobs is {self.top_logprobs}; at most {MAX_LIKELY} are given")
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs} without logprobs; ask for logprobs, too")
+        check_whole("prompt_lookup", self.prompt_lookup, 0)
+        if self.prompt_lookup > MAX_DRAFT:
+            raise RequestError(f"prompt_lookup is {self.prompt_lookup}; drafts have at most {MAX_DRAFT} tokens")
         object.__setattr__(self, "stop", _stops(self.stop))
         if self.timeout is not None:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
@@ -73,6 +81,7 @@ class OptionKeywords(TypedDict, total=False):
     stop: str | tuple[str, ...] | list[str]
     logprobs: bool
     top_logprobs: int
+    prompt_lookup: int
     timeout: float | None
     temperature: float
     top_p: float

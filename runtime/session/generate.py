@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import BatchBackend
+from vtx.runtime.prompt.lookup import PromptLookup
 from vtx.runtime.session.session import Session
 
 Sample = Callable[[NDArray[np.float32]], int]
@@ -21,22 +22,37 @@ def generate(
     end_ids: Collection[int],
     max_new_tokens: int,
     check: Callable[[], None] = lambda: None,
+    lookup: PromptLookup | None = None,
 ) -> Iterator[int]:
     """Yield token ids after a prefill that gave `logits`, the end token included.
 
     Stops there, after `max_new_tokens`, or when the context is full. `check` is called before each further token and
     may raise, to stop there. While a token is given that will be decoded, it is the session's `next_token`.
+    `lookup` drafts tokens, which are then verified in one pass: each is sampled from its own logits as without, and
+    the first that differs from the draft ends it. Such an answer is not computed together with others.
     """
     for left in reversed(range(max_new_tokens)):
         token = sample(logits)
         ends = not left or token in end_ids or session.length + 1 >= session.capacity
-        session.next_token = None if ends else token
+        session.next_token = None if ends or lookup else token
+        if ends:
+            session.forget_draft()
         yield token
         session.next_token = None
         if ends:
             return
         check()
-        logits = session.decode(token)
+        logits = session.decode(token) if lookup is None else _verified(session, lookup, token, left - 1)
+
+
+def _verified(session: Session, lookup: PromptLookup, token: int, most: int) -> NDArray[np.float32]:
+    """The logits [vocab] after a token: those of a draft that foresaw it, else of a pass with another draft."""
+    lookup.push(token)
+    logits = session.accept(token)
+    if logits is None:
+        return session.decode(token, lookup.draft(min(most, session.draft_room)))
+    lookup.accept()
+    return logits
 
 
 def decode_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:

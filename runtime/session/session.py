@@ -9,6 +9,7 @@ the answer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -60,6 +61,7 @@ class Session:
         self._check: Callable[[], None] = _never
         self.next_token: int | None = None  # what `decode` will be given next, where that is certain
         self._ahead: NDArray[np.float32] | None = None  # logits [vocab] after it, run together with other sessions
+        self._drafts = deque[tuple[int, NDArray[np.float32]]]()  # tokens that ran on trial, the logits after each
 
     @property
     def capacity(self) -> int:
@@ -113,6 +115,7 @@ class Session:
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = _check_ends_with_text(prompt)
         self._check, self.next_token, self._ahead = check, None, None
+        self._drafts.clear()  # every stage's cache is cut to what is known before it runs
         try:
             prefix = self.caches.prefix
             known = prompt.prefix_key == prefix.key
@@ -126,20 +129,50 @@ class Session:
         finally:
             self._check = _never
 
-    def decode(self, token: int) -> NDArray[np.float32]:
-        """Run one more token, where it has not run ahead, and return the logits [vocab] after it."""
+    def decode(self, token: int, draft: Sequence[int] = ()) -> NDArray[np.float32]:
+        """Run one more token, where it has not run ahead, and return the logits [vocab] after it.
+
+        The tokens of a `draft` run behind it in the same pass, on trial: `accept` has the logits after them.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             assert token == self._suffix[-1], "another token ran ahead"
             return ahead
-        self._check_room(self.length)
-        hidden = self._backend.embed(np.array([token], np.int64))
+        assert not self._drafts, "a draft is neither accepted nor forgotten"
+        self._check_room(self.length + len(draft))
+        hidden = self._backend.embed(np.array([token, *draft], np.int64))
         for number in range(len(self._stages)):
-            position = np.array([self.next_position(number)], np.int64)
-            hidden = self.caches.cache(number).append(hidden, position)
+            first = self.next_position(number)
+            hidden = self.caches.cache(number).append(hidden, np.arange(first, first + len(hidden), dtype=np.int64))
         self._suffix.append(token)
-        logits: NDArray[np.float32] = self._backend.head(hidden)[0]
-        return logits
+        logits = self._backend.head(hidden)
+        self._drafts.extend(zip(draft, logits[1:], strict=True))
+        first_logits: NDArray[np.float32] = logits[0]
+        return first_logits
+
+    def accept(self, token: int) -> NDArray[np.float32] | None:
+        """The logits [vocab] after a token that is the next one of the draft; None where it is not.
+
+        Then the draft leaves the caches, and the token has yet to be decoded.
+        """
+        if not self._drafts or self._drafts[0][0] != token:
+            self.forget_draft()
+            return None
+        self._suffix.append(token)
+        return self._drafts.popleft()[1]
+
+    def forget_draft(self) -> None:
+        """Have what is left of a draft leave the caches."""
+        if self._drafts:
+            count = len(self._drafts)
+            self._drafts.clear()
+            for cache in self.decoding_caches:
+                cache.keep(cache.length - count)
+
+    @property
+    def draft_room(self) -> int:
+        """The most tokens of a draft behind the next token."""
+        return max(0, self.capacity - 2 - self.length)
 
     # ---- decoding together with other sessions -----------------------------------------------------------------------
 
