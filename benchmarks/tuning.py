@@ -1,8 +1,9 @@
 """What `vtx-tune` gains on one model: `python benchmarks/tuning.py --model build/sibling/model --data build/scenes`.
 
 Two targets by three seeds, then, at the first target and seed, each term of the loss alone, and 100, 1,000 and 10,000
-items. Every run is judged on items of its own held out, at every K, before and after. Runs resume, and one that is
-done is not done again; `--out`/tuning.json has all of them, the table one line each.
+items. All take the same number of steps, so fewer items are seen more often. Every run is judged on items held out, at
+every K, before and after. Runs resume, and one that is done is not done again; `--out`/tuning.json has all of them, the
+table one line each.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from vtx.exporter.common.files import write_json
 from vtx.exporter.tuning.options import Depths, LossWeights, Packing, Schedule, TuneOptions
 from vtx.exporter.tuning.tune import tune
 
+QUESTIONS = 10  # about each image, as demo/questions.py writes them
 TERMS = {"both": LossWeights(), "kl": LossWeights(ce=0.0), "ce": LossWeights(kl=0.0)}
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, TuneOptions]]:
     base = TuneOptions(
         Depths.parse(args.targets[0]), str(args.model), str(args.data), items=args.items[1], held_out=args.held_out,
-        schedule=Schedule(lr=args.lr, epochs=args.epochs, batch=args.batch), packing=Packing(10, max_new_tokens=8),
+        schedule=Schedule(lr=args.lr, epochs=epochs(args, args.items[1]), batch=args.batch),
+        packing=Packing(QUESTIONS, max_new_tokens=8),
     )  # fmt: skip
     for target in args.targets:
         for seed in range(args.seeds):
@@ -33,7 +36,13 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, TuneOptions]]:
     for name in ("kl", "ce"):
         yield f"k{args.targets[0]}-{name}-alone", replace(base, weights=TERMS[name])
     for items in (args.items[0], args.items[2]):
-        yield f"k{args.targets[0]}-items{items}", replace(base, items=items)
+        schedule = replace(base.schedule, epochs=epochs(args, items))
+        yield f"k{args.targets[0]}-items{items}", replace(base, items=items, schedule=schedule)
+
+
+def epochs(args: argparse.Namespace, items: int) -> float:
+    """So many that `--steps` steps are made: a row is an image with its questions."""
+    return args.steps * args.batch / (items / QUESTIONS)
 
 
 def line(name: str, report: dict[str, Any]) -> str:
@@ -54,7 +63,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, nargs=3, default=[100, 1000, 10_000])
     parser.add_argument("--held-out", type=int, default=500)
     parser.add_argument("--lr", type=float, default=2e-3, help="for a model as small as the demo's")
-    parser.add_argument("--epochs", type=float, default=4.0)
+    parser.add_argument("--steps", type=int, default=100, help="of each run")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--only", help="runs whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("build/tuning"))
