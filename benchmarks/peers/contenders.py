@@ -16,7 +16,8 @@ from benchmarks.peers.contract import TORCH, Precision, Result, Work
 from benchmarks.peers.worker import MARK
 
 US = "vtx"
-RIVALS = (US, "transformers", "openvino", "openvino_cdpruner", "llamacpp", "ortgenai")
+CPP = "libvtx"  # us, too: the same bundles in C++
+RIVALS = (US, CPP, "transformers", "openvino", "openvino_cdpruner", "llamacpp", "ortgenai")
 USUAL = (US, f"{US}/9", *RIVALS[1:])  # the checkpoint made by default has 16 layers
 KINDS = {"f16": "bf16", "q8_0": "int8", "q4_0": "int4"}  # what a rival's own word is compared with
 ROOT = Path(__file__).resolve().parents[2]

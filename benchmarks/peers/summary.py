@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from benchmarks.peers.contenders import US, Contender
+from benchmarks.peers.contenders import CPP, US, Contender
 from benchmarks.peers.contract import Result
 from benchmarks.peers.table import Rounds, series
 
@@ -40,7 +40,7 @@ def best(rounds: Rounds) -> list[list[str]]:
     """Head and a row for each of ours that has a rival of its kind."""
     rows = [["precision", "vtx", *(head for head, *_ in FIGURES.values())]]
     for ours in rounds:
-        rivals = [c for c in rounds if c.rival != US and c.kind == ours.kind]
+        rivals = [c for c in rounds if c.rival not in (US, CPP) and c.kind == ours.kind]
         if ours.rival == US and rivals:
             rows.append([ours.kind, ours.precision, *(_beside(ours, name, rivals, rounds) for name in FIGURES)])
     return rows

@@ -25,6 +25,7 @@ class LoadOptions(c.Structure):
         ("fit", c.c_char_p),
         ("compute", c.c_char_p),
         ("max_tiles", c.c_int32),
+        ("require_signature", c.c_char_p),
     )
 
 

@@ -2,7 +2,7 @@
 //
 //   tokenize FILE             texts on stdin, a JSON string a line; ids, their text, and the pieces of streaming it
 //   resize W H W2 H2 FILTER   RGB on stdin, resized RGB on stdout
-//   buffer FORMAT W H STRIDE  a buffer of rgb8, bgr8, rgba8, bgra8, gray8 or nv12 on stdin, its RGB on stdout
+//   buffer FORMAT W H STRIDE  a buffer of rgb8, bgr8, rgba8, bgra8, gray8, nv12 or yuyv on stdin, its RGB on stdout
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
 //   sha256                    of stdin, by the processor's instructions where it has them, and without
 //   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
@@ -61,7 +61,8 @@ void resize(char** values) {
 void buffer(char** values) {
   static const std::map<std::string, PixelFormat> kFormats{{"rgb8", PixelFormat::rgb8},   {"bgr8", PixelFormat::bgr8},
                                                            {"rgba8", PixelFormat::rgba8}, {"bgra8", PixelFormat::bgra8},
-                                                           {"gray8", PixelFormat::gray8}, {"nv12", PixelFormat::nv12}};
+                                                           {"gray8", PixelFormat::gray8}, {"nv12", PixelFormat::nv12},
+                                                           {"yuyv", PixelFormat::yuyv}};
   std::string bytes = read(std::cin);
   int width = std::stoi(values[1]), height = std::stoi(values[2]);
   size_t stride = std::stoul(values[3]);

@@ -32,6 +32,8 @@ constexpr char kHelp[] =
     "  --device auto|cpu|openvino|tensorrt\n"
     "  --compute TYPE          The type of the arithmetic [default: the device's].\n"
     "  --library PATH          The engine's library: a file or a directory.\n"
+    "  --require-signature PUBKEY\n"
+    "                          Use the bundle only if the private half of this Ed25519 key (PEM) signed it.\n"
     "  --threads N             [default: all cores]\n"
     "  --repeat N              Ask everything N times; for measurements.\n";
 
@@ -108,6 +110,8 @@ Arguments parse(int count, char** values) {
       out.load.device = next();
     else if (word == "--max-tiles")
       out.load.max_tiles = static_cast<int>(whole());
+    else if (word == "--require-signature")
+      out.load.require_signature = next();
     else if (word == "--compute")
       out.load.compute = next();
     else if (word == "--library")

@@ -8,9 +8,11 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from tests.support.cpp import BUILD, needs_cpp, onnxruntime
+from tests.support.cpp import BUILD, needs_cpp, onnxruntime, output
 from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
 
@@ -19,6 +21,10 @@ pytestmark = [
     pytest.mark.skipif(not (BUILD / "examples").exists(), reason="this build of libvtx has no examples: make cpp"),
 ]
 
+needs_video4linux = pytest.mark.skipif(
+    not Path("/usr/include/linux/videodev2.h").exists() or shutil.which("cc") is None,
+    reason="there are no headers of Video4Linux, or no C compiler",
+)
 ROOT = Path(__file__).parents[3]
 QUESTIONS = "red?", "How many circle shapes are there?"
 ENVIRONMENT = {**os.environ, "VTX_ONNXRUNTIME": onnxruntime()}
@@ -53,13 +59,58 @@ def test_the_example_camera_answers_about_frames_and_goes_on_after_a_damaged_one
     for number in (1, 3):
         random_image(number).save(tmp_path / f"{number}.png")
     (tmp_path / "2.png").write_bytes(b"no picture")
-    command = [BUILD / "examples/vtx-example-camera", model.bundle.folder, tmp_path, "red?"]
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, env=ENVIRONMENT)
+    run = camera(model, tmp_path)
     assert run.returncode == 0, run.stderr
     with model.open(tmp_path / "3.png") as conversation:  # the last frame is always answered
         text = conversation.ask("red?", max_new_tokens=32).text
     assert run.stdout.endswith(f"{tmp_path}/3.png: {text}\n")
     assert "frames were replaced by newer ones" in run.stderr
+
+
+def camera(model: Model, device: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [BUILD / "examples/vtx-example-camera", model.bundle.folder, device, "red?"]
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, env={**ENVIRONMENT, **variables})
+
+
+@needs_video4linux
+def test_what_is_no_camera_is_named(model: Model, tmp_path: Path) -> None:
+    for device, message in (
+        (tmp_path / "video9", "video9 cannot be opened (No such file or directory); ls /dev/video* shows the cameras"),
+        (Path("/dev/null"), "/dev/null is not a camera (Inappropriate ioctl for device)"),
+    ):
+        run = camera(model, device)
+        assert (run.returncode, run.stdout) == (1, "")
+        assert message in run.stderr
+
+
+@needs_video4linux
+@pytest.mark.parametrize("kind", ["YUYV", "NV12", "MJPG", "H264"])
+def test_the_whole_frames_of_a_camera_are_answered_until_it_is_gone(model: Model, tmp_path: Path, kind: str) -> None:
+    side, stride, length = 60, 128, 16384
+    device, shown, shim = tmp_path / "video0", tmp_path / "seen.png", tmp_path / "v4l2.so"
+    done("cc", "-shared", "-fPIC", "-o", shim, ROOT / "tests/support/standin/v4l2.c")
+    if kind == "MJPG":
+        shown = tmp_path / "seen.jpg"
+        random_image(5).save(shown)
+        frame = shown.read_bytes()
+    else:
+        rows = side if kind == "YUYV" else side * 3 // 2
+        frame = np.random.default_rng(5).integers(0, 256, (rows, stride), np.uint8).tobytes()
+        format = kind.lower() if kind != "H264" else "nv12"
+        rgb = output("probe", "buffer", format, str(side), str(side), str(stride), stdin=frame)
+        Image.frombytes("RGB", (side, side), rgb).save(shown)
+    device.write_bytes(frame.ljust(length, b"\0") + bytes(length))
+    sizes = {"STANDIN_SIDE": side, "STANDIN_STRIDE": stride, "STANDIN_LENGTH": length, "STANDIN_USED": len(frame)}
+    said = {name: str(value) for name, value in sizes.items()} | {"STANDIN_FOURCC": kind, "LD_PRELOAD": str(shim)}
+    run = camera(model, device, **said)
+    assert run.returncode == 1
+    if kind == "H264":
+        assert "gives frames neither in YUYV nor in NV12 nor in MJPEG" in run.stderr
+        return
+    with model.open(shown) as conversation:
+        text = conversation.ask("red?", max_new_tokens=32).text
+    assert run.stdout == f"{device}: {text}\n"
+    assert "video0 gives no frames (No such device); was it pulled out?" in run.stderr
 
 
 @pytest.mark.slow

@@ -168,18 +168,24 @@ def test_buffers_with_a_stride_have_the_pixels_that_arrays_have_in_python(kind: 
     np.testing.assert_array_equal(rgb_of(kind, plane, width, height), want)
 
 
-def test_nv12_frames_with_a_stride_have_the_colours_of_bt601() -> None:
+@pytest.mark.parametrize("kind", ["nv12", "yuyv"])
+def test_frames_of_cameras_with_a_stride_have_the_colours_of_bt601(kind: str) -> None:
     width, height, gap = 38, 22, 10
-    random = np.random.default_rng(6)
-    plane = random.integers(0, 256, (height * 3 // 2, width + gap), np.uint8)
-    luma = plane[:height, :width].astype(float) - 16
-    chroma = plane[height:, :width].reshape(height // 2, width // 2, 2).repeat(2, 0).repeat(2, 1).astype(float) - 128
+    rows, across = (height * 3 // 2, width) if kind == "nv12" else (height, 2 * width)
+    plane = np.random.default_rng(6).integers(0, 256, (rows, across + gap), np.uint8)
+    seen = plane[:, :across].astype(float)
+    if kind == "nv12":
+        luma = seen[:height] - 16
+        chroma = seen[height:].reshape(height // 2, width // 2, 2).repeat(2, 0).repeat(2, 1) - 128
+    else:
+        luma = seen[:, ::2] - 16
+        chroma = seen[:, 1::2].reshape(height, width // 2, 2).repeat(2, 1) - 128
     blue, red = chroma[..., 0], chroma[..., 1]
     kr, kb = 0.299, 0.114  # BT.601; 219 and 224 steps of luma and chroma
     r, b = luma * 255 / 219 + red * 255 / 112 * (1 - kr), luma * 255 / 219 + blue * 255 / 112 * (1 - kb)
     g = (luma * 255 / 219 - kr * r - kb * b) / (1 - kr - kb)
     want = np.clip(np.stack([r, g, b], -1), 0, 255)
-    assert np.abs(rgb_of("nv12", plane, width, height) - want).max() < 2
+    assert np.abs(rgb_of(kind, plane, width, height) - want).max() < 2
 
 
 @pytest.mark.parametrize("size", [0, 1, 55, 56, 63, 64, 65, 191, 192, 193, 100_003])

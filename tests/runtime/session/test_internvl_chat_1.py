@@ -31,6 +31,7 @@ sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra 
 STEPS, TOLERANCE = 6, 2e-5
 TINY = Tiny(family="llava_llama", aspect="pad", context=1024, image=336, patch=42)  # 8 x 8 patches
 TRAINED = 224 // 42  # positions a side
+INTERNVIT = "InternViT-6B-224px"  # by which it is known
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 42}
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
@@ -74,6 +75,15 @@ def tower(folder: Path) -> Any:
     return model
 
 
+def with_internvit(folder: Path) -> Any:
+    """Give a checkpoint in LLaVA's layout InternVL-Chat 1.0's tower; returns transformers' own of its weights."""
+    config = json.loads((folder / "config.json").read_text())
+    named = folder / INTERNVIT
+    (folder / TOWER).rename(named)
+    write_json(folder / "config.json", config | {"mm_vision_tower": f"x/{INTERNVIT}", "mm_vision_select_layer": -2})
+    return tower(named)
+
+
 def pixels(images: list[Image.Image]) -> torch.Tensor:
     from transformers import LlavaImageProcessorPil
 
@@ -91,13 +101,7 @@ def test_a_bundle_answers_as_transformers_parts(
     tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(TINY), tmp_path / "checkpoint"))
-    config = json.loads((folder / "config.json").read_text())
-    named = folder / "InternViT-6B-224px"
-    (folder / TOWER).rename(named)
-    write_json(
-        folder / "config.json", config | {"mm_vision_tower": "x/InternViT-6B-224px", "mm_vision_select_layer": -2}
-    )
-    internvit, judge = tower(named), reference(counterpart(TINY))
+    internvit, judge = with_internvit(folder), reference(counterpart(TINY))
     embed, projector = judge.model.model.language_model.embed_tokens, judge.model.model.multi_modal_projector
     cut = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     made = export(folder, tmp_path / "bundle", (3, 5))
@@ -124,6 +128,7 @@ def test_a_bundle_answers_as_transformers_parts(
                     image = torch.cat([image, torch.tensor([False])])
         assert all(check.passed for check in check_golden(model))
     opened = open_checkpoint(str(folder))
+    named = folder / INTERNVIT
     write_json(named / "config.json", json.loads((named / "config.json").read_text()) | {"qkv_bias": True})
     assert read_config(opened.config).vision.position_grid == TRAINED
     with pytest.raises(UnsupportedModelError, match="vtx exports InternViT-6B only"):

@@ -7,7 +7,8 @@
  * Threads: a model may be used from any number of threads. A conversation computes one answer at a time, and a second
  * thread gets VTX_BUSY; vtx_cancel may be called from any thread. An answer does not change and may be read by all.
  *
- * Structs begin with their size, so that a program built against an older header runs with a newer library: fill them
+ * Structs begin with their size, so that a program built against an older header runs with a newer library, and one
+ * built against a newer header with an older library as long as it sets nothing that this one does not know: fill them
  * with the _init function, whose `size` is sizeof the struct, then set what should differ.
  */
 #ifndef VTX_VTX_H
@@ -63,6 +64,9 @@ typedef struct vtx_load_options {
   const char* fit;     /* images of another shape: "crop", "pad", "squash"; NULL: as in the model's training */
   const char* compute; /* the type of the arithmetic, such as "f32"; NULL: the engine's default */
   int32_t max_tiles;   /* where images are seen in tiles, the most of an image, the whole one counted; 0: the model's own */
+  const char* require_signature; /* the file of a public key (Ed25519, PEM): only a bundle that the private half signed
+                                    is loaded, after all its files were hashed. Needs OpenSSL's libcrypto, which is
+                                    found at run time. NULL: no signature is asked for */
 } vtx_load_options;
 
 VTX_API void vtx_load_options_init(vtx_load_options* options, size_t size);
@@ -84,7 +88,8 @@ typedef enum vtx_pixel_format {
   VTX_BGRA8 = 3,
   VTX_GRAY8 = 4,
   VTX_NV12 = 5, /* Y at data, pairs of U and V at data2, equally far apart; BT.601, limited range */
-  VTX_FILE = 6  /* data is a PNG or JPEG file of `bytes` bytes */
+  VTX_FILE = 6, /* data is a PNG or JPEG file of `bytes` bytes, such as a frame of MJPEG */
+  VTX_YUYV = 7  /* Y, U, Y, V for two pixels, as webcams give them; BT.601, limited range */
 } vtx_pixel_format;
 
 /* An image: a file by its path, or what lies in memory, which is copied. */

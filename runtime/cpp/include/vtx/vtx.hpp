@@ -46,6 +46,7 @@ inline void check(vtx_status status) {
 struct LoadOptions {
   std::string device = "auto", library, fit, compute;
   int threads = 0, max_tiles = 0;
+  std::optional<std::string> require_signature;  // the file of the public key that must have signed the bundle
 };
 
 struct AskOptions {
@@ -197,6 +198,7 @@ class Model {
     raw.library = options.library.empty() ? nullptr : options.library.c_str();
     raw.fit = options.fit.empty() ? nullptr : options.fit.c_str();
     raw.threads = options.threads, raw.max_tiles = options.max_tiles;
+    raw.require_signature = options.require_signature ? options.require_signature->c_str() : nullptr;
     raw.compute = options.compute.empty() ? nullptr : options.compute.c_str();
     vtx_model* model = nullptr;
     check(vtx_load(bundle.c_str(), &raw, &model));

@@ -78,7 +78,8 @@ void fill(Struct* given, size_t size, Struct defaults) {
   given->size = size;
 }
 
-// `given` as this library knows the struct; fields that an older header lacks keep their defaults.
+// `given` as this library knows the struct; fields that an older header lacks keep their defaults, and those of a newer
+// one must not be set: what they ask for would not be done.
 template <typename Struct>
 Struct known(const Struct* given, void (*init)(Struct*, size_t)) {
   Struct out;
@@ -86,6 +87,11 @@ Struct known(const Struct* given, void (*init)(Struct*, size_t)) {
   if (!given) return out;
   if (given->size < sizeof(size_t) || given->size > 1 << 16)
     vtxcore::fail(vtxcore::Kind::request, "a struct's size is ", given->size, "; fill it with its _init function first");
+  auto bytes = reinterpret_cast<const unsigned char*>(given);
+  for (size_t i = sizeof out; i < given->size; ++i)
+    if (bytes[i] != 0)
+      vtxcore::fail(vtxcore::Kind::request, "a struct sets a field that libvtx ", vtx_version(),
+                    " does not know; take a newer libvtx, or leave it out");
   std::memcpy(static_cast<void*>(&out), given, std::min(given->size, sizeof out));
   return out;
 }
@@ -120,10 +126,10 @@ vtxcore::Picture picture_of(const vtx_image& given) {
                     vtxcore::names::kMaxFileBytes);
     return vtxcore::decode_picture(std::string(static_cast<const char*>(image.data), image.bytes), "the image");
   }
-  static constexpr vtxcore::PixelFormat kFormats[] = {vtxcore::PixelFormat::rgb8,  vtxcore::PixelFormat::bgr8,
-                                                      vtxcore::PixelFormat::rgba8, vtxcore::PixelFormat::bgra8,
-                                                      vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::nv12};
-  if (image.format < 0 || image.format > VTX_NV12) vtxcore::fail(vtxcore::Kind::request, "the pixel format is unknown");
+  static constexpr vtxcore::PixelFormat kFormats[] = {
+      vtxcore::PixelFormat::rgb8,  vtxcore::PixelFormat::bgr8, vtxcore::PixelFormat::rgba8, vtxcore::PixelFormat::bgra8,
+      vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::nv12, vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::yuyv};
+  if (image.format < 0 || image.format > VTX_YUYV) vtxcore::fail(vtxcore::Kind::request, "the pixel format is unknown");
   auto second = static_cast<const uint8_t*>(image.data2);
   return vtxcore::from_buffer(data, second, image.width, image.height, image.stride, kFormats[image.format]);
 }
@@ -191,8 +197,14 @@ vtx_status vtx_load(const char* bundle, const vtx_load_options* given, vtx_model
     require(bundle, "the bundle");
     require(model, "the place for the model");
     vtx_load_options o = known(given, vtx_load_options_init);
-    vtxcore::LoadOptions options{text_or(o.device, "auto"), text_or(o.library, ""), o.threads,
-                                 text_or(o.compute, ""),    text_or(o.fit, ""),     o.max_tiles};
+    vtxcore::LoadOptions options{text_or(o.device, "auto"),
+                                 text_or(o.library, ""),
+                                 o.threads,
+                                 text_or(o.compute, ""),
+                                 text_or(o.fit, ""),
+                                 o.max_tiles,
+                                 {}};
+    if (o.require_signature) options.require_signature = o.require_signature;
     auto out = std::make_unique<vtx_model>();
     out->model = std::make_shared<vtxcore::Model>(bundle, options);
     out->json = model_json(*out->model);

@@ -15,10 +15,15 @@ LayoutPtr layout_of(const LayoutPtr& layout, size_t images) {
   return other ? other : layout;
 }
 
+std::optional<PublicKey> key_of(const LoadOptions& options) {
+  if (!options.require_signature) return std::nullopt;
+  return PublicKey(*options.require_signature);
+}
+
 }  // namespace
 
-Model::Model(const std::string& bundle, const LoadOptions& options) : bundle_(bundle), fit_(options.fit) {
-  auto start = std::chrono::steady_clock::now();
+Model::Model(const std::string& bundle, const LoadOptions& options)
+    : start_(std::chrono::steady_clock::now()), bundle_(bundle, key_of(options)), fit_(options.fit) {
   layout_ = read_layout(manifest().layout, manifest().model.tower);
   settings_for(*layout_, manifest().image, fit_);
   if (options.max_tiles != 0) layout_ = layout_->limited(options.max_tiles);
@@ -32,7 +37,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options) : bundle_(bu
     no_text_ = error.what();  // ids can still be asked about
   }
   if (manifest().text_tower) text_tower_ = std::make_unique<TextTower>(bundle_, *backend_);
-  std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+  std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start_;
   load_ms_ = took.count();
 }
 

@@ -1,6 +1,7 @@
 // A loaded bundle. One model serves any number of conversations and threads.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,6 +25,7 @@ struct LoadOptions {
   std::string compute;          // the type of the arithmetic; empty: the engine's default
   std::string fit;              // what becomes of images of another shape: "crop", "pad", "squash", or as in training
   int max_tiles = 0;            // most views of an image; 0: as many as the layout has
+  std::optional<std::string> require_signature;  // the file of the public key that must have signed the bundle
 };
 
 class Model {
@@ -48,6 +50,7 @@ class Model {
   Policy policy(const Options& options) const;
 
  private:
+  std::chrono::steady_clock::time_point start_;
   Bundle bundle_;
   std::string fit_;
   LayoutPtr layout_;

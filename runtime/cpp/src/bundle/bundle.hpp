@@ -2,24 +2,30 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "bundle/files.hpp"
 #include "bundle/manifest.hpp"
 #include "bundle/safetensors.hpp"
+#include "bundle/seal.hpp"
 
 namespace vtxcore {
 
 class Bundle {
  public:
-  // Reads the manifest, and checks every file's presence and size and the checksums of files up to 64 MB.
+  // Reads the manifest, and checks every file's presence and size and the checksums of files up to 64 MB. With a key
+  // the manifest's signature is verified before anything else is read or parsed, and every file is hashed.
   // Throws Error(bundle).
-  explicit Bundle(const std::string& path);
+  explicit Bundle(const std::string& path, std::optional<PublicKey> key = std::nullopt);
 
   const Manifest& manifest() const { return manifest_; }
   const std::string& folder() const { return folder_.path(); }
   // SHA-256 of vtx.json.
   const std::string& digest() const { return digest_; }
+  // The key that must have signed the bundle; null where none is asked for.
+  const PublicKey* key() const { return key_ ? &*key_ : nullptr; }
 
   // A file of at most `limit` bytes; these very bytes were compared with the manifest's checksum.
   std::string read(const std::string& name, int64_t limit) const;
@@ -35,6 +41,7 @@ class Bundle {
   void check(const std::string& name);
 
   Folder folder_;
+  std::optional<PublicKey> key_;
   std::string digest_;
   Manifest manifest_;
   std::map<std::string, Identity> checked_;

@@ -6,26 +6,21 @@
 #include <cstdlib>
 
 #include "bundle/fields.hpp"
-#include "bundle/sha256.hpp"
 
 namespace vtxcore {
 namespace {
 
 constexpr char kFolder[] = "engines", kRecord[] = "engines.json";
-constexpr int64_t kFormat = 1, kMaxRecord = 4 << 20, kMaxChecksum = 1 << 10;
+constexpr int64_t kFormat = 1, kMaxRecord = 4 << 20;
 
 std::string in_target(const std::string& target, const std::string& file) { return cat(kFolder, "/", target, "/", file); }
 
-// The record's content, whose checksum stands in a file beside it.
+// The record's content. It is written after the bundle was signed, so its signature is its own, by the same key.
 std::string read_record(const Bundle& bundle, const std::string& target) {
   Folder folder(bundle.folder());
   std::string name = in_target(target, kRecord), cure = build_command(bundle, target);
   if (!folder.exists(name)) fail(Kind::bundle, folder.path(), " holds no engines for ", target, "; ", cure);
-  std::string content = folder.read(name, kMaxRecord, false);
-  if (!folder.exists(name + ".sha256")) fail(Kind::bundle, name, ".sha256 is missing from the bundle; ", cure);
-  if (folder.read(name + ".sha256", kMaxChecksum, false) != sha256_hex(content) + "  " + kRecord + "\n")
-    fail(Kind::bundle, name, " was altered (its SHA-256 is not the one in ", name, ".sha256); ", cure);
-  return content;
+  return read_sealed(folder, name, kMaxRecord, cure + (bundle.key() ? " --sign KEY" : ""), bundle.key());
 }
 
 const Json::Object& object_of(Fields& fields, const char* key) {
@@ -167,7 +162,7 @@ File open_engine(const Bundle& bundle, const EngineSet& engines, const EngineRec
   if (file.size() != record.bytes)
     fail(Kind::bundle, record.file, " holds ", grouped(file.size()), " bytes of ", grouped(record.bytes), ", it is ",
          file.size() < record.bytes ? "cut short" : "too long", "; ", cure);
-  if (file.size() <= names::kQuickBytes && file.sha256() != record.sha256)
+  if ((bundle.key() || file.size() <= names::kQuickBytes) && file.sha256() != record.sha256)
     fail(Kind::bundle, record.file, " was altered after it was built (its SHA-256 differs); ", cure);
   return file;
 }

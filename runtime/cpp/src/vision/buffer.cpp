@@ -27,6 +27,7 @@ size_t channels(PixelFormat format) {
     case PixelFormat::bgra8: return 4;
     case PixelFormat::rgb8:
     case PixelFormat::bgr8: return 3;
+    case PixelFormat::yuyv: return 2;
     default: return 1;
   }
 }
@@ -43,6 +44,8 @@ Picture from_buffer(const uint8_t* data, const uint8_t* second, int width, int h
          each * static_cast<size_t>(width), "; give the stride in bytes");
   if (format == PixelFormat::nv12 && (width % 2 || height % 2))
     fail(Kind::image, "an NV12 frame of ", width, "x", height, " has an odd side; crop it to even ones");
+  if (format == PixelFormat::yuyv && width % 2)
+    fail(Kind::image, "a YUYV frame of ", width, "x", height, " has an odd width; crop it to an even one");
   Picture out(width, height);
   bool swapped = format == PixelFormat::bgr8 || format == PixelFormat::bgra8;
   for (int y = 0; y < height; ++y) {
@@ -54,6 +57,11 @@ Picture from_buffer(const uint8_t* data, const uint8_t* second, int width, int h
       if (format == PixelFormat::nv12) {
         const uint8_t* pair = chroma + static_cast<size_t>(x / 2) * 2;
         from_yuv(*from, pair[0], pair[1], to);
+        continue;
+      }
+      if (format == PixelFormat::yuyv) {  // Y of the one, U of both, Y of the other, V of both
+        const uint8_t* two = row + static_cast<size_t>(x / 2) * 4;
+        from_yuv(*from, two[1], two[3], to);
         continue;
       }
       for (size_t c = 0; c < 3; ++c) {

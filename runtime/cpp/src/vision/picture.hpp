@@ -29,10 +29,11 @@ struct Picture {
 void check_size(const std::string& name, int64_t width, int64_t height);
 
 // Layouts of camera frames and buffers.
-enum class PixelFormat { rgb8, bgr8, rgba8, bgra8, gray8, nv12 };
+enum class PixelFormat { rgb8, bgr8, rgba8, bgra8, gray8, nv12, yuyv };
 
 // A picture of the bytes at `data`, rows `stride` bytes apart. NV12: a plane of Y, then at `second` one of U and V in
-// pairs, rows equally far apart; BT.601, limited range. Alpha is shown over white. Throws Error(image).
+// pairs, rows equally far apart. YUYV: two pixels in four bytes. Both: BT.601, limited range. Alpha is shown over white.
+// Throws Error(image).
 Picture from_buffer(const uint8_t* data, const uint8_t* second, int width, int height, size_t stride, PixelFormat format);
 
 // A PNG or JPEG file, upright by its EXIF tag, transparency over white. Limits are checked before anything is decoded.

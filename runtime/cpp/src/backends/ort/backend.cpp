@@ -5,6 +5,7 @@
 
 #include "backends/ort/cache.hpp"
 #include "backends/tables.hpp"
+#include "base/parallel.hpp"
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -22,13 +23,7 @@ class OrtBackend : public Backend {
     device = "cpu", dialect = "ort", compute = options.compute;
     library = cat("onnxruntime ", ort_.version, " (", ort_.library().where(), ")");
     kv_slot_bytes = 2 * m_.model.kv_heads * m_.model.head_dim * m_.kv_bytes("ort");
-    const Graphs& graphs = m_.dialects.at("ort");
-    embed_ = load(graphs.embed, embed_io(m_));
-    head_ = load(graphs.head, head_io(m_));
-    for (size_t i = 0; i < m_.stages.size(); ++i)
-      stages_.push_back(load(graphs.stages[i], stage_io(m_, "ort", m_.stages[i].query, &m_.stages[i])));
-    for (size_t i = 0; i < m_.gates.size(); ++i) gates_[m_.gates[i]] = load(graphs.gates[i], gate_io(m_));
-    if (graphs.score) score_ = load(*graphs.score, score_io(m_, "ort"));
+    load_graphs();
     context_.score = score_.get();
     context_.constants = read_tables(bundle);
     for (const auto& [name, values] : context_.constants)
@@ -99,8 +94,29 @@ class OrtBackend : public Backend {
  private:
   using GraphPtr = std::unique_ptr<OrtGraph>;
 
-  GraphPtr load(const std::string& name, const GraphIO& io) {
-    return std::make_unique<OrtGraph>(ort_, bundle_, name, io, threads_);
+  GraphPtr load(const std::string& name, const GraphIO& io, int threads) {
+    return std::make_unique<OrtGraph>(ort_, bundle_, name, io, threads);
+  }
+  GraphPtr load(const std::string& name, const GraphIO& io) { return load(name, io, threads_); }
+
+  // All but those that only images and texts need. Small ones side by side: what making them takes beside the weights
+  // is then small, too. Embedding and gates are too little work to share among threads.
+  void load_graphs() {
+    const Graphs& graphs = m_.dialects.at("ort");
+    stages_.resize(m_.stages.size());
+    for (int64_t k : m_.gates) gates_[k];
+    std::vector<std::function<void()>> work;
+    for (size_t i = 0; i < m_.stages.size(); ++i)
+      work.emplace_back(
+          [&, i] { stages_[i] = load(graphs.stages[i], stage_io(m_, "ort", m_.stages[i].query, &m_.stages[i])); });
+    work.emplace_back([&] { embed_ = load(graphs.embed, embed_io(m_), 1); });
+    work.emplace_back([&] { head_ = load(graphs.head, head_io(m_)); });
+    for (size_t i = 0; i < m_.gates.size(); ++i)
+      work.emplace_back([&, i] { gates_.at(m_.gates[i]) = load(graphs.gates[i], gate_io(m_), 1); });
+    if (graphs.score) work.emplace_back([&] { score_ = load(*graphs.score, score_io(m_, "ort")); });
+    int64_t bytes = 0;
+    for (const auto& [name, file] : m_.files) bytes += file.bytes;
+    run_all(work, bytes <= names::kQuickBytes ? threads_ : 1);
   }
 
   OrtTensor over(const Rows& rows) {

@@ -130,6 +130,8 @@ OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::s
   set(api->SetInterOpNumThreads(options, 1));
   // The threads of a pool spin after a run; a bundle has a pool a stage, so they stop at once for the next one.
   set(api->AddSessionConfigEntry(options, "session.force_spinning_stop", "1"));
+  // While a session is made nothing ends their spinning, and they would take a core from the other sessions.
+  set(api->AddSessionConfigEntry(options, "session.intra_op.spin_duration_us", "50"));
   set(api->SetSessionLogSeverityLevel(options, ORT_LOGGING_LEVEL_FATAL));
   set(api->SetSessionGraphOptimizationLevel(options, ORT_ENABLE_ALL));
   set(api->DisableMemPattern(options));   // the number of tokens changes with every prompt

@@ -1,0 +1,33 @@
+// What vouches for vtx.json and engines.json, which vouch for all other files: a checksum, and maybe a signature.
+#pragma once
+
+#include <string>
+
+#include "bundle/files.hpp"
+#include "bundle/libcrypto.hpp"
+
+namespace vtxcore {
+
+inline constexpr char kChecksum[] = ".sha256", kSignature[] = ".sig";
+
+// The Ed25519 key that signatures are checked with; `name` is its file's, for messages.
+class PublicKey {
+ public:
+  // Reads a PEM file. Throws Error(request), Error(device) without libcrypto.
+  explicit PublicKey(const std::string& path);
+  const std::string& name() const { return name_; }
+  bool has_signed(const std::string& content, const std::string& signature) const {
+    return key_.verifies(signature, content);
+  }
+
+ private:
+  std::string name_;
+  Ed25519Key key_;
+};
+
+// The content of a sealed file: first its signature is checked, where a key asks for it, then its checksum. Throws
+// Error(bundle), with `cure`, where it is missing, altered, not signed, or signed by somebody else.
+std::string read_sealed(const Folder& folder, const std::string& name, int64_t limit, const std::string& cure,
+                        const PublicKey* key);
+
+}  // namespace vtxcore

@@ -1,0 +1,78 @@
+"""Every family with one view per image: libvtx sees the pixels that Python sees, and answers as Python does."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.cpp.test_run import expected
+from tests.runtime.session.test_internvl_chat_1 import TINY as INTERNVL_CHAT
+from tests.runtime.session.test_internvl_chat_1 import with_internvit
+from tests.runtime.session.test_original import ANYRES, PAD
+from tests.runtime.session.test_vila import VILA
+from tests.support.bundles import export
+from tests.support.cpp import ask, needs_cpp, output
+from tests.support.tiny import Tiny, random_image
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+
+pytestmark = needs_cpp
+
+QUESTIONS = ("What is  the picture?", "red?")
+SIZES = ((60, 60), (150, 60), (40, 90))
+FAMILIES = {
+    "vila": VILA,
+    "llava_llama, pickled": PAD,
+    "llava_mistral, anyres": ANYRES,
+    "qwen3": Tiny(text="qwen3", attention_bias=True, head_dim=24),
+    "vipllava": Tiny(family="vipllava", feature_layer=(-1, -2)),
+    "internvl-chat 1.0": INTERNVL_CHAT,
+}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = [folder / f"{width}x{height}.png" for width, height in SIZES]
+    for number, (path, size) in enumerate(zip(paths, SIZES, strict=True)):
+        random_image(number, size).save(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def made(
+    models: Callable[..., Model], tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Tiny], Model]:
+    """The bundle of a family at K = 3."""
+
+    def make(tiny: Tiny) -> Model:
+        if tiny is not INTERNVL_CHAT:
+            return models(tiny, (3,))
+        folder = tmp_path_factory.mktemp("internvl-chat")
+        checkpoint = Path(shutil.copytree(tiny_checkpoint(tiny), folder / "checkpoint"))
+        with_internvit(checkpoint)
+        return load(export(checkpoint, folder / "bundle", (3,)).folder, device="cpu", threads=1)
+
+    return make
+
+
+@pytest.mark.sampled(len(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pixels_and_answers_are_those_of_python(
+    made: Callable[[Tiny], Model], pictures: list[Path], family: str
+) -> None:
+    model = made(FAMILIES[family])
+    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
+    for path, line in zip(pictures, lines, strict=True):
+        want = model.prepare(path)
+        assert line == f"{want.tokens} {want.key.split()[0]}", path.name
+    for k, shown in (("none", pictures[1:2]), ("3", pictures[2:3]), ("3", pictures[1:3])):
+        more = [word for path in shown[1:] for word in ("--image", path)]
+        found = ask(model.bundle.folder, shown[0], *QUESTIONS, *more, "--k", k, "--max-new-tokens", "6")
+        with model.open(shown) as conversation:
+            for question, answer in zip(QUESTIONS, found, strict=True):
+                want_answer = conversation.ask(question, k if k == "none" else int(k), max_new_tokens=6)
+                assert expected(answer) == expected(want_answer.to_dict()), (k, question)
