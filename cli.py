@@ -1,40 +1,48 @@
-"""The commands that answer and look, and the list of all. They parse, call and print."""
+"""The commands that answer and look, and the list of all. They parse, call and print.
+
+The others are imported when they are asked for by name, so that `vtx-run` is quick.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.exporter.commands.batch import batch
-from vtx.exporter.commands.bench import bench
-from vtx.exporter.commands.build import build
-from vtx.exporter.commands.calibrate import calibrate, train_gate
-from vtx.exporter.commands.chat import chat
-from vtx.exporter.commands.doctor import doctor
-from vtx.exporter.commands.evaluate import evaluate
-from vtx.exporter.commands.export import export, find_bundle
-from vtx.exporter.commands.plan import plan
-from vtx.exporter.commands.serve import serve
 from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
-from vtx.exporter.commands.tune import tune
 from vtx.exporter.common.demo import about
-from vtx.runtime.terminal.console import command, note, require_signature_option, say, say_json, table
+from vtx.runtime.terminal.console import Group, command, note, require_signature_option, say, say_json, table
 from vtx.runtime.terminal.depth import DepthType
 from vtx.runtime.terminal.last import last_bundle
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from vtx.exporter.commands.batch import batch as batch
+    from vtx.exporter.commands.bench import bench as bench
+    from vtx.exporter.commands.build import build as build
+    from vtx.exporter.commands.calibrate import calibrate as calibrate
+    from vtx.exporter.commands.calibrate import train_gate as train_gate
+    from vtx.exporter.commands.chat import chat as chat
+    from vtx.exporter.commands.doctor import doctor as doctor
+    from vtx.exporter.commands.evaluate import evaluate as evaluate
+    from vtx.exporter.commands.export import export as export
+    from vtx.exporter.commands.plan import plan as plan
+    from vtx.exporter.commands.serve import serve as serve
+    from vtx.exporter.commands.tune import tune as tune
     from vtx.runtime.api.answer import Stats
     from vtx.runtime.api.conversation import Conversation
     from vtx.runtime.api.model import Model
     from vtx.runtime.api.options import Options
     from vtx.runtime.api.stream import AnswerStream
     from vtx.runtime.vision.video import Video
+
+    main: click.Group
 
 
 # --- vtx-run --------------------------------------------------------------------------------------
@@ -112,6 +120,7 @@ def run(
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
+    from vtx.exporter.commands.export import find_bundle
     from vtx.runtime.api.load import load
     from vtx.runtime.api.options import Options
     from vtx.runtime.session.sampling import Sampling
@@ -268,41 +277,45 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
 # --- vtx ------------------------------------------------------------------------------------------
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="vtx-edge")
-def main() -> None:
-    """LLaVA-type models as split engine graphs, visual tokens withdrawn in depth.
+_HOMES = {  # the module of `exporter/commands/` that each of the other commands stands in
+    "batch": "batch",
+    "bench": "bench",
+    "build": "build",
+    "calibrate": "calibrate",
+    "chat": "chat",
+    "doctor": "doctor",
+    "evaluate": "evaluate",
+    "export": "export",
+    "plan": "plan",
+    "serve": "serve",
+    "train_gate": "calibrate",
+    "tune": "tune",
+}
+_SPOKEN = {"evaluate": "eval", "train_gate": "train-gate"}  # where a command's name is no function's
 
-    Each command also stands alone: vtx run is vtx-run.
-    """
+
+def __getattr__(name: str) -> Any:
+    if name == "main":
+        return _main()
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vtx.cli' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"vtx.exporter.commands.{_HOMES[name]}"), name)
 
 
-for _name, _item in (("export", export), ("run", run), ("chat", chat), ("inspect", inspect), ("doctor", doctor)):
-    main.add_command(_item, _name)
-main.add_command(build, "build")
-main.add_command(plan, "plan")
-main.add_command(serve, "serve")
-main.add_command(bench, "bench")
-main.add_command(batch, "batch")
-main.add_command(evaluate, "eval")
-main.add_command(calibrate, "calibrate")
-main.add_command(train_gate, "train-gate")
-main.add_command(tune, "tune")
+@cache
+def _main() -> click.Group:
+    """The command `vtx`, with all others below it."""
 
-__all__ = [
-    "batch",
-    "bench",
-    "build",
-    "calibrate",
-    "chat",
-    "doctor",
-    "evaluate",
-    "export",
-    "inspect",
-    "main",
-    "plan",
-    "run",
-    "serve",
-    "train_gate",
-    "tune",
-]
+    @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+    @click.version_option(package_name="vtx-edge")
+    def main() -> None:
+        """LLaVA-type models as split engine graphs, visual tokens withdrawn in depth.
+
+        Each command also stands alone: vtx run is vtx-run.
+        """
+
+    main.add_command(run, "run")
+    main.add_command(inspect, "inspect")
+    for name in _HOMES:
+        main.add_command(__getattr__(name), _SPOKEN.get(name, name))
+    return main

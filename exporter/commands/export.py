@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.exporter.commands.calibrate import calibrated
 from vtx.exporter.commands.shared.libraries import exporter
 from vtx.exporter.commands.shared.options import precision_type
 from vtx.runtime.bundle.spec.names import DIALECTS
@@ -157,6 +156,8 @@ def export(
     aware = _aware(calibration, demo=demo) if activation_aware else None
     chosen = None
     if calibration is not None and one_k:
+        from vtx.exporter.commands.calibrate import calibrated
+
         chosen = calibrated(calibration, model, template, tower, allow_pickle=allow_pickle)
     ks = (chosen["k"],) if chosen else ks
     options = library.ExportOptions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -46,8 +47,12 @@ class Sampler:
 
     def __init__(self, settings: Sampling, prompt_ids: Iterable[int] = ()) -> None:
         self._settings = settings
-        self.rng = np.random.default_rng(settings.seed)
         self._used = {int(token) for token in prompt_ids} if settings.repetition_penalty != 1 else set[int]()
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """Made when the first token is drawn: greedy answers need not wait for numpy's generators to be imported."""
+        return np.random.default_rng(self._settings.seed)
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Token id for logits [vocab]."""

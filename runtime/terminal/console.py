@@ -15,11 +15,24 @@ from typing import Any
 import click
 
 from vtx.runtime.errors import VtxError, printable
+from vtx.runtime.host.process import own_process
 
 INTERRUPTED = 130
 
 
-class Command(click.Command):
+class Program(click.Command):
+    """A click command that knows when it is a process of its own: called, as scripts do, and not by `main`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own_process()
+        return super().__call__(*args, **kwargs)
+
+
+class Group(Program, click.Group):
+    """Several commands under one name."""
+
+
+class Command(Program):
     """A click command whose VtxErrors are one line on stderr and exit code 1, and Ctrl-C is 130."""
 
     def invoke(self, ctx: click.Context) -> Any:

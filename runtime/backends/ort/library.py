@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.process import owns_process
 
 FATAL = 4  # the least severity that is logged: failures come back as exceptions, once
 INT8_KV_RELEASE = (1, 27)  # its GroupQueryAttention is the first to take int8 caches with scales a channel
@@ -36,13 +39,36 @@ def _release(ort: Any) -> tuple[int, ...]:
 
 
 def session_options(ort: Any, threads: int) -> Any:
-    """Options of a session with a thread pool of its own.
+    """Options of a session: in a process of our own it computes on the process's pool, else on one of its own.
 
-    The threads of a pool spin for a while after a run, waiting for the next. A bundle has a session for each stage:
-    they stop at once, so that the next stage finds the cores free.
+    The threads of a pool spin for a while after a run, waiting for the next. A bundle has a session for each stage.
+    With a pool each they stop at once, so that the next stage finds the cores free, and must be woken at its next run.
     """
     options = ort.SessionOptions()
+    options.log_severity_level = FATAL
+    if owns_process():
+        _pool.start(ort, threads)
+        options.use_per_session_threads = False
+        return options
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.log_severity_level = FATAL
     return options
+
+
+@dataclass(slots=True)
+class _ProcessPool:
+    """The one thread pool of a process that is ours. onnxruntime settles its size before the first session."""
+
+    threads: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, ort: Any, threads: int) -> None:
+        """Have the pool; a session that asks for one thread takes part in it as well."""
+        with self.lock:
+            if not self.threads:
+                ort.set_global_thread_pool_sizes(threads, 1)
+                self.threads = threads
+            assert threads in (1, self.threads), "a command computes with one number of threads"
+
+
+_pool = _ProcessPool()

@@ -86,6 +86,42 @@ def test_other_users_of_onnxruntime_find_it_as_it_was(tiny_checkpoint: Callable[
     assert len(logged) == 5, "and ours are not"
 
 
+COMMAND = """
+import os
+import sys
+import onnxruntime
+from vtx.runtime.backends.ort.library import session_options
+from vtx.runtime.host.process import owns_process
+from vtx.runtime.terminal.console import command
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def load():
+    options = session_options(onnxruntime, 3)
+    return onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+
+@command(epilog="")
+def count():
+    first, before = load(), threads()
+    second = load()
+    print(owns_process(), threads() - before)
+
+count.main([], standalone_mode=False) if sys.argv[2] == "application" else count([], standalone_mode=False)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize(("process", "owned_and_threads"), [("command", "True 0"), ("application", "False 2")])
+def test_sessions_share_a_pool_in_a_command_and_have_their_own_elsewhere(
+    process: str, owned_and_threads: str, tmp_path: Path
+) -> None:
+    graph = write_graph_with_a_warning(tmp_path / "graph.onnx")
+    done = subprocess.run([sys.executable, "-c", COMMAND, graph, process], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == owned_and_threads
+    assert not [line for line in done.stderr.splitlines() if "SessionOptions" in line or "ignored" in line]
+
+
 def test_what_a_run_reads_is_held_until_it_is_over(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
