@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from vtx.runtime.errors import VtxError, printable
-from vtx.runtime.host.process import own_process
+from vtx.runtime.process import own_process
 
 INTERRUPTED = 130
 

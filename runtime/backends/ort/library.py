@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.host.process import owns_process
+from vtx.runtime.process import owns_process
 
 FATAL = 4  # the least severity that is logged: failures come back as exceptions, once
 INT8_KV_RELEASE = (1, 27)  # its GroupQueryAttention is the first to take int8 caches with scales a channel

@@ -91,7 +91,7 @@ import os
 import sys
 import onnxruntime
 from vtx.runtime.backends.ort.library import session_options
-from vtx.runtime.host.process import owns_process
+from vtx.runtime.process import owns_process
 from vtx.runtime.terminal.console import command
 
 def threads():
