@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vtx.exporter.bench.methods import Method
     from vtx.exporter.evaluation.ask import Asked
     from vtx.exporter.evaluation.questions import QuestionSet
+    from vtx.exporter.evaluation.report import Evaluation
     from vtx.runtime.api.model import Model
 
 TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
@@ -111,15 +112,15 @@ def _ask(model: Model, questions: QuestionSet, methods: Sequence[Method], max_ne
         )  # fmt: skip
 
 
-def _write(made: dict[str, Any], target: Path, *, as_json: bool) -> None:
+def _write(made: Evaluation, target: Path, *, as_json: bool) -> None:
     """The report as a file, a plot, and tables or JSON on stdout."""
     from vtx.exporter.common.files import write_json
     from vtx.exporter.evaluation.plots import draw_report
-    from vtx.exporter.evaluation.report import in_tables
+    from vtx.exporter.evaluation.tables import in_tables
 
-    write_json(target / "report.json", made)
+    write_json(target / "report.json", made.to_dict())
     try:
         draw_report(made, target / "pareto.png")
     except DeviceError as e:
         note(f"no plot: {e}; run again then, nothing is asked twice")
-    click.echo(json.dumps(made, ensure_ascii=False) if as_json else in_tables(made))
+    click.echo(json.dumps(made.to_dict(), ensure_ascii=False) if as_json else in_tables(made))

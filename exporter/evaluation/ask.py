@@ -21,11 +21,24 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
+from vtx.runtime.strict import Strict, plain
 
 BAD = (ImageError, RequestError, TemplateError)  # a question's own fault; anything else ends the evaluation
-COSTS = ("first_token_ms", "kv_bytes", "flops", "vision_tokens", "full_layers", "new_tokens")
-Reply = dict[str, Any]  # "text", and each of COSTS
+STRICT = Strict(RequestError, "answers.jsonl is damaged, remove it")
 Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CostedAnswer:
+    """An answer and what it cost. `flops` are those until the first token, `vision_tokens` a layer's mean."""
+
+    text: str
+    first_token_ms: float
+    kv_bytes: int
+    flops: int
+    vision_tokens: float
+    full_layers: int
+    new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class Asked:
 
     questions: tuple[TaskQuestion, ...]
     methods: tuple[Method, ...]
-    replies: tuple[tuple[Reply, ...], ...]
+    replies: tuple[tuple[CostedAnswer, ...], ...]
     skipped: tuple[str, ...]
 
 
@@ -65,7 +78,7 @@ def ask_all(
     check_methods(model, methods)
     options = Options(max_new_tokens=max_new_tokens)
     asker, skipped = Asker(model, options), list(data.skipped)
-    kept, replies = list[TaskQuestion](), list[tuple[Reply, ...]]()
+    kept, replies = list[TaskQuestion](), list[tuple[CostedAnswer, ...]]()
     with ResultJournal(journal, _identity(model, max_new_tokens)) as held:
         keys = [_keys(question, methods) for question in data.questions]
         left = [n for n, names in enumerate(keys) if not all(name in held.results for name in names)]
@@ -79,14 +92,14 @@ def ask_all(
                 skipped.append(f"{data.questions[n].text[:40]!r}: {e}")
                 check_skipped(data.source, len(keys), skipped)
                 continue
-            held.add({missing[method]: reply for method, reply in answers.items()})
+            held.add({missing[method]: plain(reply) for method, reply in answers.items()})
             if turn == 0:
                 predict((time.monotonic() - start) * len(left))
         report("questions", len(keys), len(keys))
         for question, names in zip(data.questions, keys, strict=True):
             if all(name in held.results for name in names):
                 kept.append(question)
-                replies.append(tuple(_checked(held.results[name]) for name in names))
+                replies.append(tuple(STRICT.read(CostedAnswer, held.results[name], "an answer") for name in names))
     check_skipped(data.source, len(kept), skipped)
     return Asked(tuple(kept), tuple(methods), tuple(replies), tuple(skipped))
 
@@ -107,14 +120,6 @@ def _key(question: TaskQuestion, method: Method) -> str:
     return f"{question.digest()} k={method.k} reduce={method.reduce}"
 
 
-def _checked(reply: Reply) -> Reply:
-    """A reply, which may have been read from a file."""
-    numbers = all(isinstance(reply.get(name), int | float) for name in COSTS)
-    if not numbers or not isinstance(reply.get("text"), str):
-        raise RequestError("answers.jsonl is damaged: an answer lacks its text or its cost; remove the file")
-    return reply
-
-
 class Asker:
     """Asks one question under several methods, and counts the work of each."""
 
@@ -123,13 +128,13 @@ class Asker:
         self._model, self._options = Model(model.bundle, backend, model.load_ms), options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
 
-    def __call__(self, question: TaskQuestion, methods: Sequence[Method], number: int) -> dict[Method, Reply]:
+    def __call__(self, question: TaskQuestion, methods: Sequence[Method], number: int) -> dict[Method, CostedAnswer]:
         """The methods take turns at being first, so that no one of them always finds the caches cold."""
         if not methods:  # the question stands in the data twice
             return {}
         images = tuple(self._model.prepare(path) for path in question.images)
         first = number % len(methods)
-        replies = dict[Method, Reply]()
+        replies = dict[Method, CostedAnswer]()
         for method in (*methods[first:], *methods[:first]):
             self._calls.clear()
             with Conversation(self._model, images) as conversation:
@@ -137,13 +142,13 @@ class Asker:
             stats = answer.stats
             kept, text = stats.vision_tokens_kept, stats.prompt_tokens - stats.vision_tokens
             prompt = prefill_flops(self._counter.decoder, make_schedule(kept, text=text))
-            replies[method] = {
-                "text": answer.text,
-                "first_token_ms": stats.timings_ms["first_token"],
-                "kv_bytes": stats.kv_bytes,
-                "flops": self._counter.count_vision(split(self._calls)[0]) + prompt,
-                "vision_tokens": fmean((*kept[1:], kept[-1])),
-                "full_layers": sum(tokens > 0 for tokens in kept),
-                "new_tokens": len(answer.token_ids),
-            }
+            replies[method] = CostedAnswer(
+                text=answer.text,
+                first_token_ms=stats.timings_ms["first_token"],
+                kv_bytes=stats.kv_bytes,
+                flops=self._counter.count_vision(split(self._calls)[0]) + prompt,
+                vision_tokens=fmean((*kept[1:], kept[-1])),
+                full_layers=sum(tokens > 0 for tokens in kept),
+                new_tokens=len(answer.token_ids),
+            )
         return replies

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vtx.exporter.common.plots import COLORS, GREY, draw, headline
-from vtx.exporter.evaluation.report import price
+from vtx.exporter.evaluation.report import COSTS, Evaluation, MethodFigures
 
 AXES = {
     "flops": ("by arithmetic", "FLOPs until the first token, % of the first method"),
@@ -17,47 +17,43 @@ AXES = {
 KINDS = {"withdrawal": "o", "gates": "*", "pruning": "s", "both": "^"}
 
 
-def draw_report(report: Mapping[str, Any], path: Path) -> None:
-    """Draw `make_report`'s result into `path`. Raises as `draw` does."""
-    draw(path, lambda figure: _fill(figure, report), width=4.7 * len(report["front"]) + 1.5, height=5)
+def draw_report(report: Evaluation, path: Path) -> None:
+    """Draw an evaluation into `path`. Raises as `draw` does."""
+    draw(path, lambda figure: _fill(figure, report), width=4.7 * len(report.front) + 1.5, height=5)
 
 
-def _fill(figure: Any, report: Mapping[str, Any]) -> None:
-    panels = figure.subplots(1, len(report["front"]), sharey=True, squeeze=False)[0]
-    model, task = report["model"], report["task"]
-    percent = task["main"] in task["shares"]
-    for axes, (cost, front) in zip(panels, report["front"].items(), strict=True):
+def _fill(figure: Any, report: Evaluation) -> None:
+    panels = figure.subplots(1, len(report.front), sharey=True, squeeze=False)[0]
+    model, task = report.model, report.task
+    for axes, (cost, front) in zip(panels, report.front.items(), strict=True):
         title, label = AXES[cost]
-        _points(axes, report["methods"], task["main"], cost, front, 100 if percent else 1)
+        _points(axes, report.methods, task.main, cost, front, task.factor)
         axes.set(title=title, xlabel=label)
         axes.margins(y=0.15)
-    panels[0].set_ylabel(f"{task['main']}{', %' if percent else ''}")
+    panels[0].set_ylabel(f"{task.main}{', %' if task.factor == 100 else ''}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     headline(
         figure,
-        f"{task['name']}: answers of {model['name']} over their cost",
-        f"{task['questions']} questions about {task['images']} images of {task['source']}; "
-        f"{model['precision']} weights, {model['device']} in {model['compute']}; "
-        f"bars: {report['confidence']:.0%} intervals",
+        f"{task.name}: answers of {model.name} over their cost",
+        f"{task.questions} questions about {task.images} images of {task.source}; "
+        f"{model.precision} weights, {model.device} in {model.compute}; "
+        f"bars: {report.confidence:.0%} intervals",
     )
 
 
 def _points(
-    axes: Any, methods: Sequence[Mapping[str, Any]], main: str, cost: str, front: Sequence[str], factor: int
+    axes: Any, methods: Sequence[MethodFigures], main: str, cost: str, front: Sequence[str], factor: int
 ) -> None:
-    unit = 1.0 if cost == "first_token_ms" else price(methods[0], cost) / 100
-    on_front = {
-        m["name"]: (price(m, cost) / unit, factor * m["figures"][main]["value"]) for m in methods if m["name"] in front
-    }
-    steps = [on_front[name] for name in front]
+    unit = 1.0 if cost == "first_token_ms" else COSTS[cost](methods[0]) / 100
+    costs = {method.name: COSTS[cost](method) / unit for method in methods}
+    figures = {method.name: method.figures[main] for method in methods}
+    steps = [(costs[name], factor * figures[name].value) for name in front]
     axes.step(*zip(*steps, strict=True), where="post", color=GREY, marker="", linewidth=1, label="Pareto front")
     for number, method in enumerate(methods):
-        shown = method["figures"][main]
-        value, low, high = (factor * (shown[end] if shown[end] is not None else shown["value"]) for end in ENDS)
+        figure = figures[method.name]
+        ends = (figure.value, figure.low, figure.high)
+        value, low, high = (factor * (figure.value if end is None else end) for end in ends)
         axes.errorbar(
-            price(method, cost) / unit, value, yerr=[[value - low], [high - value]], capsize=3,
-            fmt=KINDS[method["kind"]], color=COLORS[number % len(COLORS)], label=method["name"],
+            costs[method.name], value, yerr=[[value - low], [high - value]], capsize=3,
+            fmt=KINDS[method.kind], color=COLORS[number % len(COLORS)], label=method.name,
         )  # fmt: skip
-
-
-ENDS = ("value", "low", "high")

@@ -1,0 +1,64 @@
+"""An evaluation as text: what vtx-eval prints, with Markdown tables."""
+
+from __future__ import annotations
+
+from vtx.exporter.bench.series import markdown, shown
+from vtx.exporter.evaluation.report import Evaluation, FigureInterval
+from vtx.runtime.units import size
+
+COST_NAMES = {"flops": "FLOPs", "kv_bytes": "KV bytes", "first_token_ms": "time to first token"}
+
+
+def in_tables(report: Evaluation) -> str:
+    """The report as text: machine, model and data, and Markdown tables."""
+    model, task, first = report.model, report.task, report.methods[0]
+    skipped = f", {len(task.skipped)} skipped" if task.skipped else ""
+    parts = [
+        report.machine.in_words() if first.first_token_ms else report.machine.cpu,
+        f"{model.name} ({model.bundle}), {model.layers} layers, {model.precision} weights, on {model.device} in "
+        f"{model.compute} arithmetic; {task.name}: {task.questions} questions about {task.images} images of "
+        f"{task.source}{skipped}. In brackets {report.confidence:.0%} intervals over images.",
+        markdown(_rows(report)),
+    ]
+    if first.groups:
+        parts.append(markdown(_group_rows(report)))
+    fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
+    return "\n\n".join([*parts, "Pareto front by " + "; by ".join(fronts) + "."])
+
+
+def _rows(report: Evaluation) -> list[list[str]]:
+    task, first = report.task, report.methods[0]
+    factors = {name: 100 if name in task.shares else 1 for name in first.figures}
+    heads = [
+        "method", *(f"{name.replace('_', ' ')}{', %' if name in task.shares else ''}" for name in factors),
+        f"{task.main} to {first.name}", *(["first token, ms"] if first.first_token_ms else []), "KV cache", "GFLOPs",
+        "of the first", "image tokens a layer",
+    ]  # fmt: skip
+    rows = [
+        [
+            method.name,
+            *(_figure(method.figures[name], factor) for name, factor in factors.items()),
+            _figure(method.difference, task.factor, sign="+") if method.difference else "-",
+            *([shown(method.first_token_ms)] if method.first_token_ms else []),
+            size(method.kv_bytes),
+            f"{method.flops / 1e9:.3g}",
+            f"{method.flops / first.flops:.0%}",
+            f"{method.vision_tokens:.1f}",
+        ]
+        for method in report.methods
+    ]
+    return [heads, *rows]
+
+
+def _group_rows(report: Evaluation) -> list[list[str]]:
+    groups, factor = report.methods[0].groups, report.task.factor
+    heads = [report.task.main, *(f"{name or 'other'} ({group.questions})" for name, group in groups.items())]
+    rows = [[m.name, *(f"{factor * m.groups[name].value:.1f}" for name in groups)] for m in report.methods]
+    return [heads, *rows]
+
+
+def _figure(figure: FigureInterval, factor: int, sign: str = "") -> str:
+    value, low, high = (
+        None if v is None else f"{factor * v:{sign}.1f}" for v in (figure.value, figure.low, figure.high)
+    )
+    return f"{value} ({low} to {high})" if low and high else f"{value}"
