@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.bundling.predict import EXPORT_BASE
+from vtx.exporter.calibration.measurement import ItemResult, Measurement, read_result, written
 from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.data.items import Data, plain
 from vtx.exporter.data.journal import ResultJournal
@@ -63,15 +64,6 @@ class CalibrationOptions:
         if not 2 <= first <= layers:
             raise RequestError(f"--k-from is {first}; it must be 2 to {layers}, the first layer without vision tokens")
         return tuple(range(first, layers + 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """`results` has one JSON object per item; `skipped` has one line per item that could not be asked."""
-
-    ks: tuple[int, ...]
-    results: tuple[dict[str, Any], ...]
-    skipped: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,26 +126,15 @@ def calibrate(
             report("measuring", done, total)
 
         for batch in batches:
-            results = measure.batch([items[digest] for digest in batch], layer)
-            journal.add(dict(zip(batch, results, strict=True)))
-        checked = tuple(_checked(journal.results[digest], len(ks)) for digest in items)
-        return Measurement(ks, checked, tuple(skipped))
+            measured = measure.batch([items[digest] for digest in batch], layer)
+            journal.add({digest: written(result) for digest, result in zip(batch, measured, strict=True)})
+        results = tuple(read_result(journal.results[digest], len(ks)) for digest in items)
+        return Measurement(ks, results, tuple(skipped))
 
 
 def _identity(source: Source, options: CalibrationOptions) -> dict[str, Any]:
     kept = {name: value for name, value in asdict(options).items() if name != "batch"}
     return {"model": [source.fingerprint, source.version()], "set of options": kept}
-
-
-def _checked(result: dict[str, Any], count: int) -> dict[str, Any]:
-    """The result of one item, which may have been read from a file; RequestError where it is incomplete."""
-    lengths = {"kl": count, "kl_reverse": count, "top1": count, "agree": 1 + count, "right": 1 + count}
-    for name, length in lengths.items():
-        value = result.get(name, ())
-        numbers = isinstance(value, list) and len(value) == length and all(isinstance(v, int | float) for v in value)
-        if not numbers and not (value is None and length > count):
-            raise RequestError(f"samples.jsonl is damaged: an item has no {name} for every K; remove the file")
-    return result
 
 
 class _Measure:
@@ -165,7 +146,7 @@ class _Measure:
         self._end_ids = torch.tensor(source.text.settings.end_ids, dtype=torch.int64)
 
     @torch.inference_mode()
-    def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[dict[str, Any]]:
+    def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[ItemResult]:
         """The results of some items; calls `layer(1)` after each decoder layer."""
         answers = [self._answer(prepared) for prepared in batch]
         features = [self._reference.encode(prepared.item.images, self._source.image) for prepared in batch]
@@ -185,12 +166,17 @@ class _Measure:
         right = dict(zip(forced, hidden[len(batch) :], strict=True))
         results = []
         for i, (prepared, answer) in enumerate(zip(batch, answers, strict=True)):
-            result: dict[str, Any] = {"answer": answer.text if answer else None, **self._next_token(hidden[i])}
-            result["agree"] = self._along(hidden[i], own[i]) if answer else None
-            result["right"] = None if prepared.answer_ids is None else result["agree"]
-            if i in forced:
-                result["right"] = self._along(right[i], forced[i])
-            results.append(result | ({"attention": meter.shares(i)} if meter else {}))
+            agree = self._along(hidden[i], own[i]) if answer else None
+            reached = self._along(right[i], forced[i]) if i in forced else agree
+            results.append(
+                ItemResult(
+                    answer=answer.text if answer else None,
+                    **self._next_token(hidden[i]),
+                    agree=agree,
+                    right=None if prepared.answer_ids is None else reached,
+                    attention=meter.shares(i) if meter else None,
+                )
+            )
         return results
 
     def _answer(self, prepared: PreparedItem) -> Answer | None:
@@ -210,17 +196,16 @@ class _Measure:
         top1 = withdrawn.argmax(-1) == full.argmax(-1)
         if not torch.isfinite(kl + reverse).all():
             raise CheckpointError("the model gives NaN or infinite logits; download the checkpoint again")
-        return {"kl": kl.tolist(), "kl_reverse": reverse.tolist(), "top1": top1.tolist()}
+        return {"kl": tuple(kl.tolist()), "kl_reverse": tuple(reverse.tolist()), "top1": tuple(top1.tolist())}
 
-    def _along(self, hidden: dict[int | None, Tensor], tokens: NDArray[np.int64]) -> list[bool]:
+    def _along(self, hidden: dict[int | None, Tensor], tokens: NDArray[np.int64]) -> tuple[bool, ...]:
         """For none and every K, whether greedy decoding gives `tokens`; all end tokens count as equal."""
         expected, states = torch.from_numpy(tokens), self._stack(hidden)
         likeliest = torch.cat([part.argmax(-1) for part in self._logits(states.flatten(0, 1))]).reshape(
             states.shape[:2]
         )
         ends = torch.isin(likeliest, self._end_ids) & torch.isin(expected, self._end_ids)
-        same: list[bool] = ((likeliest == expected) | ends).all(-1).tolist()
-        return same
+        return tuple(((likeliest == expected) | ends).all(-1).tolist())
 
     def _stack(self, hidden: dict[int | None, Tensor]) -> Tensor:
         """[1 + K's, last, hidden], no withdrawal first."""

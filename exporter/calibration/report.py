@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vtx.exporter.calibration.calibrate import Measurement
+from vtx.exporter.calibration.measurement import ItemResult, Measurement
 from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.exporter.common.files import write_json
 from vtx.exporter.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, mean_intervals, share_interval
 from vtx.exporter.data.source import Source
-from vtx.exporter.reference.attention import KINDS
+from vtx.exporter.reference.attention import KINDS, Shares
 from vtx.runtime.errors import RequestError
-from vtx.runtime.strict import Strict
+from vtx.runtime.strict import Strict, later, plain
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"
@@ -81,23 +81,35 @@ class CalibrationData:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanAttention:
+    """Mean shares over the items: `question` and `answer` [layers][kinds], `steps` [output tokens][kinds].
+
+    The figure of an output token is the mean over the answers that reach it.
+    """
+
+    kinds: tuple[str, ...]
+    question: Shares
+    answer: Shares
+    steps: Shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """A calibration: `k` is the last rule's choice, `samples` have one JSON object for each item."""
+    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `samples` the items."""
 
     model: CalibratedModel
     data: CalibrationData
+    confidence: float = CONFIDENCE
     k: int | None
     eta: float
     choices: tuple[Choice, ...]
     curve: tuple[Point, ...]
-    attention: Mapping[str, Any]
-    samples: tuple[dict[str, Any], ...]
+    attention: MeanAttention | None = later(None)
+    samples: tuple[ItemResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """As report.json holds it; attention only where it was measured."""
-        values = {name: value for name, value in asdict(self).items() if name != "attention" or value}
-        model, data = values.pop("model"), values.pop("data")
-        return {"format": FORMAT, "model": model, "data": data, "confidence": CONFIDENCE, **values}
+        return {"format": FORMAT, **plain(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +128,6 @@ def make_report(source: Source, data: str, measured: Measurement, choosing: Choo
     choices = [choose_by_eta(curve, choosing.eta, len(measured.results))]
     if choosing.max_drop is not None:
         choices.append(choose_by_accuracy(curve, choosing.max_drop))
-    attention = mean_attention(measured.results)
     return CalibrationReport(
         model=CalibratedModel(source.name, source.fingerprint, source.config.text.layers),
         data=CalibrationData(data, len(measured.results), measured.skipped),
@@ -124,7 +135,7 @@ def make_report(source: Source, data: str, measured: Measurement, choosing: Choo
         eta=choosing.eta,
         choices=tuple(choices),
         curve=curve,
-        attention={"kinds": list(KINDS), **attention} if attention else {},
+        attention=mean_attention(measured.results),
         samples=measured.results,
     )
 
@@ -133,7 +144,7 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
     """One point per K, K = none first."""
     ks = (None, *measured.ks)
     kl, reverse = (
-        mean_intervals(np.array([[0.0, *r[name]] for r in measured.results])) for name in ("kl", "kl_reverse")
+        mean_intervals(np.array([[0.0, *getattr(r, name)] for r in measured.results])) for name in ("kl", "kl_reverse")
     )
     shares = [_shares(measured, name) for name in ("top1", "agree", "right")]
     return tuple(
@@ -143,7 +154,7 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
 
 def _shares(measured: Measurement, name: str) -> list[ShareInterval | None]:
     """Shares at K = none and every K, over the items that have the quantity; at none every next token is equal."""
-    measurements = [result[name] for result in measured.results if result[name] is not None]
+    measurements = [hits for result in measured.results if (hits := getattr(result, name)) is not None]
     known = [[True, *hits] for hits in measurements] if name == "top1" else measurements
     if not known:
         return [None] * (1 + len(measured.ks))
@@ -207,23 +218,24 @@ def _listed(ks: Sequence[int | None]) -> str:
     return ", ".join(map(str, ks))
 
 
-def mean_attention(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean shares over the samples: `question` and `answer` [layers][KINDS], `steps` [output tokens][KINDS].
-
-    The figure of an output token is the mean over the answers that reach it.
-    """
-    samples = [result["attention"] for result in results if "attention" in result]
+def mean_attention(results: Sequence[ItemResult]) -> MeanAttention | None:
+    """The mean over the items; None where attention was not measured."""
+    samples = [result.attention for result in results if result.attention is not None]
     if not samples:
-        return {}
-    steps = [
-        [sample["steps"][i] for sample in samples if i < len(sample["steps"])]
-        for i in range(max(len(sample["steps"]) for sample in samples))
-    ]
-    return {
-        "question": np.mean([sample["question"] for sample in samples], axis=0).tolist(),
-        "answer": np.mean([sample["answer"] for sample in samples], axis=0).tolist(),
-        "steps": [np.mean(step, axis=0).tolist() for step in steps],
-    }
+        return None
+    longest = max(len(sample.steps) for sample in samples)
+    return MeanAttention(
+        kinds=KINDS,
+        question=_mean([sample.question for sample in samples]),
+        answer=_mean([sample.answer for sample in samples]),
+        steps=tuple(
+            _mean([sample.steps[i : i + 1] for sample in samples if i < len(sample.steps)])[0] for i in range(longest)
+        ),
+    )
+
+
+def _mean(shares: Sequence[Shares]) -> Shares:
+    return tuple(tuple(row) for row in np.mean(shares, axis=0).tolist())
 
 
 def write_report(report: CalibrationReport, folder: Path) -> Path:

@@ -68,7 +68,7 @@ def calibrate(
     folder = out or Path(f"vtx-calibration-{source.name}")
     report = _measure(source, data, images, samples, seed, options, choosing, folder)
     try:
-        draw_report(report.to_dict(), folder)
+        draw_report(report, folder)
     except DeviceError as e:
         note(f"no plots: {e}; run again then, nothing is measured twice")
     if as_json:

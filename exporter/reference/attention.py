@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +13,19 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.reference.model import Sample
 
 KINDS = ("system", "vision", "question", "answer")
+Shares = tuple[tuple[float, ...], ...]  # [layers or tokens][KINDS]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShares:
+    """Where attention goes, from 0 to 1 in the order of `KINDS`.
+
+    `question` and `answer` have a row for each layer, `steps` for each output token, mean over the layers.
+    """
+
+    question: Shares
+    answer: Shares
+    steps: Shares
 
 
 class AttentionMeter:
@@ -36,15 +49,16 @@ class AttentionMeter:
         scores.masked_fill_(torch.arange(k.shape[1]) > positions[:, None], -torch.inf)
         self._layers[number].append(scores.softmax(-1).mean(0) @ groups.kinds)
 
-    def shares(self, number: int) -> dict[str, Any]:
-        """`question` and `answer` [layers][KINDS], and `steps` [output tokens][KINDS], mean over the layers."""
+    def shares(self, number: int) -> AttentionShares:
+        """Those of one sample."""
         groups, layers = self._groups[number], torch.stack(self._layers[number]).double()
         answer = layers[:, groups.prompt - groups.suffix - 1 :]
-        return {
-            "question": layers[:, : groups.prompt - groups.suffix].mean(1).tolist(),
-            "answer": answer.mean(1).tolist(),
-            "steps": answer.mean(0).tolist(),
-        }
+        question = layers[:, : groups.prompt - groups.suffix]
+        return AttentionShares(_shares(question.mean(1)), _shares(answer.mean(1)), _shares(answer.mean(0)))
+
+
+def _shares(rows: Tensor) -> Shares:
+    return tuple(tuple(row) for row in rows.tolist())
 
 
 class _Groups:

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.calibration.calibrate import CalibrationOptions, Measurement, calibrate
+from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
+from vtx.exporter.calibration.measurement import Measurement
 from vtx.exporter.calibration.report import (
     CalibrationReport,
     Choosing,
@@ -52,7 +53,7 @@ def _phase(report: Report, name: str) -> Report:
 def _answered(items: Sequence[Item], own: Measurement) -> list[Item]:
     """Items with the untuned model's answers where the data give none."""
     texts = dict(zip(dict.fromkeys(item.digest() for item in items), own.results, strict=True))
-    return [item if item.answer else replace(item, answer=texts[item.digest()]["answer"]) for item in items]
+    return [item if item.answer else replace(item, answer=texts[item.digest()].answer) for item in items]
 
 
 def compared(before: CalibrationReport, after: CalibrationReport) -> dict[str, Any]:

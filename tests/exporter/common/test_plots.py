@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -17,8 +16,15 @@ from vtx.exporter.bench.plots import draw_report as draw_bench
 from vtx.exporter.bench.report import BenchedModel, BenchReport, BenchWorkload, Depth
 from vtx.exporter.bench.series import Series
 from vtx.exporter.calibration.plots import draw_report as draw_calibration
+from vtx.exporter.calibration.report import (
+    CalibratedModel,
+    CalibrationData,
+    CalibrationReport,
+    MeanAttention,
+    Point,
+)
 from vtx.exporter.common.plots import draw, lines
-from vtx.exporter.data.intervals import ShareInterval
+from vtx.exporter.data.intervals import MeanInterval, ShareInterval
 from vtx.exporter.estimate.plan import Workload, find_profile, make_plan
 from vtx.exporter.estimate.plot import plot_plan
 from vtx.exporter.estimate.sizes import KNOWN
@@ -30,10 +36,6 @@ KS = range(2, 9)
 
 def spread(value: float) -> Series:
     return Series(value, value, value, 0.9 * value, 1.2 * value, 5)
-
-
-def interval(name: str, value: float) -> dict[str, float]:
-    return {name: value, "low": 0.9 * value, "high": value}
 
 
 MACHINE = Machine("a processor", None, "3.11", "Linux", {})
@@ -62,18 +64,22 @@ def comparison_report() -> Comparison:
     return Comparison(MACHINE, model, data, "right", False, 1.0, methods, (), {}, {}, ())
 
 
-def calibration_report() -> dict[str, Any]:
-    curve = [
-        {"k": k, "kl": interval("mean", 0.5 ** (k or 99)), "kl_reverse": interval("mean", 0.5 ** (k or 99)),
-         **{name: interval("share", 1.0) for name in ("top1", "agree", "right")}}
-        for k in (None, *KS)
-    ]  # fmt: skip
-    shares = np.full((8, 4), 0.25).tolist()
-    attention = {"kinds": ["system", "vision", "question", "answer"], "answer": shares, "question": shares}
-    return {
-        "k": 5, "eta": 0.003, "confidence": 0.95, "curve": curve, "attention": {**attention, "steps": shares[:3]},
-        "model": {"name": "small", "layers": 8}, "data": {"items": 20, "source": "the drawn scenes"},
-    }  # fmt: skip
+def calibration_report() -> CalibrationReport:
+    right = ShareInterval(1.0, 0.5, 1.0, 20)
+    curve = tuple(
+        Point(k, k, *[MeanInterval(0.5 ** (k or 99), 0.0, 1.0)] * 2, right, right, right) for k in (None, *KS)
+    )
+    shares = ((0.25,) * 4,) * 8
+    return CalibrationReport(
+        model=CalibratedModel("small", "", 8),
+        data=CalibrationData("the drawn scenes", 20, ()),
+        k=5,
+        eta=0.003,
+        choices=(),
+        curve=curve,
+        attention=MeanAttention(("system", "vision", "question", "answer"), shares, shares, shares[:3]),
+        samples=(),
+    )
 
 
 def gates_report() -> Judgement:

@@ -1,0 +1,28 @@
+"""What the tests of calibration share: questions about random images, and how they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny import Tiny, random_image
+from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
+from vtx.exporter.calibration.measurement import Measurement
+from vtx.exporter.calibration.source import open_source
+from vtx.exporter.data.items import Data, Item
+
+GQA = Tiny(layers=6)
+QUESTIONS = ("what is there?", "which shape is red?", "how many circles?", "describe the left square", "what colour?")
+ALL = CalibrationOptions(k_from=2, max_new_tokens=6, batch=2)
+KS = (None, 2, 3, 4, 5, 6)
+Checkpoints = Callable[..., Path]
+
+
+def questions(images: int = 1, count: int = 5) -> Data:
+    items = [Item(tuple(random_image(10 * n + i) for i in range(images)), QUESTIONS[n]) for n in range(count)]
+    return Data("questions", tuple(items))
+
+
+def measure(folder: Path, data: Data, out: Path, options: CalibrationOptions = ALL, **more: Any) -> Measurement:
+    return calibrate(open_source(str(folder)), data, options, out, **more)

@@ -1,0 +1,120 @@
+"""The choice of K from a curve, and the intervals that it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+
+from vtx.exporter.calibration.measurement import ItemResult, Measurement
+from vtx.exporter.calibration.report import (
+    Choosing,
+    Point,
+    choose_by_accuracy,
+    choose_by_eta,
+    make_curve,
+)
+from vtx.exporter.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
+from vtx.runtime.errors import RequestError
+
+
+def curve(kls: Sequence[float], right: Sequence[float] | None = None, count: int = 100) -> list[Point]:
+    """Points at K = none, 5, 6, ... with intervals of a tenth of the mean; `right` has a share for none as well."""
+    points = []
+    for i, value in enumerate([0.0, *kls]):
+        share = None if right is None else ShareInterval(right[i], 0.0, 1.0, count)
+        interval = MeanInterval(value, 0.9 * value, 1.1 * value)
+        k = i + 4 if i else None
+        points.append(Point(k, k and k - 1, interval, interval, None, None, share))
+    return points
+
+
+@pytest.mark.parametrize(
+    ("kls", "k"),
+    [([0.1, 0.01, 0.002, 0.001], 7), ([0.001, 0.0005], 5), ([0.003, 0.0029], 6), ([0.2, 0.1, 0.05, 0.0], 8)],
+)
+def test_the_first_k_below_eta_is_chosen(kls: list[float], k: int) -> None:
+    assert choose_by_eta(curve(kls), 0.003, 20).k == k
+
+
+def test_a_curve_that_rises_again_is_chosen_at_its_first_k_and_said() -> None:
+    choice = choose_by_eta(curve([0.1, 0.001, 0.02, 0.002, 0.004, 0.001]), 0.003, 20)
+    assert choice.k == 6
+    assert len(choice.notes) == 1
+    assert "not monotone" in choice.notes[0]
+    assert "at K = 7, 9" in choice.notes[0]
+    assert not choose_by_eta(curve([0.1, 0.001, 0.002, 0.0005]), 0.003, 20).notes
+
+
+def test_an_interval_that_includes_eta_is_said() -> None:
+    choice = choose_by_eta(curve([0.1, 0.0029]), 0.003, 20)
+    assert choice.k == 6
+    assert "with 20 samples" in choice.notes[0]
+    assert "between 0.0026 and 0.0032" in choice.notes[0]
+
+
+def test_an_eta_out_of_reach_says_the_smallest_kl_and_where() -> None:
+    choice = choose_by_eta(curve([0.3, 0.01, 0.02]), 0.003, 20)
+    assert choice.k is None
+    assert "0.01, at K = 6" in choice.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("right", "drop", "k", "again"),
+    [
+        ([0.90, 0.50, 0.88, 0.90], 2, 6, ""),
+        ([0.90, 0.50, 0.88, 0.90], 1, 7, ""),
+        ([0.90, 0.95, 0.88, 0.90], 0, 5, "at K = 6"),
+        ([0.90, 0.50, 0.89, 0.80], 1, 6, "at K = 7"),
+        ([0.90, 0.50, 0.60, 0.80], 5, None, ""),
+    ],
+)
+def test_the_smallest_k_within_the_accuracy_drop_is_chosen(
+    right: list[float], drop: float, k: int | None, again: str
+) -> None:
+    choice = choose_by_accuracy(curve([1, 1, 1], right, 1000), drop)
+    assert choice.k == k
+    assert [again] == [note[-8:] if "not monotone" in note else "" for note in [*choice.notes[:1], ""][:1]]
+    if k is None:
+        assert "10.0 points, at K = 7" in choice.notes[0]
+
+
+def test_few_answers_are_said_to_be_coarse_and_none_is_an_error() -> None:
+    assert "one answer of these 20 is 5 points" in choose_by_accuracy(curve([1], [1, 1], 20), 1).notes[0]
+    with pytest.raises(RequestError, match="--max-new-tokens"):
+        choose_by_accuracy(curve([1, 1]), 1)
+
+
+@pytest.mark.parametrize("wrong", [{"eta": 0}, {"eta": float("nan")}, {"max_drop": -1}, {"max_drop": 101}])
+def test_rules_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(RequestError, match="must be"):
+        Choosing(**wrong)
+
+
+def test_intervals_are_those_of_the_textbooks() -> None:
+    assert astuple(share_interval(8, 10)) == pytest.approx((0.8, 0.4902, 0.9433, 10), abs=1e-4)
+    assert share_interval(10, 10).high == pytest.approx(1)
+    values = np.random.default_rng(1).normal(5, 2, (400, 1))
+    found = mean_intervals(np.hstack([values, np.ones((400, 1))]))
+    assert found[1] == MeanInterval(1, 1, 1)
+    half = 1.96 * values.std() / 20
+    assert found[0].low == pytest.approx(values.mean() - half, abs=half / 10)
+    assert found[0].high == pytest.approx(values.mean() + half, abs=half / 10)
+    assert mean_intervals(values) == mean_intervals(values)
+
+
+def test_a_curve_counts_only_the_items_that_have_an_answer() -> None:
+    rows = [
+        ItemResult(None, kl=(0.2, 0.1), kl_reverse=(0.4, 0.2), top1=(False, True), agree=None, right=right)
+        for right in ((True, False, True), None, (True, False, False), None)
+    ]
+    none, first, second = make_curve(Measurement((5, 6), tuple(rows), ()))
+    assert (none.k, first.k, second.full_layers) == (None, 5, 5)
+    assert none.kl.mean == 0
+    assert first.kl_reverse.mean == pytest.approx(0.4)
+    assert [p.right.share for p in (none, first, second)] == [1, 0, 0.5]
+    assert none.right.count == 2
+    assert none.top1.share == 1
+    assert first.agree is None
