@@ -1,8 +1,10 @@
-"""The progress bars of an export: one for each phase, with the bytes done and the time left."""
+"""The progress bars of an export: one for each phase, with the bytes done and the time left.
+
+The forecast is made again as the work goes: phases to come are expected to be off by as much as those before them were.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 IN_BYTES = ("weights", "checksums")
 ALL = "in all"
+TELLING = 0.1  # the share of a phase, and of all work, from which on its pace says something
+OFF, LEFT = 1.5, 5.0  # a forecast is told again where it is off by this factor, with this many seconds still to go
 
 
 @contextmanager
@@ -31,13 +35,15 @@ class Bars:
     """The state of all phases; called with (phase, done, total) as the work proceeds."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress, self._start = progress, time.monotonic()
+        self._progress, self._start = progress, progress.get_time()
         self._ids: dict[str, TaskID] = {}
         self._expected: dict[str, float] = {}
+        self._told = 0.0
 
     def expect(self, seconds: Mapping[str, float]) -> None:
         """Show these phases, each with its expected time."""
-        self._expected, self._start = dict(seconds), time.monotonic()
+        self._expected, self._start = dict(seconds), self._progress.get_time()
+        self._told = sum(seconds.values())
         for phase in (*seconds, ALL):
             self._add(phase, None)
         self._show_left()
@@ -52,21 +58,38 @@ class Bars:
         self._show_left()
 
     def left(self, phase: str) -> float:
-        """Seconds that a phase still needs: by its pace, else by its expected time."""
+        """Seconds that a phase still needs: by its pace, else as forecast, corrected by the phases before it."""
         task = self._task(phase)
         if task.finished:
             return 0.0
         if task.time_remaining is not None:
             return float(task.time_remaining)
-        return self._expected.get(phase, 0.0) * (1 - task.percentage / 100)
+        return self._expected.get(phase, 0.0) * (1 - task.percentage / 100) * self._drift()
+
+    def _drift(self) -> float:
+        """How many times as long as forecast the work takes that has been begun; 1 while that says little."""
+        taken = {phase: seconds for phase in self._expected if (seconds := self._whole(self._task(phase))) is not None}
+        expected = sum(self._expected[phase] for phase in taken)
+        return sum(taken.values()) / expected if expected > TELLING * sum(self._expected.values()) else 1.0
+
+    def _whole(self, task: Task) -> float | None:
+        """Seconds that a phase took or, by its pace, will take; None before it has one."""
+        if task.finished:
+            return task.finished_time
+        if task.time_remaining is None or task.elapsed is None or task.percentage < 100 * TELLING:
+            return None
+        return task.elapsed + task.time_remaining
 
     def _show_left(self) -> None:
         seconds = {phase: self.left(phase) for phase in self._ids if phase != ALL}
         for phase, count in seconds.items():
             self._progress.update(self._ids[phase], left="" if self._task(phase).finished else duration(count))
         if ALL in self._ids:
-            passed, left = time.monotonic() - self._start, sum(seconds.values())
+            passed, left = self._progress.get_time() - self._start, sum(seconds.values())
             total = passed + left
+            if left > LEFT and not self._told / OFF < total < self._told * OFF:
+                self._progress.console.print(f"forecast again: about {duration(total)}, not {duration(self._told)}")
+                self._told = total
             self._progress.update(self._ids[ALL], completed=passed, total=total, left=duration(left))
 
     def _amount(self, task: Task) -> str:

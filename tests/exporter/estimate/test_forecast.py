@@ -217,8 +217,8 @@ def test_the_bars_show_bytes_and_what_is_left_of_all_phases() -> None:
     now = [0.0]
     progress = Progress(console=Console(file=StringIO()), get_time=lambda: now[0])
     bars = Bars(progress)
-    bars.expect({"weights": 10.0, "reference": 30.0})
-    assert (bars.left("weights"), bars.left("reference")) == (10, 30)
+    bars.expect({"weights": 4.0, "reference": 30.0})
+    assert (bars.left("weights"), bars.left("reference")) == (4, 30)
     bars("weights", 0, 4_000_000)
     for now[0] in (1.0, 2.0):
         bars("weights", int(now[0]) * 1_000_000, 4_000_000)
@@ -232,6 +232,26 @@ def test_the_bars_show_bytes_and_what_is_left_of_all_phases() -> None:
     bars("reference", 1, 3)
     assert tasks["reference"].fields["amount"] == "1 of 3"
     assert bars.left("reference") == pytest.approx(20)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(30, "about 120 s, not 40 s"), (2, "about 8.4 s, not 40 s"), (12, "")])
+def test_phases_to_come_are_forecast_again_by_the_pace_of_those_before_them(seconds: int, told: str) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    now, screen = [0.0], StringIO()
+    progress = Progress(console=Console(file=screen, width=200), get_time=lambda: now[0])
+    bars = Bars(progress)
+    bars.expect({"graphs": 0.1, "weights": 9.9, "reference": 30.0})
+    now[0] = 0.4
+    bars("graphs", 1, 1)
+    assert bars.left("reference") == 30, "a small part of the work says nothing of the rest"
+    bars("weights", 0, 100)
+    now[0] += seconds
+    bars("weights", 100, 100)
+    assert bars.left("reference") == pytest.approx(30 * seconds / 10)
+    assert told in screen.getvalue()
+    assert ("forecast again" in screen.getvalue()) == bool(told)
 
 
 @pytest.mark.parametrize(
