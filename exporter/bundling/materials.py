@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import metadata
+from types import MappingProxyType
 
 DISTRIBUTION = "vtx-edge"
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*(?:\[(?P<extras>[^]]*)\])?[^;]*(?:;(?P<marker>.*))?")
 
 
-def packages(requirement: str) -> dict[str, str]:
+@cache
+def packages(requirement: str) -> Mapping[str, str]:
     """Name and version of every installed distribution that `requirement` leads to, itself included, by name.
 
-    Dependencies of an extra count where that extra was asked for. What is not installed is left out.
+    Dependencies of an extra count where that extra was asked for. What is not installed is left out. Looked up once in
+    a process: reading the metadata takes longer than writing the graphs of a small model.
     """
     versions: dict[str, str] = {}
     pending, seen = [requirement], set[tuple[str, str]]()
@@ -31,7 +35,7 @@ def packages(requirement: str) -> dict[str, str]:
             continue
         versions[name] = distribution.version
         pending += _required(distribution, {extra.strip() for extra in extras.split(",")})
-    return dict(sorted(versions.items()))
+    return MappingProxyType(dict(sorted(versions.items())))
 
 
 def _required(distribution: metadata.Distribution, extras: set[str]) -> Iterator[str]:
