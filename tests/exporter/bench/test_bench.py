@@ -161,6 +161,7 @@ def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path
     assert found["depths"][0]["ms"]["second_at_another_k"] is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("device", "compute", "precision", "read_as", "products"),
     [
@@ -212,6 +213,7 @@ def test_a_device_without_a_known_ceiling_gets_no_shares(
     assert json.loads(target.read_text())["depths"][0]["shares"] is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("precision", "integers"), [("fp32", None), ("fp16", None), ("int8", 1), ("int4", 0.5)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_token_reads_integers_as_they_are_stored_and_floats_as_they_are_computed_with(

@@ -56,9 +56,8 @@ ROOM = 1e-4
 
 
 @pytest.fixture(autouse=True)
-def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quickly() -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 class Scaled:

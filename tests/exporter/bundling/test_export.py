@@ -35,11 +35,6 @@ from vtx.runtime.report.golden import check_golden
 Make = Callable[..., Path]
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 @functools.cache
 def plan(folder: Path, ks: tuple[int, ...] = (3,), precision: str = "fp32", **options: Any) -> Plan:
     return plan_export(ExportOptions(str(folder), ks, precision, **options))

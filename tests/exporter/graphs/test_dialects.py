@@ -66,7 +66,7 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
     return get
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
@@ -114,6 +114,7 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=2e-5, rtol=0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", FEATURE_TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
@@ -130,7 +131,7 @@ def test_a_tower_gives_what_transformers_does(
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("count", [1, 2, 40])
@@ -160,7 +161,7 @@ def test_only_the_dialect_of_onnxruntime_uses_its_operators(dialect_models: Get,
         assert {node.domain for node in model.graph.node} == {""}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("asked", PRECISIONS.values(), ids=list(PRECISIONS))
 def test_a_dialect_computes_what_the_stored_weights_say(

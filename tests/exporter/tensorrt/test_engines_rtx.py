@@ -132,6 +132,7 @@ def _shapes(job: Any) -> tuple[Shapes, ...]:
     return tuple(input_shapes(job.graph, profile) for profile in job.profiles)
 
 
+@pytest.mark.slow
 def test_the_record_is_what_the_runtime_reads(bundle: Bundle) -> None:
     list(build_engines(plan(bundle, "sm89"), IGNORE))
     told = json.loads(bundle.path("engines/sm89/engines.json").read_text())

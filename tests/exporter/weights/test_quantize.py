@@ -24,11 +24,6 @@ from vtx.runtime.report.golden import check_golden
 Make = Callable[..., Path]
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda _: None)
-
-
 def matrix(rows: int = 32, width: int = 256, scale: float = 0.02) -> np.ndarray:
     return (np.random.default_rng(0).standard_normal((rows, width)) * scale).astype(np.float32)
 
@@ -123,7 +118,7 @@ def test_a_row_that_no_block_divides_is_left_alone(precision: str, width: int, h
 FAMILIES = [Tiny(), Tiny(text="qwen2"), Tiny(attention_bias=True, mlp_bias=True), Tiny(tied=True), Tiny(ffn=100)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("tiny", FAMILIES, ids=["llama", "qwen2", "biases", "tied", "odd"])
 def test_a_bundle_computes_what_its_stored_weights_say(

@@ -34,11 +34,6 @@ Make = Callable[..., Path]
 NUMBERS = {"F32": np.float32, "F16": np.float16}
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 def plan(folder: Path, precision: str, ks: tuple[int, ...] = ()) -> WeightPlan:
     return plan_export(ExportOptions(str(folder), ks, precision)).weights
 

@@ -88,7 +88,7 @@ def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], L
 # --- parity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [1, 2, 0], ids=["one-image", "two-images", "text-only"])
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
@@ -107,18 +107,12 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
         assert list(found.done.slots) == judge.kv_slots(inputs, k)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("precision", "compute", "tolerance"),
     [("fp16", "f32", FP16_TOLERANCE), ("fp32", "bf16", BF16_TOLERANCE), ("fp16", "bf16", BF16_TOLERANCE)],
 )
-@pytest.mark.parametrize(
-    "tiny",
-    [
-        pytest.param(tiny, id=name, marks=() if name in ("llama-clip-gqa", "qwen2-siglip-gelu") else pytest.mark.slow)
-        for name, tiny in VARIANTS.items()
-    ],
-)
+@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_narrower_weights_and_arithmetic_stay_within_their_tolerance(
     models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, compute: str, tolerance: float
 ) -> None:
@@ -239,6 +233,7 @@ def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(reduced: list
 # --- the engine's form ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tiny", [Tiny(), Tiny(kv_heads=4), Tiny(kv_heads=1)], ids=["gqa", "mha", "mqa"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_layer_attends_in_one_kernel_over_its_cache(models: Get, tiny: Tiny, precision: str) -> None:
@@ -365,6 +360,7 @@ def test_rows_that_an_interrupt_left_behind_are_forgotten(model: Model, rows: in
     assert np.array_equal(one, other)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 @pytest.mark.parametrize("earlier", [None, (1, None), (5, 2)])
 def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(

@@ -96,6 +96,7 @@ def test_answers_are_those_of_onnxruntime(k: int | None, exported: Path, device:
         np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("word", WORDS)
 def test_reductions_keep_and_answer_as_on_onnxruntime(word: str, reducing: Path, device: Gpu) -> None:
     same_answers(open_model(reducing), load(reducing, device="cpu", threads=THREADS), word)
@@ -144,6 +145,7 @@ def test_caches_that_grow_answer_the_same(k: int | None, grown: Path) -> None:
         np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("word", WORDS)
 def test_reductions_work_where_caches_grow(
     word: str, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch

@@ -519,6 +519,7 @@ def read(folder: Path, top: dict[str, Any], **more: Any) -> tuple[str, str, Text
     return read_text(folder, top["image_token_index"], {}, top, **more)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", ["llava", "llama", "unheard-of"])
@@ -590,6 +591,7 @@ def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
         read_template(tmp_path)
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("generation", "text", "top", "expected"),
     [
@@ -608,6 +610,7 @@ def test_end_ids_are_those_generate_would_stop_at(
     assert read_text(tmp_path, top["image_token_index"], text, top)[2].end_ids == expected
 
 
+@pytest.mark.usefixtures("in_process")
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     top = write_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no added token 5"):

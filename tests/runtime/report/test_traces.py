@@ -102,6 +102,7 @@ def test_traces_of_a_runtime_agree_with_themselves_written_again(model: Model, t
     assert max(check.difference for check in checks) == 0
 
 
+@pytest.mark.slow
 def test_openvino_meets_the_traces_of_onnxruntime(model: Model, traces: Path, tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
     write_traces(load(model.bundle.folder, device="openvino", threads=THREADS), tmp_path / "openvino")

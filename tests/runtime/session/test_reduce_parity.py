@@ -352,6 +352,7 @@ WAYS = {
 """The statement's method, the share its thresholds drop, and the gate that takes the K's place."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_dialect_with_either_kind_of_heads(case: Case, dialect: str, way: str) -> None:

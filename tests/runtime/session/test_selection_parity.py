@@ -178,6 +178,7 @@ def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str,
     assert kept[0] == kept[-1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_every_dialect(case: Case, way: dict[str, Any], dialect: str) -> None:

@@ -77,6 +77,7 @@ def test_two_interleaved_chats_keep_their_own_tokens(sequences: Sequences, setti
     sequences.check(turns)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["interrupt", "cancel", "timeout", "leave"])
 def test_a_first_turn_that_was_abandoned_selects_nothing(sequences: Sequences, how: Any) -> None:
     for setting in range(len(SETTINGS)):
@@ -85,6 +86,7 @@ def test_a_first_turn_that_was_abandoned_selects_nothing(sequences: Sequences, h
             sequences.check(turns)
 
 
+@pytest.mark.sampled(2)
 def test_the_gates_of_these_tests_decide_either_way(sequences: Sequences) -> None:
     conversations = [sequences.model.open(list(images)) for images in IMAGES]
     ks = {conversation.ask(question, "auto").stats.k for conversation in conversations for question in QUESTIONS}

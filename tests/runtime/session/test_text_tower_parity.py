@@ -28,8 +28,8 @@ from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.policies.methods.gate import Gate
 
 MODELS = {
-    "16-layers-gqa": (Tiny(layers=16, image=126, context=768), True),
     "8-layers-mha": (Tiny(layers=8, kv_heads=4, image=126, context=768), False),
+    "16-layers-gqa": (Tiny(layers=16, image=126, context=768), True),
 }
 K = 4
 TOWER = Method(cdpruner=(20, "tower"))
@@ -124,11 +124,13 @@ def test_a_long_question_counts_by_all_its_segments(case: Case) -> None:
     equal(Talk(case.model).ask(messages, [random_image(4)], TOWER, STEPS), wanted)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [TOWER, Method(cdpruner=(20, "tower"), k=K)], ids=["alone", "withdrawal-behind"])
 def test_two_images(case: Case, way: Method) -> None:
     equal(*ask(case, way, (4, 7)))
 
 
+@pytest.mark.sampled(2)
 def test_a_gate_behind_it(case: Case) -> None:
     gate = Gate(lambda _, __: np.array([0.1, 0.9]), (K,))
     messages = prompt_messages(QUESTIONS[0])
@@ -136,18 +138,22 @@ def test_a_gate_behind_it(case: Case) -> None:
     equal(Talk(case.model).ask(messages, [random_image(4)], TOWER, STEPS, exits=gate), wanted)
 
 
+@pytest.mark.sampled(2)
 def test_merging_before_it(case: Case) -> None:
     equal(*ask(case, Method(tau=some_merged(case), cdpruner=(20, "tower"))))
 
 
+@pytest.mark.sampled(2)
 def test_fastv_behind_it(case: Case) -> None:
     equal(*ask(case, Method(cdpruner=(20, "tower"), fastv=(2, 0.5))))
 
 
+@pytest.mark.sampled(2)
 def test_mustdrop_behind_it(case: Case) -> None:
     equal(*ask(case, Method(cdpruner=(20, "tower"), key=0.08, layers=(3,)), share=0.3))
 
 
+@pytest.mark.sampled(2)
 def test_questions_on_the_same_image_equal_fresh_runs(case: Case) -> None:
     talk = Talk(case.model)
     for words in (*QUESTIONS, QUESTIONS[0]):
@@ -158,6 +164,7 @@ def test_questions_on_the_same_image_equal_fresh_runs(case: Case) -> None:
                 equal(talk.ask(messages, [random_image(4)], method, STEPS), wanted)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
 def test_every_dialect(case: Case, dialect: str) -> None:
     other = case._replace(model=backends(case)[dialect])
@@ -165,11 +172,13 @@ def test_every_dialect(case: Case, dialect: str) -> None:
     equal(*ask(other, Method(cdpruner=(20, "tower"), k=K), (4, 7)))
 
 
+@pytest.mark.sampled(2)
 def test_openvino(case: Case) -> None:
     pytest.importorskip("openvino")
     equal(*ask(case._replace(model=load(case.model.bundle.folder, device="openvino", threads=THREADS)), TOWER))
 
 
+@pytest.mark.sampled(2)
 def test_a_chat_keeps_the_choice_of_its_first_turn_and_reuses_all_layers(case: Case) -> None:
     options, spec = Options(max_new_tokens=3, ignore_eos=True), "cdpruner:keep=20,text=tower"
     with case.model.open(random_image(4)) as image:
@@ -183,6 +192,7 @@ def test_a_chat_keeps_the_choice_of_its_first_turn_and_reuses_all_layers(case: C
     assert turns[1].reused_layers == case.model.manifest.model.layers
 
 
+@pytest.mark.sampled(2)
 def test_answers_of_the_api_are_those_of_the_statement(case: Case) -> None:
     for words in QUESTIONS:
         wanted = case.statement.answer(inputs(case, prompt_messages(words)), TOWER, STEPS, words)
