@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.exporter.checkpoint.test_forms import CHATS, CONVERSATIONS
 from tests.fuzz.targets import fuzz, one_line
-from tests.runtime.prompt.test_text import BY_TEMPLATE, ROWS, SPECIALS, TEXTS, ask
+from tests.support.text import BY_TEMPLATE, ROWS, SPECIALS, TEXTS, ask
 from vtx.runtime.errors import VtxError
 from vtx.runtime.prompt.text import Text
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.exporter.checkpoint.test_forms import CHATS, IRREGULAR, REGULAR
 from tests.fuzz.targets import cases, damaged, fuzz
 from tests.runtime.prompt.test_template import EXPRESSIONS
-from tests.runtime.prompt.test_text import make_settings, make_tokenizer
+from tests.support.text import make_settings, make_tokenizer
 from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.strict import plain

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import cases, damaged, fuzz
-from tests.runtime.prompt.test_text import SPECIALS, VICUNA, make_tokenizer
+from tests.support.text import SPECIALS, VICUNA, make_tokenizer
 from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError
 

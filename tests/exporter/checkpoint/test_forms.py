@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.prompt.test_text import CHATML, MISTRAL, SPECIALS, STRINGS, VICUNA, make_settings, make_tokenizer
+from tests.support.text import CHATML, MISTRAL, SPECIALS, STRINGS, VICUNA, make_settings, make_tokenizer
 from vtx.exporter.checkpoint.resolving import with_forms
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.prompt.test_text import VICUNA, read, write_checkpoint
+from tests.support.text import VICUNA, read, write_checkpoint
 from vtx.exporter.checkpoint.confined import ChildLimits
 from vtx.runtime.errors import CheckpointError, TemplateError, VtxError
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 
-from tests.runtime.prompt.test_text import CHATML, KINDS, SPECIALS, VICUNA, WORDS, ask, make_settings, make_tokenizer
+from tests.support.text import CHATML, KINDS, SPECIALS, VICUNA, WORDS, ask, make_settings, make_tokenizer
 from vtx.exporter.checkpoint.length_bound import length_bound
 from vtx.exporter.checkpoint.resolving import with_forms
 from vtx.runtime.bundle.spec.text_settings import LengthBound

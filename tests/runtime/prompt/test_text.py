@@ -1,7 +1,8 @@
+"""Prompts as token ids, which are those of transformers, and answers as a stream of text."""
+
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
 import json
 import threading
@@ -14,165 +15,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers
 
-from vtx.exporter.checkpoint.resolving import control_tokens, resolve, with_forms
-from vtx.exporter.checkpoint.text import read_template, read_text
+from tests.support.text import (
+    BY_TEMPLATE,
+    CHATS,
+    KINDS,
+    ROWS,
+    SPECIALS,
+    STRINGS,
+    TEMPLATES,
+    TEXTS,
+    VICUNA,
+    ask,
+    make_settings,
+    make_text,
+    make_tokenizer,
+)
 from vtx.runtime.bundle.files import Folder
 from vtx.runtime.bundle.spec.text_settings import TextSettings
-from vtx.runtime.errors import BundleError, CheckpointError, RequestError, TemplateError
+from vtx.runtime.errors import BundleError, RequestError, TemplateError
 from vtx.runtime.prompt.messages import MAX_TEXT, Message
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.strict import Strict, plain
-
-ROWS = 4  # what a 28 x 28 picture in 14 x 14 patches gives
-SENTENCE = "what is this the a cat picture of Hello world USER ASSISTANT system user assistant"
-WORDS = SENTENCE.split()
-
-VICUNA = (
-    "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'] | upper + ': ' }}{% endif %}"
-    "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
-    "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ c['text'] + ' ' }}{% endgeneration %}"
-    "{% else %}{{ c['text'] + ' ' }}{% endif %}{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] "
-    "{% for c in m.content %}{% if c.type == 'image' %}<image>\n{% else %}{{ c.text }}{% endif %}{% endfor %} [/INST]"
-    "{% else %}{% for c in m.content %}{{ c.text }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
-)
-CHATML = """{%- for m in messages %}
-    {{- '<|im_start|>' ~ m.role ~ '\n' }}
-    {%- if m.content is string %}
-        {{- m.content }}
-    {%- else %}
-        {%- for c in m.content %}
-            {%- if c.type == 'image' or 'image' in c %}<image>{% elif 'text' in c %}{{ c.text }}{% endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
-STRINGS = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'].strip() + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-TEMPLATES = {"vicuna": VICUNA, "mistral": MISTRAL, "chatml": CHATML}
-SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<image>"]
-
-
-def make_tokenizer(kind: str) -> Tokenizer:
-    tokenizer = {"bytes": bytes_tokenizer, "words": words_tokenizer}.get(kind, lambda: spaces_tokenizer(kind))()
-    if kind != "bytes":
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 1)])
-    return tokenizer
-
-
-def bytes_tokenizer() -> Tokenizer:
-    """As Qwen2's: byte-level BPE, NFC, the special tokens behind the vocabulary, no BOS."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = word_merges("Ġ")
-    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(alphabet + ["".join(pair) for pair in merges]))}
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    add_specials(tokenizer)
-    return tokenizer
-
-
-def spaces_tokenizer(kind: str) -> Tokenizer:
-    """As Llama's: BPE over ▁ with byte fallback; `kind` says how the first ▁ is put there."""
-    base = ["▁", *(chr(c) for c in range(33, 127)), *(f"<0x{b:02X}>" for b in range(256))]
-    merges = word_merges("▁")
-    pieces = dict.fromkeys([*SPECIALS[:3], *base, *("".join(pair) for pair in merges)])
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    if kind == "normalizer":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", kind, split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    add_specials(tokenizer)
-    return tokenizer
-
-
-def words_tokenizer() -> Tokenizer:
-    words = [*SPECIALS, *WORDS, "USER:", "ASSISTANT:", "?", ":", "\n"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    add_specials(tokenizer)
-    return tokenizer
-
-
-def add_specials(tokenizer: Tokenizer) -> None:
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-
-
-def word_merges(space: str) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((w[:i], w[i]) for w in (space + word for word in WORDS) for i in range(1, len(w))))
-
-
-def make_settings(tokenizer: Tokenizer, **changes: Any) -> TextSettings:
-    values: dict[str, Any] = {
-        "image_token": "<image>",
-        "image_token_id": tokenizer.token_to_id("<image>"),
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": None,
-        "unk_token": "<unk>",
-        "end_ids": (tokenizer.token_to_id("</s>"),),
-        "add_special_tokens": True,
-        "ids_before": (),
-        "ids_after": (),
-        "control_tokens": {},
-        "length_bound": None,
-        "forms": None,
-        "no_forms": "not derived",
-    }
-    settings = TextSettings(**{**values, **changes})
-    return dataclasses.replace(settings, control_tokens=control_tokens(tokenizer, settings))
-
-
-def make_text(kind: str = "first", template: str = VICUNA, *, forms: bool = True) -> Text:
-    tokenizer = make_tokenizer(kind)
-    settings = make_settings(tokenizer)
-    return Text(tokenizer, template, with_forms(settings, template) if forms else settings)
-
-
-KINDS = ["bytes", "words", "normalizer", "first", "always", "never"]
-TEXTS = {(kind, name): make_text(kind, TEMPLATES[name]) for kind in KINDS for name in TEMPLATES}
-BY_TEMPLATE = {(kind, name): make_text(kind, TEMPLATES[name], forms=False) for kind in KINDS for name in TEMPLATES}
-
-
-def ask(*parts: str | None, role: str = "user") -> Message:
-    """A message; None stands for an image."""
-    return {
-        "role": role,
-        "content": [{"type": "text", "text": p} if p is not None else {"type": "image"} for p in parts],
-    }
-
-
-CHATS: dict[str, list[Message]] = {
-    "text": [ask("what is this?")],
-    "image": [ask(None, "what is  this?\nthe cat")],
-    "two images": [ask(None, None, "what is the picture of? \U0001f63a 猫")],
-    "turns": [
-        ask("a picture of Hello", role="system"),
-        ask(None, "what is this?"),
-        ask("the cat", role="assistant"),
-        ask("Hello", None, " world"),
-    ],
-}
 
 
 def reference_ids(kind: str, template: str, messages: list[Message]) -> list[int]:
@@ -487,157 +352,3 @@ def test_missing_oversized_and_foreign_files_are_a_broken_bundle(tmp_path: Path)
     assert Text.load(reader(tmp_path), settings).prompt(CHATS["image"], ROWS).size
     with pytest.raises(BundleError, match="is not the added token"):
         Text.load(reader(tmp_path), make_settings(tokenizer, image_token_id=5))
-
-
-# ---- from a checkpoint -----------------------------------------------------------------------------------------------
-
-
-def write_checkpoint(folder: Path, kind: str = "first", template: str | None = VICUNA, **config: Any) -> dict[str, Any]:
-    """Files of a checkpoint that concern text; returns its config.json."""
-    tokenizer = make_tokenizer(kind)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    values = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    write_json(folder / "tokenizer_config.json", values | config)
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    top = {"model_type": "llava", "image_token_index": tokenizer.token_to_id("<image>")}
-    write_json(folder / "config.json", top)
-    return top
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve here, where a test is about what is resolved and has many cases; a child takes two seconds."""
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-
-
-def read(folder: Path, top: dict[str, Any], **more: Any) -> tuple[str, str, TextSettings]:
-    return read_text(folder, top["image_token_index"], {}, top, **more)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", ["llava", "llama", "unheard-of"])
-@pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "PreTrainedTokenizerFast", "MyOwnTokenizer", None])
-def test_exported_ids_equal_autotokenizer_s(
-    kind: str, model_type: str, tokenizer_class: str | None, tmp_path: Path
-) -> None:
-    from transformers import AutoTokenizer
-
-    if kind == "words" and (model_type, tokenizer_class) != ("llava", "PreTrainedTokenizerFast"):
-        pytest.skip("a class made for BPE")
-    config = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class}
-    top = write_checkpoint(tmp_path, kind, add_bos_token=True, **config) | {"model_type": model_type}
-    write_json(tmp_path / "config.json", top)
-    json_text, template, settings = read(tmp_path, top)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    ours = Tokenizer.from_str(json_text)
-    for sentence in ("USER: <image>\nwhat is this?</s> the", " Hello", "<s>猫"):
-        assert ours.encode(sentence).ids == theirs.encode(sentence)
-    assert (settings.bos_token, settings.eos_token) == (theirs.bos_token, theirs.eos_token)
-    assert Text(ours, template, settings).prompt(CHATS["image"], ROWS).size
-
-
-def test_vocab_and_merges_are_converted(tmp_path: Path) -> None:
-    top = write_checkpoint(tmp_path, "bytes", tokenizer_class="Qwen2Tokenizer")
-    model = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").unlink()
-    write_json(tmp_path / "vocab.json", model["model"]["vocab"])
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["model"]["merges"]]
-    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
-    added = {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in model["added_tokens"]}
-    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": added}
-    write_json(tmp_path / "tokenizer_config.json", config)
-    write_json(tmp_path / "config.json", top)
-    json_text, _, settings = read_text(tmp_path, top["image_token_index"], {"model_type": "qwen2"}, top, CHATML)
-    assert settings.eos_token == "<|im_end|>"
-    ids = Text(Tokenizer.from_str(json_text), CHATML, settings).prompt(CHATS["turns"], ROWS)
-    assert ids.tolist() == TEXTS["bytes", "chatml"].prompt(CHATS["turns"], ROWS).tolist()
-
-
-def test_nothing_of_the_checkpoint_is_executed(tmp_path: Path) -> None:
-    auto_map = {"AutoTokenizer": ["mine.Slow", "mine.Fast"], "AutoConfig": "mine.Config"}
-    top = write_checkpoint(tmp_path, tokenizer_class="MyOwnTokenizer", auto_map=auto_map) | {"auto_map": auto_map}
-    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Slow: pass\nclass Fast: pass")
-    write_json(tmp_path / "config.json", top)
-    assert read(tmp_path, top)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
-    top = write_checkpoint(tmp_path, template=None)
-    with pytest.raises(CheckpointError, match=r"no chat template in .*--chat-template FILE"):
-        read(tmp_path, top)
-    write_json(tmp_path / "tokenizer_config.json", {"chat_template": [{"name": "default", "template": "1"}]})
-    assert read_template(tmp_path) == "1"
-    write_json(tmp_path / "tokenizer_config.json", {"chat_template": "2"})
-    assert read_template(tmp_path) == "2"
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("3")
-    assert read_template(tmp_path) == "3"
-    (tmp_path / "chat_template.jinja").write_text("4")
-    assert read_template(tmp_path) == "4"
-    write_json(tmp_path / "chat_template.json", {"chat_template": "5"})
-    assert read_template(tmp_path) == "5"
-    write_json(tmp_path / "processor_config.json", {"chat_template": "6"})
-    assert read_template(tmp_path) == "6"
-    write_json(tmp_path / "processor_config.json", {"chat_template": 6})
-    with pytest.raises(CheckpointError, match="must be text"):
-        read_template(tmp_path)
-
-
-@pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize(
-    ("generation", "text", "top", "expected"),
-    [
-        ({"eos_token_id": [7, 2, 7]}, {"eos_token_id": 3}, {}, (7, 2)),
-        ({}, {"eos_token_id": 3}, {}, (3,)),
-        ({}, {"eos_token_id": 3}, {"eos_token_id": 4}, (4,)),
-        (None, {}, {}, (2,)),
-    ],
-)
-def test_end_ids_are_those_generate_would_stop_at(
-    generation: Any, text: Any, top: Any, expected: tuple[int, ...], tmp_path: Path
-) -> None:
-    top = write_checkpoint(tmp_path) | top
-    if generation is not None:
-        write_json(tmp_path / "generation_config.json", generation)
-    assert read_text(tmp_path, top["image_token_index"], text, top)[2].end_ids == expected
-
-
-@pytest.mark.usefixtures("in_process")
-def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
-    top = write_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="no added token 5"):
-        read_text(tmp_path, 5, {}, top)
-    write_json(tmp_path / "generation_config.json", {"eos_token_id": ["x"]})
-    with pytest.raises(CheckpointError, match="eos_token_id"):
-        read(tmp_path, top)
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="is not sound JSON"):
-        read(tmp_path, top)
-    (tmp_path / "generation_config.json").write_text(" " * (2 << 20))
-    with pytest.raises(CheckpointError, match="the limit for such a file is 1,048,576"):
-        read(tmp_path, top)
-    (tmp_path / "generation_config.json").unlink()
-    with pytest.raises(TemplateError):
-        read(tmp_path, top, template="{{ ''.__class__ }}")
-    write_json(tmp_path / "tokenizer_config.json", {"bos_token": 5, "added_tokens_decoder": {"x": 1}})
-    with pytest.raises(CheckpointError):
-        read(tmp_path, top)
-    for content in ("{", '{"added_tokens": []}', "[]"):
-        (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(CheckpointError):
-            read(tmp_path, top)
-    with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(65 << 20)
-    with pytest.raises(CheckpointError, match="limit"):
-        read(tmp_path, top)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
-        read(tmp_path, top)
