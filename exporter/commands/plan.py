@@ -72,7 +72,7 @@ def plan(
 
 
 def _show_plan(costs: CostPlan) -> None:
-    from vtx.exporter.estimate.plan import ESTIMATE
+    from vtx.exporter.estimate.roofline import ESTIMATE
     from vtx.runtime.units import size
 
     work, device = costs.workload, costs.profile

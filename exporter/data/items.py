@@ -104,7 +104,8 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
 
 def scene_items(count: int) -> tuple[Item, ...]:
     """`count` drawn scenes with a question each: always the same ones, and none that the demo model was trained on."""
-    from vtx.exporter.data.scenes import ask_some, photograph, random_scene
+    from vtx.exporter.data.scene_questions import ask_some
+    from vtx.exporter.data.scenes import photograph, random_scene
 
     rng, items = random.Random(SCENES_SEED), list[Item]()
     for _ in range(count):

@@ -13,35 +13,25 @@ from typing import Any
 from vtx.exporter.estimate.flops import (
     MAX_TOKENS,
     calflops,
-    decode_flops,
     encode_flops,
     kv_bytes,
-    prefill_flops,
     total_flops,
     withdrawal_schedule,
 )
+from vtx.exporter.estimate.roofline import ESTIMATE, Phase, latency, widens
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.estimate.weights import (
     all_weights,
-    head_weights,
-    layer_weights,
     precisions_of,
     resident,
     stored_bytes,
-    vision_weights,
 )
 from vtx.exporter.weights.precision import Precisions
 from vtx.runtime.backends.memory import EXPANDED, RUN_BASE
 from vtx.runtime.bundle.spec.manifest import KV_BYTES, PRECISIONS
 from vtx.runtime.errors import RequestError
-from vtx.runtime.host.profiles import Figure, Profile, load_profile
+from vtx.runtime.host.profiles import Profile, load_profile
 
-COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
-BANDWIDTH_EFFICIENCY = 0.7  # share of the bandwidth that weights and caches are read at
-ESTIMATE = (
-    f"an estimate, not a measurement: {COMPUTE_EFFICIENCY:.0%} of the peak arithmetic and {BANDWIDTH_EFFICIENCY:.0%} "
-    "of the peak bandwidth, whichever takes longer"
-)
 SPREAD = 8  # rows of the table over K
 
 
@@ -64,14 +54,6 @@ class Workload:
     @property
     def slots(self) -> int:
         return self.text + self.vision + self.new_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """The roofline estimate of one phase of an answer; `bound` is "compute" or "memory"."""
-
-    ms: float
-    bound: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +232,7 @@ def _cost(
     element = KV_BYTES[precisions.kv_dtype]
     cache = tuple(kv_bytes(model.decoder, slots, element))
     later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
-    on_cpu = _widens(profile)
+    on_cpu = widens(profile)
     weights = resident(model, precisions, floats) if on_cpu else stored_bytes(all_weights(model), precisions)
     activations = activation_bytes(model, slots, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
     peak = weights + sum(cache) + later + activations + RUN_BASE
@@ -276,40 +258,6 @@ def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, elemen
     if vision is not None:
         encode = views * vision.tower_tokens * (2 * vision.hidden + max(4 * vision.hidden, 2 * vision.ffn))
     return element_bytes * max(prefill, encode) + 4 * size.vocab
-
-
-def _widens(profile: Profile | None) -> bool:
-    return profile is not None and profile.kind == "cpu"
-
-
-# --- time -----------------------------------------------------------------------------------------
-
-
-def latency(
-    model: ModelSize, views: int, schedule: Sequence[int], precisions: Precisions, profile: Profile
-) -> dict[str, Phase]:
-    """Roofline estimate of each phase: `vision`, `prefill` and `decode_per_token`.
-
-    Quantised weights are widened in the kernel, so the arithmetic is fp16's. Decode is one token right after
-    the prompt.
-    """
-    size, wide = model.decoder, _widens(profile)
-    peak = profile.fp32 if precisions.decoder == "fp32" or profile.fp16 is None else profile.fp16
-    weights = stored_bytes([*layer_weights(size), *head_weights(size)], precisions, wide=wide)
-    cache = sum(kv_bytes(size, schedule, KV_BYTES[precisions.kv_dtype]))
-    tower = vision_weights(model.vision) if model.vision is not None and views else ()
-    work = {
-        "vision": (encode_flops(model.vision, views), stored_bytes(tower, precisions, wide=wide)),
-        "prefill": (prefill_flops(size, schedule), weights + cache),
-        "decode_per_token": (decode_flops(size, schedule), weights + cache),
-    }
-    return {phase: _roofline(flops, read, peak, profile.bandwidth) for phase, (flops, read) in work.items()}
-
-
-def _roofline(flops: int, read: int, peak: Figure, bandwidth: Figure) -> Phase:
-    compute = flops / (peak.value * 1e12 * COMPUTE_EFFICIENCY) * 1e3
-    memory = read / (bandwidth.value * 1e9 * BANDWIDTH_EFFICIENCY) * 1e3
-    return Phase(max(compute, memory), "compute" if compute > memory else "memory")
 
 
 def _profile(profile: Profile) -> dict[str, Any]:
