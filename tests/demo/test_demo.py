@@ -20,7 +20,7 @@ from tests.support.tiny import prompt_messages
 from vtx import cli
 from vtx.exporter.bundling.export import demo_checkpoint
 from vtx.exporter.bundling.options import DEMO
-from vtx.exporter.data import scenes
+from vtx.exporter.data import scene_questions, scenes
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
@@ -44,11 +44,11 @@ class Asked(NamedTuple):
 def asked() -> list[Asked]:
     """Two questions of different kinds on each scene, all kinds equally often."""
     rng, found = random.Random(SEED), list[Asked]()
-    kinds = list(scenes.KINDS)
+    kinds = list(scene_questions.KINDS)
     while len(found) < PAIRS:
         scene = scenes.random_scene(rng)
         image = scenes.photograph(scene, rng)
-        items = [scenes.ask(scene, kinds[(len(found) + i) % len(kinds)], rng) for i in range(2)]
+        items = [scene_questions.ask(scene, kinds[(len(found) + i) % len(kinds)], rng) for i in range(2)]
         if all(items):
             found += [Asked(image, item.kind, item.question, item.answer) for item in items]
     return found
@@ -139,7 +139,9 @@ def test_every_kind_is_right_in_capitals_and_with_or_without_a_question_mark(
 
 def test_every_kind_is_asked(asked: list[Asked]) -> None:
     kinds = [pair.kind for pair in asked]
-    assert {kind: kinds.count(kind) for kind in scenes.KINDS} == dict.fromkeys(scenes.KINDS, PAIRS // 8)
+    assert {kind: kinds.count(kind) for kind in scene_questions.KINDS} == dict.fromkeys(
+        scene_questions.KINDS, PAIRS // 8
+    )
 
 
 def test_the_model_is_a_whole_checkpoint_of_at_most_ten_megabytes() -> None:
