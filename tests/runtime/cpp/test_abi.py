@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.peers.contract import Question
+from benchmarks.peers.rivals import libvtx as cpp_peer
+from benchmarks.peers.rivals import vtx as python_peer
 from PIL import Image
 
 from tests.support.cabi import (
@@ -219,6 +222,20 @@ for more in (0, 1 << 20, 1 << 24):
 """
 
 
+def test_in_the_comparison_with_peers_it_gives_python_s_tokens(python: Model, tmp_path: Path) -> None:
+    (tmp_path / "bundle").symlink_to(python.bundle.folder)
+    for number in (1, 2):
+        random_image(number).save(tmp_path / f"{number}.png")
+    with python.open(tmp_path / "1.png") as conversation:
+        tokens = conversation.ask("red?", max_new_tokens=1).stats.prompt_tokens
+    pair = [rival.load(tmp_path, "fp32/3", 1) for rival in (python_peer, cpp_peer)]
+    for number, count in ((1, 2), (2, 6), (2, 2)):
+        question = Question(str(tmp_path / f"{number}.png"), "red?", "", (0,) * tokens, 0, 0)
+        ours, theirs = (peer.ask(question, count) for peer in pair)
+        assert ours.ids == theirs.ids
+        assert len(theirs.moments) == count
+
+
 def test_a_lack_of_memory_is_one_line_and_the_model_can_be_used_on(python: Model, tmp_path: Path) -> None:
     random_image(1).save(tmp_path / "a.png")
     command = [sys.executable, "-c", IN_LITTLE_MEMORY, str(python.bundle.folder), str(tmp_path / "a.png")]
@@ -238,6 +255,19 @@ def test_a_program_of_an_older_header_gets_no_more_than_its_struct_holds(library
     assert int.from_bytes(bytes(memory[: c.sizeof(c.c_size_t)]), sys.byteorder) == older
     assert set(memory[c.sizeof(c.c_size_t) : older]) == {0}
     assert set(memory[older:]) == {7}
+
+
+class NewerLoadOptions(LoadOptions):
+    _fields_ = (("invented", c.c_char_p),)
+
+
+def test_what_a_program_of_a_newer_header_asks_for_is_not_ignored(library: c.CDLL, tmp_path: Path) -> None:
+    handle, options = c.c_void_p(), NewerLoadOptions()
+    library.vtx_load_options_init(c.byref(options), c.sizeof(options))
+    assert library.vtx_load(os.fsencode(tmp_path), c.byref(options), c.byref(handle)) == BUNDLE  # nothing is asked for
+    options.invented = b"verify"
+    assert library.vtx_load(os.fsencode(tmp_path), c.byref(options), c.byref(handle)) == REQUEST
+    assert b"sets a field that libvtx" in library.vtx_last_error()
 
 
 def test_only_the_abi_is_visible(library: c.CDLL) -> None:
