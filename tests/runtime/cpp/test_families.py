@@ -1,4 +1,4 @@
-"""Every family with one view per image: libvtx sees the pixels that Python sees, and answers as Python does."""
+"""Families of models: libvtx sees the pixels that Python sees, and answers as Python does."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.cpp.test_layouts import COMPARED as TILED
 from tests.runtime.cpp.test_run import expected
 from tests.runtime.session.test_internvl_chat_1 import TINY as INTERNVL_CHAT
 from tests.runtime.session.test_internvl_chat_1 import with_internvit
 from tests.runtime.session.test_original import ANYRES, PAD
+from tests.runtime.session.test_videos import NEXT_VIDEO
 from tests.runtime.session.test_vila import VILA
 from tests.support.bundles import export
 from tests.support.cpp import ask, needs_cpp, output
 from tests.support.tiny import Tiny, random_image
+from vtx.exporter.checkpoint.families.registry import FAMILIES as REGISTERED
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 
@@ -30,6 +33,7 @@ FAMILIES = {
     "qwen3": Tiny(text="qwen3", attention_bias=True, head_dim=24),
     "vipllava": Tiny(family="vipllava", feature_layer=(-1, -2)),
     "internvl-chat 1.0": INTERNVL_CHAT,
+    "llava_next_video": NEXT_VIDEO,
 }
 
 
@@ -59,7 +63,12 @@ def made(
     return make
 
 
-@pytest.mark.sampled(len(FAMILIES))
+def test_every_family_is_compared_here_or_where_images_have_tiles() -> None:
+    here = {tiny.family for tiny in FAMILIES.values()}
+    assert {family.model_type for family in REGISTERED} == here | {tiny.family for tiny in TILED}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_and_answers_are_those_of_python(
     made: Callable[[Tiny], Model], pictures: list[Path], family: str

@@ -17,7 +17,8 @@ from vtx.runtime.errors import ContextError
 
 pytestmark = needs_cpp
 
-FAMILIES = pytest.mark.parametrize("tiny", [TINY, INTERNVL, ONEVISION, VIDEO_LLAVA], ids=lambda tiny: tiny.family)
+COMPARED = [TINY, INTERNVL, ONEVISION, VIDEO_LLAVA]
+FAMILIES = pytest.mark.parametrize("tiny", COMPARED, ids=lambda tiny: tiny.family)
 SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 
