@@ -1,0 +1,58 @@
+"""What the tests of whole exports share: plans, runs, and whether a bundle is whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vtx
+from tests.support import bundles
+from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.errors import BundleError
+from vtx.runtime.report.golden import check_golden
+
+Make = Callable[..., Path]
+
+
+@functools.cache
+def plan(folder: Path, ks: tuple[int, ...] = (3,), precision: str = "fp32", **options: Any) -> Plan:
+    return plan_export(ExportOptions(str(folder), ks, precision, **options))
+
+
+def run(plan_: Plan, out: Path, *, force: bool = False, report: Any = bundles.IGNORE) -> Bundle:
+    return run_export(plan_, out, force=force, report=report)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the bundle is as exported and computes what its checkpoint says."""
+    fine = all(problem is None for _, problem in Bundle.open(folder).verify())
+    return fine and all(check.passed for check in check_golden(vtx.load(folder, threads=1)))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def interrupted(plan_: Plan, out: Path, phase: str, share: float) -> None:
+    """Export until a share of a phase is done."""
+
+    def stop(name: str, done: int, total: int) -> None:
+        if name == phase and done >= share * total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan_, out, report=stop)
+
+
+def opens(folder: Path) -> bool:
+    try:
+        Bundle.open(folder)
+    except BundleError:
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""Which image tokens each reduction keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.policies.boundaries import attention, boundary
+from vtx.runtime.policies import Boundary, PromptText
+from vtx.runtime.policies.methods.cdpruner import greedy, scaled
+from vtx.runtime.policies.methods.cls import Cls
+from vtx.runtime.policies.methods.dart import Dart
+from vtx.runtime.policies.methods.fastv import FastV
+from vtx.runtime.policies.methods.lsm import Lsm
+from vtx.runtime.policies.methods.mustdrop import MustDrop
+from vtx.runtime.vision.tokens import ImageTokens, Patches, highest, keys, share
+
+
+def test_fastv_keeps_the_rows_most_looked_at_and_of_equal_ones_the_earlier() -> None:
+    kept = FastV(2, 0.5).keep_mask(boundary([1, 5, 1, 1, 9, 1]))
+    assert kept is not None
+    assert kept.tolist() == [True, True, False, False, True, False]
+
+
+@pytest.mark.parametrize(("ratio", "left"), [(0.0, 10), (0.05, 10), (0.1, 9), (0.3, 7), (0.99, 1), (1.0, 0)])
+def test_fastv_rounds_what_leaves_down(ratio: float, left: int) -> None:
+    kept = FastV(2, ratio).keep_mask(boundary(list(range(10))))
+    assert (10 if kept is None else int(kept.sum())) == left
+
+
+def test_fastv_asks_for_the_last_row_only() -> None:
+    asked: list[bool] = []
+    scores = np.ones(4, np.float32), np.ones(4, np.float32)
+    here = Boundary(3, np.zeros((1, 4)), (), np.ones(4, bool), lambda last: (asked.append(last), scores)[1])
+    FastV().keep_mask(here)
+    MustDrop(key=0).keep_mask(here)
+    assert asked == [True, False]
+
+
+def test_mustdrop_drops_what_is_low_in_both_scores() -> None:
+    # V = 20: gamma * V is 2. Row 0 is low in both, 1 in the sum only, 2 in the maximum only, 3 at the thresholds.
+    method = MustDrop(gamma=0.1, alpha=0.5, tau=None, key=0)
+    kept = method.keep_mask(boundary([1, 1, 16, 2], [0.4, 0.6, 0.4, 0.5]))
+    assert kept is not None
+    assert kept.tolist() == [False, True, True, True]
+
+
+def test_mustdrop_spares_key_rows_chosen_among_all_that_entered() -> None:
+    image = Patches(np.arange(4), np.zeros(4, bool), attention([9, 8, 1, 2]))
+    present = np.array([False, True, True, True])
+    scores = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    here = Boundary(4, np.zeros((1, 4)), (image,), present, lambda _: scores)
+    method = MustDrop(gamma=0.1, alpha=0.5, tau=None, key=0.5)
+    kept = method.keep_mask(here)
+    assert kept is not None
+    # Half of four rows are keys: 0, which has left, and 1. Sums of 0 are not below a share of 0, so alpha decides.
+    assert kept.tolist() == [True, True, True]
+    low = np.array([1, 1, 98], np.float32), np.zeros(3, np.float32)
+    kept = method.keep_mask(dataclasses.replace(here, scores=lambda _: low))
+    assert kept is not None
+    assert kept.tolist() == [True, False, True]
+
+
+def test_key_rows_are_chosen_image_by_image() -> None:
+    images = [Patches(np.arange(3), np.zeros(3, bool), attention(a)) for a in ([1, 2, 3], [30, 20, 10], [5, 5, 5])]
+    assert keys(images, 0.3).tolist() == [False, False, True, True, False, False, True, False, False]
+    assert keys([], 0.3).tolist() == []
+
+
+@given(st.floats(0, 1), st.integers(0, 1000))
+def test_a_share_is_rounded_up_but_for_the_error_of_binary_fractions(part: float, count: int) -> None:
+    found = share(part, count)
+    assert 0 <= found <= count
+    assert -1e-6 <= found - part * count < 1
+    assert share(0.07, 100) == 7
+    assert math.ceil(0.07 * 100) == 8
+
+
+@given(st.lists(st.integers(0, 5), max_size=30), st.integers(0, 40))
+def test_the_highest_are_as_sorting_says(values: list[int], count: int) -> None:
+    wanted = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+    assert np.flatnonzero(highest(np.array(values, np.float32), count)).tolist() == sorted(wanted)
+
+
+def test_cls_keeps_the_share_rounded_up_in_the_order_there() -> None:
+    image = ImageTokens(np.zeros((5, 2), np.float32), boundary([0] * 5, keys=[1, 5, 4, 2, 3]).images[0])
+    entered = Cls(0.5).select(image)
+    assert entered is not None
+    assert entered.tolist() == [1, 2, 4]
+
+
+def test_merged_first_moves_the_most_alike_windows_to_the_front_behind_the_class_token() -> None:
+    places, merged = np.array([-1, 0, 3, 4, 9, 12]), np.array([False, False, True, False, True, True])
+    patches = Patches(places, merged, {"similarity": np.array([0, 0, 0.8, 0, 0.9, 0.8], np.float32)})
+    image = ImageTokens(np.zeros((6, 2), np.float32), patches)
+    order = Lsm(order="merged-first").select(image)
+    assert order is not None
+    assert image.take(order).patches.indices.tolist() == [-1, 9, 3, 12, 0, 4]
+    assert Lsm().select(image) is None
+
+
+def test_rows_without_merging_are_a_square_of_patches_and_maybe_a_class_token() -> None:
+    assert ImageTokens.plain(np.zeros((16, 2), np.float32)).patches.indices.tolist() == list(range(16))
+    assert ImageTokens.plain(np.zeros((17, 2), np.float32)).patches.indices.tolist() == list(range(-1, 16))
+
+
+def test_cdpruner_takes_the_most_relevant_row_first_and_then_what_is_unlike_it() -> None:
+    # Tokens 0 and 1 are the same; 2 is at right angles to them and less relevant.
+    cosines = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]], np.float32)
+    relevance = scaled(np.array([3, 2.9, 1], np.float32))
+    kernel = relevance[:, None] * cosines * relevance[None]
+    assert greedy(kernel, 1).tolist() == [0]
+    assert greedy(kernel, 2).tolist() == [0, 2]
+    assert greedy(kernel, 3).tolist() == [0, 1, 2]
+
+
+def test_cdpruner_takes_the_earlier_of_equal_gains_and_never_a_row_twice() -> None:
+    assert greedy(np.eye(5, dtype=np.float32), 3).tolist() == [0, 1, 2]
+    assert greedy(np.ones((5, 5), np.float32), 3).tolist() == [0, 1, 2]
+    assert scaled(np.full(4, 0.5, np.float32)).tolist() == [1, 1, 1, 1]
+
+
+def test_relevance_leaves_the_least_relevant_row_an_offset_only() -> None:
+    least, middle, most = scaled(np.array([1, 2, 3], np.float32)).tolist()
+    assert (least, middle, most) == pytest.approx((5e-7, 0.5, 1.0), abs=1e-6)
+
+
+def pivoting(rows: list[list[float]], text: list[list[float]], sizes: list[float], text_sizes: list[float]) -> Boundary:
+    """A boundary with these hidden states, and keys of one component."""
+    hidden, keys = np.array(rows, np.float32), tuple(np.array([s], np.float32).T for s in (sizes, text_sizes))
+    image = Patches(np.arange(len(rows)), np.zeros(len(rows), bool))
+    return Boundary(
+        3, np.array(text, np.float32), (image,), np.ones(len(rows), bool), image_hidden=lambda: hidden,
+        keys=lambda: (keys[0], keys[1]), final_norm=np.ones(hidden.shape[1], np.float32),
+    )  # fmt: skip
+
+
+def test_dart_keeps_pivots_and_what_is_least_like_each_in_turn() -> None:
+    rows: list[list[float]] = [[1, 0], [0, 1], [-1, 0], [1, 0.1], [0, -1], [0.9, 0.2]]
+    here = pivoting(rows, [[0, 1], [1, 1]], [-9, 1, 2, 3, 4, 5], [1, 7])
+    # The pivot is row 0, whose key is longest whatever its sign; row 2 is least like it. Of the text the second is the
+    # longer: row 4 is least like it.
+    kept = Dart(2, 2, 1, 1).keep_mask(here)
+    assert kept is not None
+    assert kept.tolist() == [True, False, True, False, True, False]
+
+
+def test_dart_leaves_an_image_alone_that_is_no_longer_than_what_it_keeps() -> None:
+    here = pivoting([[1, 0]] * 5, [[0, 1]], [1] * 5, [1])
+    assert Dart(4, 2, 1, 1).keep_mask(here) is None
+    assert Dart(0.5, 0, 4, 0).select(ImageTokens.plain(np.ones((9, 2), np.float32))) is None
+
+
+def test_dart_before_layer_1_looks_at_text_before_the_image_too() -> None:
+    rows = np.random.default_rng(0).standard_normal((16, 8), dtype=np.float32)
+    text = np.random.default_rng(1).standard_normal((3, 8), dtype=np.float32)
+    text[0] *= 9
+    chosen = []
+    for sign in (1, -1):
+        hidden = text * np.array([[sign], [1], [1]], np.float32)
+        question = PromptText(np.arange(3), hidden, np.array([False, True, True]))
+        selected = Dart(6, 0, 1, 1).select(ImageTokens.plain(rows), question)
+        assert selected is not None
+        chosen.append(selected.tolist())
+    assert len(chosen[0]) == len(chosen[1]) == 6
+    assert chosen[0] != chosen[1]
+
+
+def test_tokens_that_keep_their_positions_go_on_keeping_them() -> None:
+    image = ImageTokens.plain(np.zeros((16, 2), np.float32))
+    assert image.take(np.array([3, 5])).positions == 2
+    gaps = image.take(np.array([3, 5, 9]), keep_positions=True)
+    assert (gaps.offsets is not None, gaps.positions) == (True, 16)
+    later = gaps.take(np.array([0, 2]))
+    assert later.offsets is not None
+    assert (later.offsets.tolist(), later.positions) == ([3, 9], 16)
