@@ -16,7 +16,7 @@ CLANG ?= clang++
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
-.PHONY: help setup demo test cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -40,10 +40,13 @@ demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model, ask it about 
 $(DEMO)/vtx.json: | $(READY)
 	$(BIN)/vtx-export --k 16 --precision fp16 --out $(DEMO)
 
-test: lint types imports cpp pytest ## every check but the slow tests
+test: checks pytest ## every check but the slow tests
 
-test-all: lint types imports cpp ## every check, slow tests included: what CI runs
+test-all: checks ## every check, slow tests included: what CI runs
 	$(BIN)/pytest --numprocesses auto --dist loadfile
+
+checks: $(READY) ## lint, types, imports and cpp, two at a time
+	@$(MAKE) --no-print-directory --jobs 2 lint types imports cpp
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .
