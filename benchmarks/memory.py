@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 from common import export, parser, random_checkpoint, report, scratch
 
-from vtx.exporter.bench import machine
 from vtx.exporter.bench.series import shown, spread
+from vtx.exporter.common.memory import peak
 
 VARIANTS = {"one": (4,), "four": (2, 3, 4, 6)}
 MIB = 1 << 20
@@ -31,7 +31,7 @@ def measure(bundle: str, threads: int) -> dict[str, Any]:
     def taken() -> dict[str, int]:
         info = psutil.Process().memory_full_info()
         own = {"resident": info.rss, "own": info.uss, "shared_out": info.pss, "private": info.rss - info.shared}
-        return {**own, "peak": machine.peak() or 0}
+        return {**own, "peak": peak() or 0}
 
     import onnxruntime  # noqa: F401 - part of the base
 

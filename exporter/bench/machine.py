@@ -1,4 +1,4 @@
-"""The machine of a measurement: its description, its load, and the memory of this process."""
+"""The machine of a measurement: its description and its load."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from vtx.runtime.host.machine import version
 PACKAGES = ("vtx-edge", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "numpy", "tokenizers", "pillow")
 QUIET = 0.5  # load average above which figures are doubtful
 INSTRUCTIONS = {"avx2": "AVX2", "avx512f": "AVX512", "avx512_vnni": "VNNI", "amx_tile": "AMX", "asimd": "NEON"}
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +55,3 @@ def _processor() -> tuple[str, set[str]]:
     named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     return named[1] if named else platform.machine(), set(flags[1].split()) if flags else set()
-
-
-def resident() -> int | None:
-    """Bytes of memory that this process holds now, or None where the system does not say."""
-    return _status("VmRSS")
-
-
-def peak() -> int | None:
-    """The most bytes of memory that this process has held since `forget_peak`, or since its start.
-
-    Unlike getrusage's figure it is reset for a new process.
-    """
-    return _status("VmHWM")
-
-
-def forget_peak() -> None:
-    """Reset `peak`. Where the system cannot, it keeps counting from the start of the process."""
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return
-
-
-def _status(name: str) -> int | None:
-    try:
-        field = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return None
-    return int(field[1]) * 1024 if field else None

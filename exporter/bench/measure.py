@@ -15,6 +15,7 @@ from vtx.exporter.bench.ceilings.ceilings import Ceilings
 from vtx.exporter.bench.machine import Machine
 from vtx.exporter.bench.stopwatch import Call, split, timed
 from vtx.exporter.bench.work import WorkCounter
+from vtx.exporter.common import memory
 from vtx.runtime.api.answer import Stats
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
@@ -86,7 +87,7 @@ class Bench:
 
     def __init__(self, model: Model, options: BenchOptions, ks: Sequence[K]) -> None:
         """Raises VtxError for a K that is not prebuilt, a bad image, or a question that does not fit."""
-        loaded, description = machine.resident(), machine.describe()
+        loaded, description = memory.resident(), machine.describe()
         backend, self._calls = timed(model.backend)
         self.model, self.options, self.ks = Model(model.bundle, backend, model.load_ms), options, tuple(ks)
         self._ask_options = Options(options.new_tokens, ignore_eos=True)
@@ -131,7 +132,7 @@ class Bench:
         """Ask once at each K, record the memory, and return a rough estimate of the seconds that `run` takes."""
         start = time.perf_counter()
         for k in self.ks:
-            machine.forget_peak()
+            memory.forget_peak()
             _, self.result.memory[k], _ = self._turn(k, k)
         self.result.predicted_s = (time.perf_counter() - start) * (self.options.warmup + self.options.repeats)
         return self.result.predicted_s
@@ -170,10 +171,10 @@ class Bench:
             self._calls.clear()
             stats = conversation.ask(self.result.question, k, self._ask_options, reduce=None).stats
             prefill, decode = split(self._calls)
-            memory = MemoryUse(machine.resident(), machine.peak())
+            used = MemoryUse(memory.resident(), memory.peak())
             second_ms = self._again(conversation, k)
             switched_ms = None if other == k else self._again(conversation, other)
-        return Turn(preprocess_ms, second_ms, stats, prefill, decode), memory, switched_ms
+        return Turn(preprocess_ms, second_ms, stats, prefill, decode), used, switched_ms
 
     def _again(self, conversation: Conversation, k: K) -> float:
         """Milliseconds to the first token of one more question on an image that is already encoded."""

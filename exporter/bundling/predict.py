@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -125,13 +124,3 @@ def check_disk(folder: Path, needed: int, *, purpose: str, fix: str) -> None:
         raise ExportError(
             f"{purpose} needs {size(needed)} of disk, {folder} has {size(free)} free; free some space, {fix}"
         )
-
-
-def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -85,10 +85,10 @@ def _measure(
     choosing: Choosing, folder: Path,
 ) -> CalibrationReport:  # fmt: skip
     """Measure with a forecast before and a bar during, and write the report into `folder`."""
-    from vtx.exporter.bundling.predict import peak_memory
     from vtx.exporter.calibration.calibrate import calibrate as measure
     from vtx.exporter.calibration.calibrate import forecast
     from vtx.exporter.calibration.report import make_report, write_report
+    from vtx.exporter.common.memory import peak
     from vtx.exporter.data.items import read_data
     from vtx.exporter.data.prompts import prepare
     from vtx.runtime.units import size
@@ -104,7 +104,7 @@ def _measure(
     )
     with bar() as report:
         measured = measure(source, questions, options, folder, report)
-    note(f"measured: {size(peak_memory())} of memory")
+    note(f"measured: {size(peak() or 0)} of memory")
     made = make_report(source, questions.source, measured, choosing)
     write_report(made, folder)
     return made

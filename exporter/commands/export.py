@@ -222,8 +222,8 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     """Export with a forecast before, a bar during, and the measured figures after."""
     import time
 
-    from vtx.exporter.bundling.predict import peak_memory
     from vtx.exporter.commands.shared.progress import export_bars
+    from vtx.exporter.common.memory import peak
     from vtx.exporter.estimate.forecast import forecast as forecast_export
     from vtx.runtime.units import duration, size
 
@@ -249,7 +249,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     weighed = sum(record.bytes for record in bundle.manifest.files.values())
     note(
         f"measured:  {_beside(size, weighed, predicted.disk)} of disk, "
-        f"{_beside(size, peak_memory(), predicted.export_memory)} of memory, {_beside(duration, seconds, expected)}"
+        f"{_beside(size, peak() or 0, predicted.export_memory)} of memory, {_beside(duration, seconds, expected)}"
     )
     if plan.options.retain is not None:
         _show_retained(bundle)

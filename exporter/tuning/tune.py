@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vtx.exporter.bundling.predict import check_disk, peak_memory
+from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.common.files import write_json
+from vtx.exporter.common.memory import peak
 from vtx.exporter.data.items import MAX_SKIPPED, SCENES, Item, read_data
 from vtx.exporter.data.journal import ResultJournal
 from vtx.exporter.data.split import split_items
@@ -256,7 +257,7 @@ def _peaks(work: Workspace) -> dict[str, int]:
     """Bytes: the most that this process held in memory, and on a GPU."""
     device = work.accelerator.device
     on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
-    return {"peak_memory_bytes": peak_memory(), **on_gpu}
+    return {"peak_memory_bytes": peak() or 0, **on_gpu}
 
 
 def _clear_results(out: Path) -> None:

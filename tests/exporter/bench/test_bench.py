@@ -18,12 +18,12 @@ from tests.support.bundles import export
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
-from vtx.exporter.bench import machine
 from vtx.exporter.bench.ceilings.ceilings import Ceilings
 from vtx.exporter.bench.ceilings.products import GRAPHS, Kind, Product
 from vtx.exporter.bench.series import Series, markdown, shown, spread
 from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import weights_read
+from vtx.exporter.common.memory import resident
 from vtx.exporter.estimate.flops import attention_macs, encode_flops
 from vtx.exporter.estimate.sizes import bundle_size
 from vtx.runtime.api.load import load
@@ -314,17 +314,17 @@ def test_no_ceilings_are_measured_where_memory_is_short(bundle: Path, monkeypatc
 
 PEAKS = """
 import numpy as np
-from vtx.exporter.bench import machine
-before = machine.peak()
+from vtx.exporter.common import memory
+before = memory.peak()
 block = np.ones(256 << 20, np.uint8)
-high = machine.peak()
+high = memory.peak()
 del block
-machine.forget_peak()
-print(high - before, high - machine.peak(), machine.peak() - machine.resident())
+memory.forget_peak()
+print(high - before, high - memory.peak(), memory.peak() - memory.resident())
 """
 
 
-@pytest.mark.skipif(machine.peak() is None, reason="only Linux says how much memory a process held")
+@pytest.mark.skipif(resident() is None, reason="only Linux says how much memory a process held")
 def test_the_peak_of_memory_starts_anew() -> None:
     """In a process of its own, so that what other tests held and freed has no part in it."""
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
