@@ -6,8 +6,10 @@ import ctypes
 import math
 import mmap
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,20 +61,43 @@ def forget(array: NDArray[Any]) -> None:
 
 @contextmanager
 def returning_memory() -> Iterator[None]:
-    """What is freed meanwhile goes back to the system at once, where the C library is glibc.
+    """What is freed meanwhile, on any thread, goes back to the system at once, where the C library is glibc.
 
-    Loading frees each weight after it is packed. The allocator would keep most of that, and the process would be
-    twice as large as what it holds.
+    Held by several, it lasts until the last of them is done. Loading frees each weight after it is packed. The
+    allocator would keep most of that, and the process would be twice as large as what it holds.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "mallopt"):
         yield
         return
     assert library is not None
-    library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    _returning.begin(library)
     try:
         yield
     finally:
-        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc's own adjustment ends
-        library.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        _returning.end(library)
+
+
+@dataclass(slots=True)
+class _Returning:
+    """How many hold `returning_memory`, whose settings are the process's."""
+
+    held: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, library: ctypes.CDLL) -> None:
+        with self.lock:
+            self.held += 1
+            library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+    def end(self, library: ctypes.CDLL) -> None:
+        with self.lock:
+            self.held -= 1
+            if self.held:
+                return
+            library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc's own adjustment ends
+            library.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         library.malloc_trim(0)
+
+
+_returning = _Returning()

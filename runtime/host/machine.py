@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from pathlib import Path
 
 
 def version(package: str) -> str | None:
+    from importlib import metadata  # which takes longer to import than all else here
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

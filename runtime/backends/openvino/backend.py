@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.lanes import CACHES_OF_ONE
+from vtx.runtime.backends.loading import load_each, load_threads
+from vtx.runtime.backends.memory import KEPT, NARROWED
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, Ports, StageGraph
@@ -85,7 +88,9 @@ class OpenvinoBackend:
         key_type = names.kv_type(DIALECT, self._manifest.kv_dtype)
         self._context = OpenvinoCacheContext(openvino, model, self._kv, rope, score, np.dtype(key_type))
         self.kv_slot_bytes = self._context.slot_bytes
-        self.stages = [self._compile_stage(spec, file) for spec, file in self._manifest.stage_files(DIALECT)]
+        compiling = [partial(self._compile_stage, *stage) for stage in self._manifest.stage_files(DIALECT)]
+        floats = NARROWED if compute == "bf16" else KEPT
+        self.stages = load_each(compiling, load_threads(bundle, self.threads, floats))
         self._batches: list[OpenvinoStageBatch] = []
         self._vision: OpenvinoGraph | None = None
         self._video: OpenvinoGraph | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.lanes import CACHES_OF_ONE
+from vtx.runtime.backends.loading import load_each, load_threads
+from vtx.runtime.backends.memory import EXPANDED
 from vtx.runtime.backends.ort.batch import OrtStageBatch
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph, OrtLoader
@@ -33,6 +36,7 @@ class OrtBackend:
     device = "cpu"
     providers: Sequence[str] = ("CPUExecutionProvider",)
     memory = "cpu"  # onnxruntime's word for where K and V lie
+    loads_side_by_side = True
 
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         self._ort = load_onnxruntime()
@@ -45,8 +49,10 @@ class OrtBackend:
         self._loader = loader = OrtLoader(self._ort, bundle, self._session_options(self.threads), self.providers)
         light = replace(loader, options=self._session_options(1))  # for graphs too small to share among threads
         self._embed = light.load(graphs.embed, contract.embed(m))
-        self._head = loader.load(graphs.head, contract.head(m))
-        self._stages = [loader.load(file, contract.stage(m, spec, "ort")) for spec, file in m.stage_files("ort")]
+        loads = [partial(loader.load, file, contract.stage(m, spec, "ort")) for spec, file in m.stage_files("ort")]
+        loads.append(partial(loader.load, graphs.head, contract.head(m)))
+        at_once = load_threads(bundle, self.threads, EXPANDED) if self.loads_side_by_side else 1
+        *self._stages, self._head = load_each(loads, at_once)
         self._gates = {k: light.load(file, contract.gate(m)) for k, file in m.gate_files("ort").items()}
         self._score = loader.load(graphs.score, contract.score(m, "ort")) if graphs.score else None
         self._batches: list[OrtStageBatch] = []

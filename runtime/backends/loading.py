@@ -1,0 +1,39 @@
+"""Graphs of a bundle that are loaded side by side: an engine folds and packs weights on one thread a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from vtx.runtime.backends.memory import needed_memory
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.host.machine import available_memory
+
+T = TypeVar("T")
+SMALL_BYTES = 64 << 20  # of all weights: these fit side by side anywhere
+SPARE = 2  # times what a bundle needs must be free, since each graph holds weights twice while they are packed
+
+
+def load_threads(bundle: Bundle, threads: int, floats: Mapping[str, int]) -> int:
+    """How many graphs to load at a time: one where memory is short. `floats` as in `needed_memory`."""
+    weights = sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("weights/"))
+    if weights <= SMALL_BYTES:
+        return threads
+    free = available_memory()
+    return threads if free is not None and free >= SPARE * needed_memory(bundle, floats) else 1
+
+
+def load_each(loads: Sequence[Callable[[], T]], threads: int) -> list[T]:
+    """What the calls return, in their order, `threads` of them at a time.
+
+    The first of the errors is raised once all that began have ended; what has not begun is left out.
+    """
+    if threads == 1 or len(loads) < 2:
+        return [load() for load in loads]
+    with ThreadPoolExecutor(threads, "vtx-load") as pool:
+        futures = [pool.submit(load) for load in loads]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(cancel_futures=True)

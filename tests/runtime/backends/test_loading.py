@@ -1,0 +1,93 @@
+"""Graphs that are loaded side by side: in order, failures told, not where memory is short, the same answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.bundles import export
+from vtx.runtime.backends import loading
+from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.loading import load_each, load_threads
+from vtx.runtime.backends.memory import EXPANDED, needed_memory
+from vtx.runtime.backends.openvino import backend as openvino
+from vtx.runtime.backends.ort import backend as ort
+from vtx.runtime.bundle.bundle import Bundle
+
+FULL = 30  # seconds after which two that wait for each other are taken to run one after another
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(tiny_checkpoint(), tmp_path_factory.mktemp("loading") / "bundle", (2, 3))
+
+
+def test_graphs_load_at_the_same_time_and_come_back_in_order() -> None:
+    met = threading.Barrier(2)
+
+    def load(number: int) -> int:
+        met.wait(FULL)
+        return number
+
+    assert load_each([lambda: load(1), lambda: load(2)], 2) == [1, 2]
+
+
+def test_one_thread_loads_one_graph_after_another() -> None:
+    here = threading.get_ident()
+    assert load_each([threading.get_ident] * 3, 1) == [here] * 3
+
+
+def test_a_failure_is_raised_once_all_that_began_have_ended() -> None:
+    met, raising, ended = threading.Barrier(2), threading.Event(), []
+
+    def fail() -> None:
+        met.wait(FULL)
+        raising.set()
+        raise OSError("the disk")
+
+    def last() -> None:
+        met.wait(FULL)
+        ended.append(raising.wait(FULL))
+
+    with pytest.raises(OSError, match="the disk"):
+        load_each([fail, last], 2)
+    assert ended == [True]
+
+
+def test_large_bundles_load_side_by_side_where_twice_their_memory_is_free(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = needed_memory(bundle)
+
+    def with_free(free: int | None) -> int:
+        monkeypatch.setattr(loading, "available_memory", lambda: free)
+        return load_threads(bundle, 3, EXPANDED)
+
+    assert [with_free(free) for free in (0, None)] == [3, 3], "a small one fits anywhere"
+    monkeypatch.setattr(loading, "SMALL_BYTES", 0)
+    assert [with_free(free) for free in (2 * needed, 2 * needed - 1, None)] == [3, 1, 1]
+
+
+@pytest.mark.parametrize("engine", [ort, openvino], ids=["cpu", "openvino"])
+def test_what_is_loaded_side_by_side_computes_the_same(
+    engine: object, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden_states(at_once: int) -> np.ndarray:
+        asked = []
+        monkeypatch.setattr(engine, "load_threads", lambda *_: asked.append(1) or at_once)
+        kind = ort.OrtBackend if engine is ort else openvino.OpenvinoBackend
+        backend: Backend = kind(bundle, 2)
+        assert asked
+        hidden = backend.embed(np.arange(5))
+        for number in range(len(bundle.manifest.stages)):
+            hidden = backend.stage(number, 8).append(hidden, np.arange(5)).copy()
+        logits = backend.head(hidden)
+        backend.close()
+        return logits
+
+    assert len(bundle.manifest.stages) == 3
+    assert np.array_equal(hidden_states(1), hidden_states(3))
