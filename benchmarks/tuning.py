@@ -19,15 +19,14 @@ from vtx.exporter.common.files import write_json
 from vtx.exporter.tuning.options import Depths, LossWeights, Packing, Schedule, TuneOptions
 from vtx.exporter.tuning.tune import tune
 
-QUESTIONS = 10  # about each image, as demo/questions.py writes them
 TERMS = {"both": LossWeights(), "kl": LossWeights(ce=0.0), "ce": LossWeights(kl=0.0)}
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, TuneOptions]]:
     base = TuneOptions(
         Depths.parse(args.targets[0]), str(args.model), str(args.data), items=args.items[1], held_out=args.held_out,
-        schedule=Schedule(lr=args.lr, epochs=epochs(args, args.items[1]), batch=args.batch),
-        packing=Packing(QUESTIONS, max_new_tokens=8),
+        schedule=Schedule(lr=args.lr, steps=args.steps, batch=args.batch),
+        packing=Packing(10, max_new_tokens=8),
     )  # fmt: skip
     for target in args.targets:
         for seed in range(args.seeds):
@@ -36,13 +35,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, TuneOptions]]:
     for name in ("kl", "ce"):
         yield f"k{args.targets[0]}-{name}-alone", replace(base, weights=TERMS[name])
     for items in (args.items[0], args.items[2]):
-        schedule = replace(base.schedule, epochs=epochs(args, items))
-        yield f"k{args.targets[0]}-items{items}", replace(base, items=items, schedule=schedule)
-
-
-def epochs(args: argparse.Namespace, items: int) -> float:
-    """So many that `--steps` steps are made: a row is an image with its questions."""
-    return args.steps * args.batch / (items / QUESTIONS)
+        yield f"k{args.targets[0]}-items{items}", replace(base, items=items)
 
 
 def line(name: str, report: dict[str, Any]) -> str:
@@ -63,7 +56,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, nargs=3, default=[100, 1000, 10_000])
     parser.add_argument("--held-out", type=int, default=500)
     parser.add_argument("--lr", type=float, default=2e-3, help="for a model as small as the demo's")
-    parser.add_argument("--steps", type=int, default=100, help="of each run")
+    parser.add_argument("--steps", type=int, default=120, help="of each run")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--only", help="runs whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("build/tuning"))

@@ -38,6 +38,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 @click.option("--full", is_flag=True, help="These layers' own weights learn, not adapters.")
 @click.option("--lr", type=float, default=2e-4, show_default=True, help="Learning rate.")
 @click.option("--epochs", type=float, default=1.0, show_default=True)
+@click.option("--steps", type=int, metavar="N", help="So many steps, instead of epochs.")
 @click.option("--batch", type=int, default=8, show_default=True, help="Rows of questions a step, over all processes.")
 @click.option("--questions", type=int, default=8, show_default=True, help="About one image that share a row.")
 @click.option("--max-tokens", type=int, default=2048, show_default=True, help="Of a row.")
@@ -55,8 +56,8 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 def tune(
     data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, kl_weight: float,
     ce_weight: float, hidden_weight: float, rank: int, alpha: int, layers: str | None, full: bool, lr: float,
-    epochs: float, batch: int, questions: int, max_tokens: int, max_new_tokens: int, dtype: str, checkpointing: bool,
-    save_every: int, seed: int, out: Path | None, as_json: bool,
+    epochs: float, steps: int | None, batch: int, questions: int, max_tokens: int, max_new_tokens: int, dtype: str,
+    checkpointing: bool, save_every: int, seed: int, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Fine-tune a model so that its image may leave earlier, the model itself being the teacher.
 
@@ -72,7 +73,7 @@ def tune(
         Depths.parse(k), model, data, images, items, held_out, full_share,
         LossWeights(kl_weight, ce_weight, hidden_weight),
         Learning(rank, alpha, Learning.parse_layers(layers) if layers else None, full),
-        Schedule(lr, epochs, batch, save_every, seed), Packing(questions, max_tokens, max_new_tokens),
+        Schedule(lr, epochs, batch, save_every, seed, steps), Packing(questions, max_tokens, max_new_tokens),
         dtype, checkpointing,  # type: ignore[arg-type]  # click has checked it
     )  # fmt: skip
     target = out or Path(f"vtx-tuned-{Path(model).expanduser().absolute().name}")

@@ -39,7 +39,7 @@ class RowSize:
 
 
 def forecast(size: ModelSize, rows: Sequence[RowSize], options: TuneOptions, *, element: int) -> TuneForecast:
-    """Of one pass over `rows` times the epochs; `element` is the bytes of a base weight.
+    """Of one pass over `rows` times how often each is seen; `element` is the bytes of a base weight.
 
     A row costs the teacher's pass, the student's, its gradient with regard to hidden states, with --full that of the
     weights, and with gradient checkpointing the student's pass once more.
@@ -61,7 +61,9 @@ def forecast(size: ModelSize, rows: Sequence[RowSize], options: TuneOptions, *, 
     memory += ADAM_BYTES * learning_weights(size, options) + element * hidden + 4 * _LOGITS * answer * d.vocab
     if options.learning.full:
         memory += element * len(learns) * d.layer_macs  # the teacher's copy of these layers
-    return TuneForecast(2 * macs * options.schedule.epochs, int(memory))
+    schedule = options.schedule
+    seen = schedule.steps_over(len(rows)) * schedule.batch / len(rows) if schedule.steps else schedule.epochs
+    return TuneForecast(2 * macs * seen, int(memory))
 
 
 def learning_weights(size: ModelSize, options: TuneOptions) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import dataclass, field
@@ -98,21 +99,27 @@ class Learning:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast: `batch` images a step over all processes; AdamW at `lr`."""
+    """How long and how fast: `batch` rows a step over all processes; AdamW at `lr`. `steps` goes before `epochs`."""
 
     lr: float = 2e-4
     epochs: float = 1.0
     batch: int = 8
     save_every: int = 50
     seed: int = 0
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.lr <= 1 or not 0 < self.epochs <= 1000:
             raise RequestError(f"--lr is {self.lr} and --epochs {self.epochs}; they must be above 0, to 1 and to 1000")
         if self.batch < 1 or self.save_every < 1:
             raise RequestError(f"--batch is {self.batch} and --save-every {self.save_every}; both must be at least 1")
+        if self.steps is not None and self.steps < 1:
+            raise RequestError(f"--steps is {self.steps}; it must be at least 1")
         if not 0 <= self.seed < 1 << 32:
             raise RequestError(f"--seed is {self.seed}; it must be 0 to 4294967295")
+
+    def steps_over(self, rows: int) -> int:
+        return self.steps or max(1, math.ceil(self.epochs * rows / self.batch))
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,7 @@ class Order:
 
     @property
     def steps(self) -> int:
-        schedule = self.options.schedule
-        return max(1, math.ceil(schedule.epochs * self.rows / schedule.batch))
+        return self.options.schedule.steps_over(self.rows)
 
     def row(self, place: int) -> int:
         return _shuffled(self.rows, self.options.schedule.seed, place // self.rows)[place % self.rows]

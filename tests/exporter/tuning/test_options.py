@@ -49,6 +49,7 @@ def test_a_k_that_cannot_be_is_refused(k: str) -> None:
         lambda: Learning(layers=(1, 9)).chosen(8),
         lambda: Schedule(lr=0),
         lambda: Schedule(batch=0),
+        lambda: Schedule(steps=0),
         lambda: Packing(questions=0),
         lambda: TuneOptions(Depths(2, 3), full_share=1.0),
         lambda: TuneOptions(Depths(2, 3), items=0),
@@ -57,6 +58,11 @@ def test_a_k_that_cannot_be_is_refused(k: str) -> None:
 def test_what_makes_no_sense_is_refused(make: object) -> None:
     with pytest.raises(VtxError):
         make()  # type: ignore[operator]
+
+
+def test_steps_go_before_epochs() -> None:
+    assert Schedule(epochs=2.5, batch=4).steps_over(10) == 7  # 25 rows seen, 4 a step
+    assert Schedule(epochs=2.5, batch=4, steps=3).steps_over(10) == 3
 
 
 def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
