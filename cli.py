@@ -87,6 +87,10 @@ if TYPE_CHECKING:
     help="For models that see images in tiles: at most so many of an image, the whole image in one tile counted.",
 )  # fmt: skip
 @click.option(
+    "--max-pixels", type=int, metavar="N",
+    help="For models that see images at their own resolution: at most so many pixels of an image, which is shrunk.",
+)  # fmt: skip
+@click.option(
     "--image-formats", default="jpeg,png,webp,bmp,gif", show_default=True, help="Formats that are read; also ppm."
 )
 @click.option("--text-only", is_flag=True, help="There is no IMAGE; all arguments are questions.")
@@ -111,6 +115,7 @@ def run(
     arguments: tuple[str, ...], bundle: str | None,
     k: int | str, reduce: str, show_tokens: Path | None, gate_threshold: float,
     more: tuple[str, ...], videos: tuple[str, ...], frames: int | None, fit: str | None, max_tiles: int | None,
+    max_pixels: int | None,
     image_formats: str, text_only: bool, chat: bool,
     as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, prompt_lookup: int, device: str, compute: str | None, threads: int | None,
@@ -133,14 +138,14 @@ def run(
     folder = find_bundle(bundle, (k,))
     model = load(
         folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature,
-        fit=fit, max_tiles=max_tiles, image_formats=formats,
+        fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, image_formats=formats,
     )  # fmt: skip
     source = {"image": names, "bundle": str(folder)}
     with model.open(pictures) as conversation:
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown
 
-            check_shown(model.policy(k, options, reduce), conversation.images)
+            check_shown(model.policy(k, options, reduce), conversation.images, model.manifest.image)
         answers = []
         streams = _streams(conversation, questions, k, options, reduce, chat=chat)
         for number, (question, stream) in enumerate(zip(questions, streams, strict=True)):

@@ -86,6 +86,8 @@ TABLES = [
         ("Area", "runtime.vision.limits", "MAX_PIXELS", "pixels"),
         ("Tiles of an image, in layouts that have them", "runtime.vision.layouts.anyres", "MAX_TILES", "tiles"),
         ("Resolutions of such a layout", "runtime.vision.layouts.anyres", "MAX_RESOLUTIONS", "resolutions"),
+        ("An image's longer side over its shorter, at its own resolution", "runtime.vision.layouts.native", "MAX_RATIO",
+         "times"),
         ("Segments of a JPEG, chunks of a PNG or WebP", "runtime.vision.limits", "MAX_PARTS", "parts"),
         ("Scans of a JPEG", "runtime.vision.limits", "MAX_SCANS", "scans"),
         ("Blocks of 8x8 pixels that the scans of a JPEG pass over", "runtime.vision.limits", "MAX_SCAN_BLOCKS",

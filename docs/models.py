@@ -25,7 +25,7 @@ What vtx exports, family by family. A family is what a checkpoint's `architectur
 file in `exporter/checkpoint/families/`. This page is made from the code by `python docs/models.py`; a test compares
 them.
 
-Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, and InternVL's own.
+Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's, Qwen's.
 Precisions, K, gates, calibration, streaming export and engines work alike for every family: they see passes of the
 tower, and tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
 for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*.
@@ -35,6 +35,7 @@ _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_
           "num_attention_heads": 16, "image_size": 336, "patch_size": 14}  # fmt: skip
 _TEXT = {"model_type": "llama", "vocab_size": 32064}
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 152000}
+_QWEN_TEXT = {"vocab_size": 152064, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "llava_next_video": {"video_token_index": 32001},
     "video_llava": {"vision_config": {**_TOWER, "image_size": 224}, "video_token_index": 32001},
@@ -57,7 +58,10 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "vision_tower_cfg": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14},
     },
     "internvl": {"image_token_id": 32000, "vision_config": {"model_type": "internvl_vision"}},
+    "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
+    "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},
 }
+_QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
 Cell = Callable[[Family, ModelConfig], str]
 
@@ -67,11 +71,14 @@ def _config(family: Family) -> ModelConfig:
         "model_type": family.model_type, "architectures": [family.architecture], "image_token_index": 32000,
         "text_config": _TEXT, "vision_config": _TOWER, **_OWN.get(family.model_type, {}),
     }  # fmt: skip
-    return family.read(settings)
+    config = family.read(settings)
+    return config if not config.vision.native or family.adjust is None else family.adjust(config, _QWEN_PIXELS)
 
 
 def _tokens(_: Family, config: ModelConfig) -> str:
     layout = config.layout
+    if config.vision.native:
+        return f"up to {layout.max_tokens:,} by the image's size, in one pass of the tower"
     if layout.max_views == 1:
         return f"{layout.max_tokens}, in one pass of the tower"
     return f"up to {layout.max_tokens:,}, in up to {layout.max_views} passes of the tower"
@@ -100,6 +107,12 @@ def _cpp(_: Family, config: ModelConfig) -> str:
     return "yes" if config.video is None else "images"
 
 
+def _fit(_: Family, config: ModelConfig) -> str:
+    if config.vision.native:
+        return "no: images keep their shape"
+    return "yes" if config.layout.max_views == 1 else "no: tiles show all of any shape"
+
+
 def _reduction(spec: str) -> Cell:
     def cell(_: Family, config: ModelConfig) -> str:
         try:
@@ -119,8 +132,9 @@ ROWS: Mapping[str, Cell] = {
     "tokens of a video": _video,
     **{f"`--reduce {spec}`": _reduction(spec) for spec in _SPECS},
     "[libvtx](cpp.md), the C++ runtime": _cpp,
-    "`--fit`": lambda _, c: "yes" if c.layout.max_views == 1 else "no: tiles show all of any shape",
+    "`--fit`": _fit,
     "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
+    "`--max-pixels`": lambda _, c: "yes" if c.vision.native else "no: images are not seen at their own resolution",
 }
 
 
@@ -229,6 +243,33 @@ transformers' for one image and two, and the plain statement of VTW at two K *(r
 - `--max-tiles N` (`max_tiles`) of vtx-run, vtx-chat, vtx-bench and vtx-serve allows at most N tiles, the squeezed image
   counted: 1 is that image alone. Where a prompt does not fit, the error names the N that does.
 - `--fit` is refused: tiles show all of any shape, as in training.
+
+## Images at their own resolution
+
+**Qwen2-VL** and **Qwen2.5-VL** see an image as large as it is, to the nearest 28 pixels a side, between the least and
+the most pixels of the checkpoint's image processor (`min_pixels`, `max_pixels`): four patches are one token, so an
+image of 1920 x 1080 has 69 x 39 = 2,691. The tower knows patches by rotary positions; in Qwen2.5-VL all but four of
+its blocks attend within windows of 112 pixels. In the decoder a position has three parts, time, row and column
+(mrope): they are equal for text, an image's tokens stand at their row and column, and the text behind it goes on
+after the longer side, so positions are fewer than tokens. Pixels and grids equal transformers' bit for bit *(run:
+`tests/runtime/vision/layouts/test_native.py`, twelve shapes)*; token ids and logits equal transformers' for one
+image, two, and two with text between them, and the plain statement of VTW at two K *(run on a CPU, random models of
+eight layers with grouped queries, tied and untied: `tests/runtime/session/test_qwen.py`)*.
+
+- Graphs of stages are those of every family: for a chunk with image tokens the runtime hands them the rows of cos and
+  sin that belong to its tokens, and positions that count these rows. Text needs one number, as everywhere, so decoding
+  costs nothing more.
+- At K the image's tokens leave and the text keeps its positions. `<|vision_start|>` and `<|vision_end|>` are text.
+- The largest image need not fit the bundle's context. One that does not is refused with its number of tokens, the
+  limit, and the `--max-pixels N` (`max_pixels`) of vtx-run, vtx-chat, vtx-bench and vtx-serve that fits: images of more
+  pixels are then shrunk as the image processor does it. `--fit` and `--max-tiles` are refused.
+- **Reductions.** `fastv`, `cdpruner` and `dart` work, and what stays keeps its row and column; each equals the plain
+  statement *(run: the same tests)*. What looks at single patches or the class token (`cls`, `lsm`, `mustdrop` with key
+  tokens or merging) is refused, and so is `positions=renumber`.
+- onnxruntime and OpenVINO answer alike *(run on a CPU)*. Graphs of the `trt` dialect compute the same *(run on
+  onnxruntime)*, but `vtx-build` and TensorRT refuse these models, and libvtx refuses them by the layout's name.
+- Refused by name: videos, `vtx-tune`, rotary scaling of the text model (YaRN), other merges than 2 x 2, and
+  `--show-tokens`.
 
 ## What each family does not have
 

@@ -9,6 +9,6 @@ from types import ModuleType
 
 
 def modules_of(package: ModuleType) -> Iterator[ModuleType]:
-    """Every module of `package`, imported, in the order of their names."""
-    for module in pkgutil.iter_modules(package.__path__):
-        yield importlib.import_module(f"{package.__name__}.{module.name}")
+    """Every module of `package` and of packages in it, imported, in the order of their names."""
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        yield importlib.import_module(module.name)

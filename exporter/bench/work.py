@@ -12,6 +12,7 @@ from vtx.exporter.bench.series import Series
 from vtx.exporter.bench.stopwatch import Call
 from vtx.exporter.checkpoint.loader import canonical_name
 from vtx.exporter.estimate.flops import append_flops, encode_flops, text_tower_flops
+from vtx.exporter.estimate.native import NativeSize
 from vtx.exporter.estimate.sizes import ModelSize, bundle_size
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
@@ -63,8 +64,11 @@ class WorkCounter:
     def count_vision(self, prefill: Sequence[Call]) -> int:
         """FLOPs of the towers; merged windows are not counted in the vision tower's later layers."""
         vision, text = self._size.vision, self._text_tower
+        passes = [c.tokens for c in prefill if c.name == "vision"]
+        if isinstance(vision, NativeSize):
+            return sum(encode_flops(vision.of(tokens), 1) for tokens in passes)
         whole = 0 if vision is None else vision.view_tokens
-        seen = sum(encode_flops(vision, 1, merged=max(0, whole - c.tokens)) for c in prefill if c.name == "vision")
+        seen = sum(encode_flops(vision, 1, merged=max(0, whole - tokens)) for tokens in passes)
         if text is None:
             return seen
         read = [text_tower_flops(text, c.tokens) for c in prefill if c.name == "text_tower"]

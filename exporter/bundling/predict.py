@@ -65,7 +65,7 @@ def predict(
     slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
     answering = answering_memory(
         layers=text.layers, hidden=text.hidden, heads=text.heads, kv_heads=text.kv_heads, head_dim=text.head_dim,
-        image_tokens=config.layout.max_tokens, max_context=max_context, kv_bytes=KV_BYTES[kv_dtype],
+        image_tokens=min(config.layout.max_tokens, max_context), max_context=max_context, kv_bytes=KV_BYTES[kv_dtype],
     )  # fmt: skip
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)

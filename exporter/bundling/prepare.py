@@ -205,6 +205,8 @@ def _image_settings(checkpoint: Checkpoint, config: ModelConfig) -> ImageSetting
 
 def _check_side(settings: ImageSettings, config: ModelConfig, kind: str) -> None:
     side = config.vision.image
+    if config.vision.native and settings.own_size:
+        return
     if (settings.height, settings.width) != (side, side):
         raise UnsupportedModelError(
             f"the {kind} processor gives {settings.height} x {settings.width} pixels, the tower takes {side} x {side}; "
@@ -282,7 +284,7 @@ def _context(requested: int | None, config: ModelConfig) -> int:
     context = min(DEFAULT_CONTEXT, most) if requested is None else requested
     if context > most:
         raise RequestError(f"--max-context is {context}; the model has {most} positions; lower it")
-    image = config.layout.max_tokens
+    image = spec_of(config.layout).must_fit
     if context <= image + 1:
         raise RequestError(
             f"--max-context is {context}; one image takes up to {image} tokens and a question more; raise it"

@@ -9,7 +9,7 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.merge import SIDE
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Reduction
-from vtx.runtime.policies.make import check_depth
+from vtx.runtime.policies.make import NOT_RENUMBERED, check_depth
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 
@@ -51,6 +51,8 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
     vision = config.vision
     for part in parts:
         needs = part.needs()
+        if part.renumbers and config.text.rope.sections:
+            raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
         if (needs.attention or needs.last_attention or needs.merging) and vision.shuffle > 1:
             raise UnsupportedModelError(
                 f"{part.name} looks at patches one by one, and this model's tokens are of {vision.shuffle} x "

@@ -19,16 +19,22 @@ MAX_WIDTH = 1 << 20
 MAX_POSITIONS = (1 << 24) - 1
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}  # text models whose positions have three parts
+SECTIONS = (16, 24, 24)  # of their frequencies, where the configuration does not say
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding: `inverse_frequencies` [head_dim / 2] float32, positions divided by `divisor`."""
+    """Rotary embedding: `inverse_frequencies` [head_dim / 2] float32.
+
+    `sections`: how many of them turn by a position's time, its row and its column; empty where it is one number.
+    """
 
     kind: str
     theta: float
     inverse_frequencies: tuple[float, ...]
+    sections: tuple[int, ...] = ()
 
     def tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cos and sin, each [positions, head_dim / 2] float32."""
@@ -65,13 +71,17 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """A CLIP, SigLIP or InternViT tower.
+    """A tower.
 
     `shuffle`: patches a side of a square whose states become one token; zeros fill squares at the right and the bottom.
     `shuffle_by_columns`: the tokens then stand column by column. `pool`: patches a side of a square whose states are
     averaged before the projector. `rms_norm`: norms without a mean and a bias; `qk_norm`: an RMS norm over all heads of
     the queries together, and of the keys. `position_grid`: positions a side that the table has, where those of the
     patches are made of them.
+
+    `native`: images keep their own resolution, positions are rotary, and the projector is the tower's merger; `image`
+    is then the side of the largest square one. `gated`: three matrices in place of a block's two. `window`: patches a
+    side of the windows within which blocks attend, but for `full_blocks`, counted from 0.
     """
 
     family: str
@@ -91,6 +101,10 @@ class VisionConfig:
     rms_norm: bool = False
     qk_norm: bool = False
     position_grid: int | None = None
+    native: bool = False
+    gated: bool = False
+    window: int | None = None
+    full_blocks: tuple[int, ...] = ()
 
     @property
     def grid(self) -> int:
@@ -151,6 +165,11 @@ class ModelConfig:
     projector_norm_eps: float | None = None
     projector_layers: int = 2
     video: VideoConfig | None = None
+
+    @property
+    def projector_width(self) -> int:
+        """Numbers between the projector's matrices."""
+        return self.vision.hidden * self.vision.shuffle**2 if self.vision.native else self.text.hidden
 
     @property
     def view_tokens(self) -> int:
@@ -243,7 +262,8 @@ def text_config_of(parsed: Any) -> TextConfig:
         raise UnsupportedModelError(
             f"head_dim {head_dim!r:.60} is not supported: onnxruntime's GroupQueryAttention wants a multiple of 8"
         )
-    family, positions = config.model_type, size(config, "max_position_embeddings", MAX_POSITIONS)
+    family = THREE_PART.get(config.model_type, config.model_type)
+    positions = size(config, "max_position_embeddings", MAX_POSITIONS)
     return TextConfig(
         family=family,
         layers=size(config, "num_hidden_layers", MAX_LAYERS),
@@ -289,7 +309,19 @@ def _rope(config: Any, head_dim: int) -> Rope:
         rates = rates / np.float32(number(parameters, "factor"))
     if kind == "llama3":
         rates = _llama3(rates, parameters)
-    return Rope(kind, theta, tuple(float(r) for r in rates.astype(np.float32)))
+    sections = _sections(parameters, head_dim) if config.model_type in THREE_PART else ()
+    return Rope(kind, theta, tuple(float(r) for r in rates.astype(np.float32)), sections)
+
+
+def _sections(parameters: Mapping[str, Any], head_dim: int) -> tuple[int, ...]:
+    stated = parameters.get("mrope_section", SECTIONS)
+    numbers = isinstance(stated, list | tuple) and all(type(part) is int and part > 0 for part in stated)
+    if not numbers or len(stated) != len(SECTIONS) or 2 * sum(stated) != head_dim:
+        raise CheckpointError(
+            f"config.json: mrope_section {stated!r:.60} does not part the {head_dim // 2} frequencies of a head in "
+            "three; correct config.json"
+        )
+    return tuple(stated)
 
 
 def number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:

@@ -76,13 +76,15 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
     values = {**kind.defaults, **{key: value for key, value in config.items() if value is not None}}
     square = _flag(values, "default_to_square")
     mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
+    if kind.own_size:
+        values |= {"do_resize": _resizing(kind.name, values)}
     resize = _size(values, "size", square=square) if _flag(values, "do_resize") else None
     crop = _size(values, "crop_size", square=True) if _flag(values, "do_center_crop") else None
     normalize = _flag(values, "do_normalize")
     pad = _padding(kind, values, mean)
     if kind.tiled:
         resize, crop = _tile(kind.name, resize, crop), None
-    if crop is None and not isinstance(resize, tuple) and not (resize and pad):
+    if crop is None and not isinstance(resize, tuple) and not (resize and pad) and not kind.own_size:
         raise UnsupportedModelError(
             f"{kind.name} without do_center_crop and with size {_show(values['size'])} gives images of several sizes; "
             "vtx needs one: a size of height and width, or do_center_crop"
@@ -114,6 +116,15 @@ def _kind(config: Mapping[str, Any], known: Sequence[ImageProcessor]) -> ImagePr
     if config.get("use_square_size"):
         raise UnsupportedModelError(f"{kind.name} with use_square_size is not supported; give size as height and width")
     return kind
+
+
+def _resizing(kind: str, values: Mapping[str, Any]) -> bool:
+    """False: the image layout resizes. Raises UnsupportedModelError where pictures would not be resized alone."""
+    if not _flag(values, "do_resize") or _flag(values, "do_center_crop") or _flag(values, "do_pad"):
+        raise UnsupportedModelError(
+            f"{kind} without do_resize, or with do_center_crop or do_pad, is not supported; vtx only resizes its images"
+        )
+    return False
 
 
 def _tile(kind: str, resize: Any, crop: Any) -> tuple[int, int]:

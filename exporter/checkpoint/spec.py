@@ -25,13 +25,15 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
         select=config.select,
     )
     projector = ProjectorSpec(
-        text.hidden,
+        config.projector_width,
         config.projector_activation,
         config.projector_bias,
         config.projector_norm_eps,
         config.projector_layers,
     )
-    sizes = _declared(text, ModelSpec) | {"rope": RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies)}
+    sizes = _declared(text, ModelSpec) | {
+        "rope": RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies, rope.sections)
+    }
     return ModelSpec(**sizes, name=name, intermediate=text.ffn, tower=tower, projector=projector)
 
 
@@ -43,7 +45,7 @@ def config_of(manifest: Manifest) -> ModelConfig:
 
     """
     m, tower, rope = manifest.model, manifest.model.tower, manifest.model.rope
-    sizes = _configured(m, TextConfig) | {"rope": Rope(rope.kind, rope.theta, rope.frequencies)}
+    sizes = _configured(m, TextConfig) | {"rope": Rope(rope.kind, rope.theta, rope.frequencies, rope.sections)}
     return ModelConfig(
         text=TextConfig(**sizes, ffn=m.intermediate),
         vision=VisionConfig(**_configured(tower, VisionConfig), ffn=tower.intermediate),

@@ -18,6 +18,7 @@ from vtx.exporter.commands.shared.options import (
     bundle_option,
     compute_option,
     device_option,
+    max_pixels_option,
     max_tiles_option,
     threads_option,
 )
@@ -99,6 +100,7 @@ class Output:
 @compute_option
 @threads_option
 @max_tiles_option
+@max_pixels_option
 @click.option("--json", "as_json", is_flag=True, help="All figures as one JSON object on stdout, and no tables.")
 @click.option(
     "--out", "target", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.json",
@@ -109,7 +111,7 @@ def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
     new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
     device: str, compute: str | None, threads: int | None, as_json: bool, target: Path | None,
-    plot: Path | None, budgets: str | None, max_tiles: int | None,
+    plot: Path | None, budgets: str | None, max_tiles: int | None, max_pixels: int | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
 
@@ -139,14 +141,28 @@ def bench(
     output, shares = Output(as_json, target, plot), parse_budgets(budgets) if budgets else ()
     if methods:
         questions = _data(data, images, samples)
-        model = load(methods_bundle(bundle), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
+        model = load(
+            methods_bundle(bundle),
+            device=device,
+            compute=compute,
+            threads=threads,
+            max_tiles=max_tiles,
+            max_pixels=max_pixels,
+        )
         interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, threads, output, shares)
     else:
         text = QUESTION if question is None else question
         options = BenchOptions(
             image or _square(golden_image()), text, prompt_tokens, new_tokens, repeats, warmup, threads
         )
-        model = load(find_bundle(bundle, ks), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
+        model = load(
+            find_bundle(bundle, ks),
+            device=device,
+            compute=compute,
+            threads=threads,
+            max_tiles=max_tiles,
+            max_pixels=max_pixels,
+        )
         interrupted = _measure(model, options, _chosen(ks, model.manifest), output)
     if interrupted:
         raise KeyboardInterrupt

@@ -16,6 +16,7 @@ from vtx.exporter.commands.shared.options import (
     bundle_option,
     compute_option,
     device_option,
+    max_pixels_option,
     max_tiles_option,
     threads_option,
 )
@@ -51,9 +52,10 @@ HISTORY = 1000  # lines
 @compute_option
 @threads_option
 @max_tiles_option
+@max_pixels_option
 def chat(
     image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, device: str,
-    compute: str | None, threads: int | None, max_tiles: int | None,
+    compute: str | None, threads: int | None, max_tiles: int | None, max_pixels: int | None,
 ) -> None:  # fmt: skip
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.load import load
@@ -62,7 +64,14 @@ def chat(
 
     if image and not as_video(image):
         load_image(image)  # a wrong name is told before a bundle is loaded
-    model = load(find_bundle(bundle, (k,)), device=device, compute=compute, threads=threads, max_tiles=max_tiles)
+    model = load(
+        find_bundle(bundle, (k,)),
+        device=device,
+        compute=compute,
+        threads=threads,
+        max_tiles=max_tiles,
+        max_pixels=max_pixels,
+    )
     talk = _Talk(model, image, k, reduce, max_new_tokens)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")

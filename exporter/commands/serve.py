@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.commands.shared.options import compute_option, device_option, max_tiles_option, threads_option
+from vtx.exporter.commands.shared.options import (
+    compute_option,
+    device_option,
+    max_pixels_option,
+    max_tiles_option,
+    threads_option,
+)
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.terminal.console import command, note
 
@@ -52,10 +58,12 @@ CONNECTIONS = 256
 @compute_option
 @threads_option
 @max_tiles_option
+@max_pixels_option
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, kv_cache: float | None, memory: float | None,
     image_hosts: tuple[str, ...], device: str, compute: str | None, threads: int | None, max_tiles: int | None,
+    max_pixels: int | None,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. A key in $VTX_API_KEY must then be sent by every client."""
     try:
@@ -80,7 +88,7 @@ def serve(
     def load_bundle(folder: Path) -> Model:
         from vtx.runtime.api.load import load
 
-        return load(folder, device=device, compute=compute, threads=threads, max_tiles=max_tiles)
+        return load(folder, device=device, compute=compute, threads=threads, max_tiles=max_tiles, max_pixels=max_pixels)
 
     folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
     engines = Engines(folders, load_bundle, limits, None if memory is None else int(memory * 1e9))

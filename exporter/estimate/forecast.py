@@ -18,6 +18,7 @@ from vtx.exporter.bundling.predict import PASSAGE_TOKENS, QUESTION_TOKENS
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.retain import USUAL_STEPS, Retain
 from vtx.exporter.estimate.flops import attention_macs, encode_flops, prefill_flops
+from vtx.exporter.estimate.native import seeing
 from vtx.exporter.estimate.rates import (
     LAYER_SECONDS,
     Disk,
@@ -43,6 +44,7 @@ from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.report.golden import SEEN_ROWS, golden_image
 
+USUAL_IMAGE = 1024  # tokens, where images keep their own resolution
 LEAST, WIDEST = 512, 1 << 22  # the least side and the most weights of the matrix in product trials
 OTHER_FILES = 8  # of a bundle, beside graphs and weights
 
@@ -138,6 +140,7 @@ def _products(plan: Plan, sizes: ModelSize) -> float:
     text = Text(parse_tokenizer(plan.tokenizer, CheckpointError), plan.template, plan.text)
     layout = plan.config.layout
     image = layout.count(*golden_image().size)
+    tower = seeing(tower, image) or tower
     text_tokens = len(golden_ids(text, layout)) - image
     tokens, withdrawn_layers = min(image, SEEN_ROWS) + text_tokens, [size.layers - k + 1 for k in plan.ks]
     flops = prefill_flops(size, [tokens] * size.layers)
@@ -145,11 +148,11 @@ def _products(plan: Plan, sizes: ModelSize) -> float:
         2 * sum(withdrawn_layers) * (text_tokens * size.layer_macs + attention_macs(size, text_tokens, text_tokens))
     )
     seconds = flops / _speed(size.hidden, size.ffn, tokens)
-    seeing = encode_flops(tower, tower.views) / _speed(tower.hidden, tower.ffn, tower.tower_tokens)
+    looking = encode_flops(tower, tower.views) / _speed(tower.hidden, tower.ffn, tower.tower_tokens)
     if plan.precisions.kv == "int8":
         tokens = image + PASSAGE_TOKENS
-        seconds += seeing + prefill_flops(size, [tokens] * size.layers) / _speed(size.hidden, size.ffn, tokens)
-    return seconds + seeing + LAYER_SECONDS * (size.layers + max(withdrawn_layers, default=0) + tower.used)
+        seconds += looking + prefill_flops(size, [tokens] * size.layers) / _speed(size.hidden, size.ffn, tokens)
+    return seconds + looking + LAYER_SECONDS * (size.layers + max(withdrawn_layers, default=0) + tower.used)
 
 
 def _activations(plan: Plan, aware: ActivationAware, sizes: ModelSize, paces: Mapping[Form, Pace]) -> float:
@@ -157,6 +160,7 @@ def _activations(plan: Plan, aware: ActivationAware, sizes: ModelSize, paces: Ma
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
     tokens = plan.options.measured_tokens(plan.config)
+    tower = seeing(tower, max(tokens)) or tower
     flops = sum(prefill_flops(size, [count] * size.layers) for count in tokens)
     speed = _speed(size.hidden, size.ffn, max(tokens))
     images = sum(len(item.images) for item in aware.data.items)
@@ -178,6 +182,7 @@ def _thresholds(retain: Retain, sizes: ModelSize) -> float:
     size, tower = sizes.decoder, sizes.vision
     assert tower is not None
     images = max(len(item.images) for item in retain.data.items)
+    tower = seeing(tower, USUAL_IMAGE) or tower
     tokens = images * tower.image_tokens + QUESTION_TOKENS
     flops = images * encode_flops(tower, tower.views) + prefill_flops(size, [tokens] * size.layers)
     return USUAL_STEPS * len(retain.data.items) * flops / _speed(size.hidden, size.ffn, tokens)

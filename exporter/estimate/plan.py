@@ -180,6 +180,7 @@ def make_plan(
         RequestError: a K is outside 2..layers, a precision is unknown, or it differs from the tied head's.
 
     """
+    model = model.seeing(workload.vision)
     views = model.views(workload.vision)
     parts = {p: precisions_of(model, p, vision_precision, head_precision) for p in precisions}
     depths = (_depth(model, workload, views, k, parts, profile, floats) for k in ks or spread_ks(model.decoder.layers))

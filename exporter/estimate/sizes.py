@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.estimate.flops import DecoderSize, VisionSize
+from vtx.exporter.estimate.native import NativeSize, native_size, seeing
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.layout import Layout
@@ -39,6 +40,20 @@ _VILA_1_5 = VisionSize(
 # 8 frames of 16 x 16 patches and a class token; pictures and videos have a tower each.
 _VIDEO = replace(_CLIP_L_336, patches=256, view_tokens=257, image_tokens=8 * 257, views=8, towers=2)
 
+_QWEN_3B = DecoderSize(
+    layers=36, hidden=2048, ffn=11008, heads=16, kv_heads=2, head_dim=128, vocab=151936, tied=True, qkv_bias=True
+)
+_QWEN_7B = DecoderSize(
+    layers=28, hidden=3584, ffn=18944, heads=28, kv_heads=4, head_dim=128, vocab=152064, qkv_bias=True
+)
+_QWEN_2B = replace(_QWEN_7B, hidden=1536, ffn=8960, heads=12, kv_heads=2, vocab=151936, tied=True)
+_QWEN2_VL = NativeSize(
+    layers=32, used=32, hidden=1280, ffn=5120, patches=4 * 16384, patch=14, class_token=False,
+    features=4, view_tokens=16384, image_tokens=16384, out=1536, whole=32,
+)  # fmt: skip
+# Windows of 8 x 8 patches in all layers but four.
+_QWEN2_5_VL = replace(_QWEN2_VL, ffn=3420, out=2048, gated=True, window=64, whole=4)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -59,6 +74,10 @@ class ModelSize:
             return 0
         return -(-vision_tokens // self.vision.image_tokens) * self.vision.views
 
+    def seeing(self, vision_tokens: int) -> ModelSize:
+        """The model as it sees an image of so many tokens, where that decides what the tower costs."""
+        return replace(self, vision=seeing(self.vision, vision_tokens))
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -75,6 +94,10 @@ KNOWN: Mapping[str, ModelSize] = {
         ModelSize("vila-7b", "known", replace(_VICUNA_7B, vocab=32000), _CLIP_L_336),
         ModelSize("vila1.5-13b", "known", replace(_VICUNA_13B, vocab=32000), _VILA_1_5),
         ModelSize("internvl-7b", "known", replace(_VICUNA_7B, vocab=32000), _INTERNVIT_6B),
+        ModelSize("qwen2-vl-2b", "known", _QWEN_2B, _QWEN2_VL),
+        ModelSize("qwen2-vl-7b", "known", _QWEN_7B, replace(_QWEN2_VL, out=3584)),
+        ModelSize("qwen2.5-vl-3b", "known", _QWEN_3B, _QWEN2_5_VL),
+        ModelSize("qwen2.5-vl-7b", "known", _QWEN_7B, replace(_QWEN2_5_VL, out=3584)),
     )
 }
 
@@ -134,6 +157,8 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
         m.mlp_bias,
     )  # fmt: skip
     tower = m.tower
+    if "native" in tower.flags:
+        return ModelSize(m.name, source, decoder, native_size(tower, m.hidden, layout.max_tokens))
     vision = VisionSize(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,

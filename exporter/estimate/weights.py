@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from vtx.exporter.estimate.flops import DecoderSize, VisionSize
+from vtx.exporter.estimate.native import NativeSize
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.quantize import Scheme
@@ -77,14 +78,30 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     """The exported part of the towers, and the projector."""
     hidden, layers = size.hidden, size.towers * size.used
     matrices = (
-        WeightGroup("vision.encoder.layers.0.self_attn.q_proj.weight", (hidden, hidden), 4 * layers),
-        WeightGroup("vision.encoder.layers.0.mlp.fc1.weight", (size.ffn, hidden), layers),
-        WeightGroup("vision.encoder.layers.0.mlp.fc2.weight", (hidden, size.ffn), layers),
-        WeightGroup("projector.linear_1.weight", (size.out, size.features * hidden)),
-        WeightGroup("projector.linear_2.weight", (size.out, size.out)),
+        _merged_weights(size)
+        if isinstance(size, NativeSize)
+        else (
+            WeightGroup("vision.encoder.layers.0.self_attn.q_proj.weight", (hidden, hidden), 4 * layers),
+            WeightGroup("vision.encoder.layers.0.mlp.fc1.weight", (size.ffn, hidden), layers),
+            WeightGroup("vision.encoder.layers.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+            WeightGroup("projector.linear_1.weight", (size.out, size.features * hidden)),
+            WeightGroup("projector.linear_2.weight", (size.out, size.out)),
+        )
     )
     yield from matrices
     yield WeightGroup("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
+
+
+def _merged_weights(size: NativeSize) -> tuple[WeightGroup, ...]:
+    """The matrices of a tower of images at their own resolution, and of its merger."""
+    hidden, layers = size.hidden, size.layers
+    return (
+        WeightGroup("vision.blocks.0.attn.proj.weight", (hidden, hidden), 4 * layers),
+        WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + size.gated) * layers),
+        WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+        WeightGroup("vision.merger.mlp.0.weight", (size.wide, size.wide)),
+        WeightGroup("vision.merger.mlp.2.weight", (size.out, size.wide)),
+    )
 
 
 def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:

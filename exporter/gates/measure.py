@@ -20,7 +20,7 @@ from vtx.exporter.data.items import Item, plain
 from vtx.exporter.data.prompts import answer_ids, prompt_ids
 from vtx.exporter.data.source import Source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
-from vtx.exporter.reference.model import Reference, Sample
+from vtx.exporter.reference.model import Encoded, Reference, Sample
 from vtx.runtime.errors import CheckpointError, RequestError, VtxError
 
 HEAD_TOKENS = 512  # tokens whose logits are in memory at once
@@ -35,7 +35,7 @@ class _GateItem:
 
     number: int
     prompt: Ids
-    features: Tensor
+    features: Encoded
     reference: tuple[int, ...] | None
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 

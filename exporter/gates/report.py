@@ -201,7 +201,7 @@ def _flops(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> float:
         total_flops(
             size.decoder,
             withdrawal_schedule(held.layers, ks[column], text=int(text), vision=int(vision)),
-            size.vision,
+            size.seeing(int(vision)).vision,
             size.views(int(vision)),
         )
         for column, (text, vision) in zip(columns, held.tokens, strict=True)

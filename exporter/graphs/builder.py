@@ -272,7 +272,7 @@ class Dialect(Protocol):
     ) -> ir.Value:  # fmt: skip
         """Attention of every token to every other, or `causal` to itself and those before; all [batch, tokens, hidden].
 
-        `seen` [1, 1, 1, tokens] bool: the tokens that are attended to, None for all; not with `causal`. It is given
-        only where `sizes_from_values` is false; the number of tokens may depend on the image only where that is true.
+        `seen` [1 or batch, 1, 1, tokens] bool: the tokens that are attended to, None for all; not with `causal`. Where
+        tokens merge it is given only if `sizes_from_values` is false; they may leave only if that is true.
         """
         ...

@@ -13,6 +13,7 @@ from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import block_tensors, build_block, projected
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
+from vtx.exporter.graphs.native import build_native, native_tensors
 from vtx.exporter.graphs.text_tower import project_patches
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
@@ -26,6 +27,9 @@ NEWLINE = "image_newline"  # a weight of the layout that no graph reads
 def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Canonical names and shapes of the weights behind an image's tokens; `last_attention` as in `build_vision`."""
     v = c.vision
+    if v.native:
+        yield from native_tensors(c)
+        return
     yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
     batch = (1,) if v.batch_axis else ()
     positions = v.position_grid**2 + v.class_token if v.position_grid else v.rows
@@ -112,9 +116,13 @@ def build_vision(
     `merges`: windows of similar patches merge after the first block. The graph then takes one image at a time, and the
     number of tokens is known only at run time, or an output marks the removed ones. `attention`: also give the class
     token's attention to each token in the last block in use, `last_attention`: in the tower's very last block;
-    `text_tower`: each token in the space of that CLIP's text tower.
+    `text_tower`: each token in the space of that CLIP's text tower. Images at their own resolution: `build_native`.
     """
     v = c.vision
+    if v.native:
+        assert not any((merges, attention, last_attention, text_tower)), "refused for such a tower"
+        build_native(b, c)
+        return
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
     tau = b.input(names.TAU, FLOAT, [1]) if merges else None
     tower = _tower(b, c, _embeddings(b, v, pixels), tau)

@@ -41,7 +41,7 @@ def record_golden(
     pixels = golden_pixels(config.layout.views(image, settings))
     with torch.inference_mode():
         features = reference.encode([image], settings)
-        logits = reference.logits(seen(ids, config.image_token_id), features[:SEEN_ROWS], ks, report)
-    tensors = {"ids": ids, "pixels": pixels, "features": features[:SHOWN_ROWS].numpy()}
+        logits = reference.logits(seen(ids, config.image_token_id), features.first(SEEN_ROWS), ks, report)
+    tensors = {"ids": ids, "pixels": pixels, "features": features.rows[:SHOWN_ROWS].numpy()}
     tensors |= {key_of(k): values.numpy() for k, values in logits.items()}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

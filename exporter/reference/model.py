@@ -22,11 +22,13 @@ from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import NEWLINE, projector_layers, vision_tensors
+from vtx.exporter.reference.native import NativeTower
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.model_spec import PARTS
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.tokens import ImageTokens
+from vtx.runtime.vision.tokens import ImageTokens, Mask
 
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 Report = Callable[[int], None]
@@ -36,14 +38,43 @@ Feed = Callable[[int, int, str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """The images of one prompt: `rows` [image tokens, hidden], and `images`, where their positions are their own."""
+
+    rows: Tensor
+    images: tuple[ImageTokens, ...] = ()
+
+    def first(self, count: int) -> Encoded:
+        """The first tokens of a single image."""
+        kept = np.arange(min(count, len(self.rows)))
+        return Encoded(self.rows[:count], tuple(image.take(kept) for image in self.images))
+
+    def positions(self, is_vision: Mask) -> NDArray[np.int64]:
+        """Of a sequence's tokens [n], or [n, 3]: a text token takes the next one, an image as many as its span."""
+        if not self.images:
+            return np.arange(len(is_vision))
+        left, places, following = iter(self.images), list[list[int]](), 0
+        while len(places) < len(is_vision):
+            if not is_vision[len(places)]:
+                places.append([following] * PARTS)
+                following += 1
+                continue
+            image = next(left)
+            assert image.offsets is not None, "images of one prompt have positions of one kind"
+            places += (following + image.offsets).tolist()
+            following += image.positions
+        return np.array(places)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence: `ids` [n], and `features` [image tokens, hidden] of its images.
+    """One sequence: `ids` [n], and the `features` of its images.
 
     The hidden states of the last `last` tokens are returned: 1 for the prompt's end, more with an answer appended.
     """
 
     ids: NDArray[np.int64]
-    features: Tensor
+    features: Encoded
     last: int = 1
 
 
@@ -68,22 +99,28 @@ class Reference:
         self._weights, self.config = weights or CheckpointWeights(checkpoint), config
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
-    def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Tensor:
-        """The tokens [tokens, hidden] of one prompt's images, one image after the other."""
-        layout, tokens = self.config.layout.among(len(images)), []
+    def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
+        """The tokens of one prompt's images, one image after the other."""
+        layout, tokens = self.config.layout.among(len(images)), list[ImageTokens]()
         hidden = (0, self.config.text.hidden)
         newline = self._tensor(NEWLINE)[None].cpu().numpy() if layout.newline else np.zeros(hidden, np.float32)
         for source in images:
             image = load_image(source)
-            rows = self.features(layout.views(image, settings)).cpu().numpy()
-            views = rows.reshape(-1, self.config.view_tokens, rows.shape[-1])
-            encoded = [ImageTokens.plain(view) for view in views]
-            tokens.append(layout.arrange(encoded, *image.size, newline).rows)
-        return torch.from_numpy(np.concatenate(tokens)) if tokens else torch.zeros(hidden)
+            views = layout.views(image, settings)
+            rows = self.features(views).cpu().numpy()
+            encoded = [ImageTokens.plain(view) for view in np.split(rows, len(views))]
+            tokens.append(layout.arrange(encoded, *image.size, newline))
+        if not tokens:
+            return Encoded(torch.zeros(hidden))
+        own = any(image.offsets is not None for image in tokens)
+        return Encoded(torch.from_numpy(np.concatenate([t.rows for t in tokens])), tuple(tokens) if own else ())
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
-        """Views [views, 3, side, side] to their tokens [views * view_tokens, hidden]."""
+        """Views [views, 3, height, width] to their tokens [views * tokens of each, hidden]."""
         c, v = self.config, self.config.vision
+        if v.native:
+            tower = NativeTower(v, self._tensor, _activate)
+            return torch.cat([tower.tokens(view) for view in torch.from_numpy(pixels)])
         w, name = self._tensor, "vision.embeddings"
         kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
@@ -214,7 +251,7 @@ class Reference:
         return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
 
     def logits(
-        self, ids: NDArray[np.int64], features: Tensor, ks: Sequence[int | None], report: Report = lambda _: None
+        self, ids: NDArray[np.int64], features: Encoded, ks: Sequence[int | None], report: Report = lambda _: None
     ) -> dict[int | None, Tensor]:
         """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
         hidden = self.hidden([Sample(ids, features)], ks, report)[0]
@@ -226,9 +263,10 @@ class Reference:
         for sample in samples:
             is_vision = torch.from_numpy(sample.ids == self.config.image_token_id)
             hidden = self._weights.read(EMBEDDING, sample.ids)
-            hidden[is_vision] = sample.features
+            hidden[is_vision] = sample.features.rows
             withdrawn = hidden.new_zeros(0, int((~is_vision).sum()), hidden.shape[1])
-            streams.append(_Streams(hidden, withdrawn, is_vision, torch.arange(len(hidden))))
+            positions = torch.from_numpy(sample.features.positions(is_vision.numpy()))
+            streams.append(_Streams(hidden, withdrawn, is_vision, positions))
         return streams
 
     def _positions(self, table: Tensor) -> Tensor:
@@ -305,6 +343,8 @@ def _decoder_layer(
 ) -> Tensor:
     """One layer of the llama family over hidden states [batch, n, hidden] at `positions` [n]; causal among these.
 
+    Positions of three parts are [n, 3].
+
     `see` gets the rotated queries and keys, `taken` each matrix's name and its inputs [n, in]. Where `cache`
     holds keys and values, they come before those of the one new token; the new ones are added to it.
     """
@@ -340,7 +380,12 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(c: TextConfig, x: Tensor, positions: Tensor) -> Tensor:
-    angles = positions[:, None].float() * torch.tensor(c.rope.inverse_frequencies)
+    if positions.ndim > 1:
+        parts = torch.arange(positions.shape[1]).repeat_interleave(torch.tensor(c.rope.sections))
+        places = positions[:, parts]
+    else:
+        places = positions[:, None]
+    angles = places.float() * torch.tensor(c.rope.inverse_frequencies)
     a, b = x.chunk(2, -1)
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 

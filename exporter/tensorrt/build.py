@@ -19,6 +19,7 @@ from vtx.exporter.tensorrt.lint import dialect_graphs, lint
 from vtx.exporter.tensorrt.profiles import graph_profiles, input_shapes, used_sizes
 from vtx.exporter.tensorrt.releases import RTX, Release
 from vtx.exporter.tensorrt.targets import Target
+from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import (
     FOLDER,
@@ -117,6 +118,8 @@ def plan_engines(
 
     """
     m = bundle.manifest
+    if m.image.own_size:
+        raise RequestError(f"{NOT_BUILT}; run the bundle with --device cpu or openvino")
     lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
     if lacking:
         raise RequestError(

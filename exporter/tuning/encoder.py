@@ -48,7 +48,7 @@ class ImageEncoder:
             self._kept.move_to_end(key)
         else:
             with torch.autocast(self._device.type, enabled=False):
-                self._keep(key, self._reference.encode(images, self._settings))
+                self._keep(key, self._reference.encode(images, self._settings).rows)
         return self._kept[key].to(self._device)
 
     def _keep(self, key: tuple[object, ...], tokens: Tensor) -> None:

@@ -106,6 +106,10 @@ def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
         raise UnsupportedModelError(
             f"{source.name} is in its authors' layout, and vtx-tune writes Hugging Face's; take its -hf checkpoint"
         )
+    if source.config.text.rope.sections:
+        raise UnsupportedModelError(
+            f"{source.name} has positions of three parts, which vtx-tune does not know; tune a model of LLaVA's kin"
+        )
     options.depths.within(source.config.text.layers)
     options.learning.chosen(source.config.text.layers)
     data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)

@@ -19,7 +19,7 @@ from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
 from vtx.runtime.vision.files.formats import check_formats
-from vtx.runtime.vision.layout import settings_for
+from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layout_spec import read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 
@@ -36,6 +36,7 @@ def load(
     require_signature: str | os.PathLike[str] | None = None,
     fit: str | None = None,
     max_tiles: int | None = None,
+    max_pixels: int | None = None,
     image_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> Model:
     """Load a bundle that `vtx-export` made.
@@ -52,6 +53,7 @@ def load(
         fit: what becomes of images of another shape than the model takes: "crop" cuts off the sides, "pad" puts bars
             around them, "squash" stretches them; when left out, as the checkpoint's processor says.
         max_tiles: where the model sees images in tiles, the most of an image, the whole image in one tile counted.
+        max_pixels: where the model sees images at their own resolution, the most of an image; larger ones are shrunk.
         image_formats: formats of image files that are read, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; all but
             the last when left out.
 
@@ -59,7 +61,7 @@ def load(
         BundleError: no bundle, a damaged one, or one without the signature that is required.
         DeviceError: the device, its package, its graphs or its arithmetic are not there, or the memory is too small.
         ImageError: an unknown format in `image_formats`.
-        RequestError: `threads` is not a whole number of at least 1, or `fit` or `max_tiles` is
+        RequestError: `threads` is not a whole number of at least 1, or `fit`, `max_tiles` or `max_pixels` is
             nothing that this model knows.
 
     """
@@ -69,24 +71,27 @@ def load(
     formats = check_formats(image_formats)
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
-    _check_images(opened, fit, max_tiles)
+    _check_images(opened, fit, max_tiles, max_pixels)
     chosen = choose(opened, device, compute)
     if not force and chosen.device not in GPU_DEVICES:
         _check_memory(opened, float_bytes(chosen))
     backend = open_backend(opened, chosen, threads)
     load_ms = 1000 * (time.perf_counter() - start)
-    model = Model(opened, backend, load_ms, chosen.why, fit=fit, max_tiles=max_tiles, image_formats=formats)
+    model = Model(
+        opened, backend, load_ms, chosen.why, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, image_formats=formats
+    )
     log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, chosen.device, chosen.why, model.load_ms)
     return model
 
 
-def _check_images(bundle: Bundle, fit: str | None, max_tiles: int | None) -> None:
-    """Raise RequestError for a `fit` or a limit of tiles that the model's layout does not take."""
+def _check_images(bundle: Bundle, fit: str | None, max_tiles: int | None, max_pixels: int | None) -> None:
+    """Raise RequestError for a `fit` or a limit of tiles or pixels that the model's layout does not take."""
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
     settings_for(layout, bundle.manifest.image, fit)
-    if max_tiles is not None:
-        check_whole("max_tiles", max_tiles, 1)
-        layout.limited(max_tiles)
+    for name, value in (("max_tiles", max_tiles), ("max_pixels", max_pixels)):
+        if value is not None:
+            check_whole(name, value, 1)
+    limited_layout(layout, max_tiles, max_pixels)
 
 
 def _check_memory(bundle: Bundle, floats: Mapping[str, int]) -> None:

@@ -46,7 +46,7 @@ from vtx.runtime.session.image_cache import ImageCache
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.fit import fitted, note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.layout import settings_for
+from vtx.runtime.vision.layout import Resolving, limited_layout, settings_for
 from vtx.runtime.vision.layout_spec import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 from vtx.runtime.vision.preprocess import preprocess
@@ -77,15 +77,17 @@ class Model:
         *,
         fit: str | None = None,
         max_tiles: int | None = None,
+        max_pixels: int | None = None,
         image_formats: Sequence[str] = DEFAULT_FORMATS,
     ) -> None:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
         self.fit, self.image_formats = fit, check_formats(image_formats)
         manifest = bundle.manifest
         self.text = Text.load(bundle.read, manifest.text, max_context=manifest.max_context, vocab=manifest.model.vocab)
-        layout = read_layout(manifest.layout, manifest.model.tower)
-        self.layout = layout if max_tiles is None else layout.limited(max_tiles)
-        self._newline = read_newline(bundle) if layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
+        self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
+        self._newline = (
+            read_newline(bundle) if self.layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
+        )
         self.image_cache: ImageCache | None = None  # set: conversations share encoded images
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
         self._text_tower: TextTower | None = None
@@ -333,7 +335,8 @@ class Model:
         note_discarded(width, height, settings)
         views = layout.views(image, settings)
         key = hashlib.sha256(views.tobytes()).hexdigest()
-        if len(views) > 1:  # of tiles alone one cannot tell how much of them is padding
+        # Of tiles alone one cannot tell how much of them is padding, nor an image's sides from their product.
+        if len(views) > 1 or settings.own_size:
             key += f" of {width}x{height}"
         arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
         return PreparedImage(views, key, layout.count(width, height), image.size, arrange)
@@ -348,15 +351,18 @@ class Model:
         return self.text.prompt(messages, [image.tokens for image in images] or 1)
 
     def check_room(self, ids: NDArray[np.int64], images: Sequence[PreparedImage]) -> None:
-        """Raise ContextError where tiles or frames do not fit, with the number of tiles, or of frames, that would."""
+        """Raise ContextError where images or frames do not fit, with the tiles, pixels or frames that would."""
         room = self.manifest.max_context - 1
         videos = [image for image in images if image.kind == "video"]
-        if len(ids) <= room or (self.layout.max_views == 1 and not videos):
+        if len(ids) <= room or (self.layout.max_views == 1 and not videos and not isinstance(self.layout, Resolving)):
             return
         vision = sum(image.tokens for image in images)
         text, fewer = len(ids) - vision, range(self.layout.max_views - 1, 0, -1)
         fitting = next((tiles for tiles in fewer if self._fits(tiles, text, images)), 0)
         cure = f"--max-tiles {fitting} (max_tiles={fitting}) fits, or " if fitting else ""
+        sizes = [image.size for image in images]
+        if isinstance(self.layout, Resolving) and (pixels := self.layout.fitting(sizes, room - text)):
+            cure += f"--max-pixels {pixels} (max_pixels={pixels}) fits, or "
         if videos and self.manifest.video is not None:
             layout, others = read_frames(self.manifest.video.layout), len(ids) - sum(video.tokens for video in videos)
             fewer = range(max(len(video.views) for video in videos) - 1, 0, -1)

@@ -24,6 +24,7 @@ class StageCache(Protocol):
     def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
         """Run hidden states [n, hidden] at their positions; their K/V fill the next n slots. Returns [n, hidden].
 
+        Positions are [n], or [n, 3] where the manifest's rotary embedding has sections: time, row and column.
         `query`: keep the queries of the stage's last layer for `attention`; only where the manifest says that the
         stage gives them.
         """

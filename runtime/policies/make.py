@@ -17,6 +17,7 @@ from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 
+NOT_RENUMBERED = "positions of three parts, which cannot be renumbered; leave out positions=renumber"
 TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a text tower"
 
 
@@ -70,6 +71,8 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
     """Raise RequestError where the bundle lacks what reductions need, with the option that exports it."""
     check_depth(reductions, manifest.model.layers)
     for part in reductions:
+        if part.renumbers and manifest.model.rope.sections:
+            raise RequestError(f"{part.name}: this model has {NOT_RENUMBERED}")
         lacking = _lacking(part.needs(), manifest, dialect)
         if lacking:
             further = f" {TEXT_TOWER_FIX}" if part.needs().text_tower else ""

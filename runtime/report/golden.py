@@ -80,15 +80,16 @@ def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
     """
     m = bundle.manifest
     stored = bundle.arrays(m.golden, MAX_GOLDEN)
-    sizes: dict[str, tuple[int, ...]] = {key_of(k): (m.model.vocab,) for k in (None, *m.variants)}
-    sizes |= {"ids": (), "pixels": (3, m.image.height, m.image.width), "features": (m.model.hidden,)}
+    sizes: dict[str, tuple[int | None, ...]] = {key_of(k): (m.model.vocab,) for k in (None, *m.variants)}
+    sizes |= {"ids": (), "pixels": (3, *m.image.sides), "features": (m.model.hidden,)}  # None: any
     axes = {"ids": (1,), "pixels": (3, 4), "features": (2,)}
     for name, last in sorted(sizes.items()):
         if name not in stored:
             raise BundleError(f"{m.golden} lacks {name!r}; export the bundle again")
         array, dtype = stored[name], np.int64 if name == "ids" else np.float32
         fits = array.dtype == dtype and array.ndim in axes.get(name, (1,)) and array.size
-        if not fits or array.shape[array.ndim - len(last) :] != last:
+        found = array.shape[array.ndim - len(last) :]
+        if not fits or any(want not in (None, got) for want, got in zip(last, found, strict=True)):
             raise BundleError(
                 f"{m.golden}: {name} is {array.dtype} {list(array.shape)}, this model has none of that kind; "
                 "export the bundle again"

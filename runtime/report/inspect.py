@@ -27,7 +27,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     """Sizes, stages, variants and KV bytes of a bundle, ready for JSON."""
     manifest = bundle.manifest
     model, sizes = manifest.model, {name: record.bytes for name, record in manifest.files.items()}
-    vision = manifest.layout.max_tokens
+    vision, (height, width) = min(manifest.layout.max_tokens, manifest.max_context - 1), manifest.image.sides
     rest = max(0, manifest.max_context - vision)
     depths: list[int | None] = [None, *manifest.variants]
     return {
@@ -38,7 +38,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "precision": manifest.precision,
         "kv_dtype": manifest.kv_dtype,
         "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
-        "image": {"height": manifest.image.height, "width": manifest.image.width, "fit": trained_fit(manifest.image)},
+        "image": {"height": height, "width": width, "fit": trained_fit(manifest.image)},
         **({} if manifest.video is None else {"video": dataclasses.asdict(manifest.video.layout)}),
         "max_context": manifest.max_context,
         "default_k": manifest.default_k,

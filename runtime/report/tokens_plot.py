@@ -33,12 +33,16 @@ EDGE = (190, 190, 190)
 Panel = tuple[str, Image.Image]
 
 
-def check_shown(policy: Policy, pictures: Sequence[PreparedImage]) -> None:
+def check_shown(policy: Policy, pictures: Sequence[PreparedImage], settings: ImageSettings) -> None:
     """Raise RequestError where no patch could be drawn."""
     if not pictures:
         raise RequestError("--show-tokens has nothing to show: there is no image; name one, or leave it out")
     if any(picture.kind == "video" for picture in pictures):
         raise RequestError("--show-tokens draws images and no videos; leave it out, or give frames as images")
+    if settings.own_size:
+        raise RequestError(
+            "--show-tokens draws a square of patches, and this model's images have any shape; leave it out"
+        )
     if not policy.reductions:
         raise RequestError("--show-tokens has nothing to show without a reduction; add --reduce, as --reduce fastv")
 

@@ -59,5 +59,5 @@ def make_prompt(
             check()
             images.append(encode())
         ids = expand([len(image.rows) for image in images])
-        skipped = sum(image.positions - len(image.rows) for image in images)
+        skipped = max(0, sum(image.positions - len(image.rows) for image in images))
     return Prompt(ids, ids == image_token_id, encoders, skipped)

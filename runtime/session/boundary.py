@@ -35,6 +35,8 @@ def boundary_before(
 
     def positions() -> tuple[Ids, Ids]:
         here = caches.prefix_at(number)
+        if here.positions.ndim > 1:  # of three parts, which order nothing: places in the prompt instead
+            return np.flatnonzero(here.present & prefix.is_vision), np.arange(prefix.size, prefix.size + len(hidden))
         first = before.position
         return here.positions[prefix.is_vision[here.present]], np.arange(first, first + len(hidden))
 

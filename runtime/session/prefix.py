@@ -58,7 +58,8 @@ class Prefix:
 
     `boundaries` hold its hidden states after 0, 1, 2, ... stages: the first and the last [size, hidden], those between
     likewise where tokens may leave there, else those of the text only. `saved_kv` is what full stages' caches lack.
-    `positions` [size] are its tokens', `next_position` is the suffix's first.
+    `positions` [size] are its tokens', `next_position` is the suffix's first; [size, 3] where images have positions of
+    three parts.
     """
 
     key: Key
@@ -104,14 +105,18 @@ class Prefix:
 
 
 def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Ids, int]:
-    """Positions [n] of a prefix's tokens, and the next one: an image's tokens keep the gaps between them."""
+    """Positions [n] of a prefix's tokens, and the next one: an image's tokens keep the gaps between them.
+
+    [n, 3] where images' offsets have three parts, which are equal for text.
+    """
     offsets = [np.arange(len(i.rows)) if i.offsets is None else i.offsets for i in images]
     ends = [*(image.positions for image in images)]
-    positions = np.zeros(len(is_vision), np.int64)
+    parts = offsets[0].shape[1:] if offsets else ()
+    positions = np.zeros((len(is_vision), *parts), np.int64)
     at, token = 0, 0
     for offset, end in zip(offsets, ends, strict=True):
         text = int(np.argmax(is_vision[token:])) if len(offset) else 0
-        positions[token : token + text] = np.arange(at, at + text)
+        positions[token : token + text] = np.arange(at, at + text).reshape(-1, *(1 for _ in parts))
         token, at = token + text, at + text
         positions[token : token + len(offset)] = at + offset
         token, at = token + len(offset), at + end

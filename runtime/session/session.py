@@ -69,8 +69,9 @@ class Session:
 
     @property
     def length(self) -> int:
-        """Tokens of the conversation so far: the position of the next one."""
-        return self.caches.prefix.next_position + len(self._suffix)
+        """Tokens of the conversation so far, or positions where there are more: what the context has room for."""
+        prefix = self.caches.prefix
+        return max(prefix.next_position, prefix.size) + len(self._suffix)
 
     @property
     def selection(self) -> Selection | None:

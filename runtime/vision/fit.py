@@ -23,7 +23,9 @@ noted = threading.Event()  # once per process: pictures of one camera all have o
 
 
 def trained_fit(settings: ImageSettings) -> str:
-    """One of `FITS`: what the checkpoint's own settings do to a picture of another shape."""
+    """One of `FITS`, or `none` where there is no other shape: what the checkpoint's settings do to such a picture."""
+    if settings.own_size:
+        return "none"
     if settings.pad:
         return "pad"
     return "squash" if isinstance(settings.resize, tuple) else "crop"

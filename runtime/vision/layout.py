@@ -7,7 +7,7 @@ Whoever needs a number of tokens asks it with the image's size; nobody else know
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,24 @@ class Layout(Protocol):
         ...
 
 
+@runtime_checkable
+class Resolving(Layout, Protocol):
+    """A layout of images at their own resolution, which may be limited."""
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens of the smallest image."""
+        ...
+
+    def within(self, max_pixels: int) -> Layout:
+        """The layout with images of at most so many pixels. Raises RequestError where no token has so few."""
+        ...
+
+    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
+        """The most pixels with which images of these sizes (width, height) have so many tokens; None: none do."""
+        ...
+
+
 L = TypeVar("L", bound=Layout)
 registered: dict[str, type[Layout]] = {}
 
@@ -83,10 +101,28 @@ def image_layout(name: str) -> Callable[[type[L]], type[L]]:
     return register
 
 
-def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
-    """`fit.fitted`, and a RequestError for a fit where images are seen in tiles, which show all of any shape."""
-    if fit is not None and layout.max_views > 1:
+def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None) -> Layout:
+    """The layout with at most so many tiles or pixels of an image; None: no such limit.
+
+    Raises:
+        RequestError: a limit that this layout does not have, or one too low.
+
+    """
+    layout = layout if max_tiles is None else layout.limited(max_tiles)
+    if max_pixels is None:
+        return layout
+    if not isinstance(layout, Resolving):
         raise RequestError(
-            f"fit {fit!r:.20} has no effect here: this model sees images of any shape in tiles; leave it out"
+            "max_pixels has no effect here: this model does not see images at their own resolution; leave it out"
+        )
+    return layout.within(max_pixels)
+
+
+def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
+    """`fit.fitted`, and a RequestError for a fit where images are seen in tiles or at their own resolution."""
+    if fit is not None and (layout.max_views > 1 or settings.own_size):
+        seen = "at their own resolution" if settings.own_size else "in tiles"
+        raise RequestError(
+            f"fit {fit!r:.20} has no effect here: this model sees images of any shape {seen}; leave it out"
         )
     return fitted(settings, fit)

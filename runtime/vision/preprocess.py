@@ -23,10 +23,15 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
     try:
         image = to_rgb(image)
         image = _squared(image, settings.pad) if settings.pad else image
-        pixels = np.asarray(_resized_crop(image, settings))
+        return normalised(_resized_crop(image, settings), settings)
     except MemoryError as error:
         raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
-    out = np.empty((3, settings.height, settings.width), np.float32)
+
+
+def normalised(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+    """An RGB picture of the size that the vision graph takes, float32 [3, height, width]."""
+    pixels = np.asarray(image)
+    out = np.empty((3, image.height, image.width), np.float32)
     for channel, table in enumerate(_normalised_bytes(settings)):
         np.take(table, pixels[..., channel], out=out[channel])
     return out

@@ -62,7 +62,8 @@ class ImageTokens:
 
     `idle` counts tokens that the vision graph computed beside these: of merged windows, where its sizes are fixed.
     `offsets` [tokens] are their positions behind the image's first one and `span` the positions that the image takes;
-    None: they follow each other without gaps. `derived` holds what policies work out of these tokens, for next time.
+    None: they follow each other without gaps. Offsets of three parts, time, row and column, are [tokens, 3]. `derived`
+    holds what policies work out of these tokens, for next time.
     """
 
     rows: HiddenStates

@@ -15,7 +15,7 @@ from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.bundle.tensors.rope import read_rope
+from vtx.runtime.bundle.tensors.rope import read_rope, tables_at
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores
 
 Tensors = dict[str, NDArray[Any]]
@@ -86,6 +86,7 @@ class _Cache:
         self._backend, self._session, self.capacity = backend, session, capacity
         self._layers = range(spec.first, spec.last + 1)
         model = backend.manifest.model
+        self._sections = model.rope.sections
         empty = np.zeros(
             (1, model.kv_heads, self.first_slots(), model.head_dim),
             names.kv_type(backend.dialect, backend.manifest.kv_dtype),
@@ -103,7 +104,12 @@ class _Cache:
 
     def append(self, rows: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
         assert self.length + len(rows) <= self.capacity
-        inputs = {names.HIDDEN: rows, names.POSITIONS: positions[None], **self._backend.rope, **self._kv}
+        rope = self._backend.rope
+        if positions.ndim > 1:  # tables of these tokens alone, as long as the bundle's
+            cos, sin = tables_at((rope[names.COS], rope[names.SIN]), self._sections, positions)
+            room = ((0, len(rope[names.COS]) - len(rows)), (0, 0))
+            rope, positions = {names.COS: np.pad(cos, room), names.SIN: np.pad(sin, room)}, np.arange(len(rows))
+        inputs = {names.HIDDEN: rows, names.POSITIONS: positions[None], **rope, **self._kv}
         found = _run(self._session, inputs | self.told(len(rows)))
         for n in self._layers:
             self._kv[names.past_key(n)] = found[names.present_key(n)]

@@ -112,7 +112,7 @@ class Talk:
         key = f"{policy.entries} {question.key}"
         given = tuple((f"{p.key} {key}", lambda e=e: e) for p, e in zip(pictures, encoded, strict=True))
         array = np.array(ids, np.int64)
-        return Prompt(array, array == token, given, sum(image.positions - len(image.rows) for image in encoded))
+        return Prompt(array, array == token, given, max(0, sum(image.positions - len(image.rows) for image in encoded)))
 
     def _question(self, ids: NDArray[np.int64], token: int) -> PromptText:
         is_vision = ids == token

@@ -63,11 +63,15 @@ class Reference:
             "llava_onevision": ("LlavaOnevisionImageProcessorPil", "LlavaOnevisionProcessor"),
             "llava_next_video": ("LlavaNextImageProcessorPil", "LlavaNextVideoProcessor"),
             "video_llava": ("VideoLlavaImageProcessor", "VideoLlavaProcessor"),
+            "qwen2_vl": ("Qwen2VLImageProcessorPil", "Qwen2VLProcessor"),
+            "qwen2_5_vl": ("Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor"),
         }
         if config.model_type not in processors:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
         of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])
         settings: dict[str, Any] = {"image_seq_length": getattr(config, "image_seq_length", None)}
+        if config.model_type.startswith("qwen"):
+            settings = {}
         if config.model_type in ("llava_next_video", "video_llava"):
             settings = {"patch_size": config.vision_config.patch_size, "num_additional_image_tokens": 1}
             settings["vision_feature_select_strategy"] = config.vision_feature_select_strategy
@@ -135,10 +139,12 @@ class Reference:
     def greedy(self, inputs: Inputs, k: int | None, n: int) -> Greedy:
         """The greedy answer of `n` ids with withdrawal at K, everything recomputed for every token."""
         rows, vision = self.prompt(inputs)
+        positions = self.positions(inputs)
         ids: list[int] = []
         logits: list[torch.Tensor] = []
         for _ in range(n):
-            logits.append(self.last_logits(rows, vision, k))
+            logits.append(self.last_logits(rows, vision, k, positions))
+            positions = torch.cat([positions, positions.max() + torch.ones_like(positions[..., :1])], -1)
             ids.append(int(logits[-1].argmax()))
             answered = self.model.model.language_model.embed_tokens(torch.tensor([[ids[-1]]]))
             rows = torch.cat([rows, answered], dim=1)
@@ -148,7 +154,7 @@ class Reference:
     @torch.inference_mode()
     def logits(self, inputs: Inputs, k: int | None) -> torch.Tensor:
         """Next-token logits [vocab] in float32 at the last prompt position."""
-        return self.last_logits(*self.prompt(inputs), k)
+        return self.last_logits(*self.prompt(inputs), k, self.positions(inputs))
 
     def kv_slots(self, inputs: Inputs, k: int | None) -> list[int]:
         """Per layer the KV entries that the prompt fills: S+V+T before K, S+T from K on."""
@@ -174,7 +180,7 @@ class Reference:
         vision = self._vision(inputs)
         rows = self.model.model.language_model.embed_tokens(inputs["input_ids"])
         if inputs.get("pixel_values") is not None:
-            names = ("pixel_values", "image_sizes", "batch_num_images")
+            names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw")
             pictures = {name: inputs[name] for name in names if name in inputs}
             features = self.model.model.get_image_features(**pictures).pooler_output
             rows[0, inputs["input_ids"][0] == self.image_token] = torch.cat(list(features)).to(rows.dtype)
@@ -183,13 +189,25 @@ class Reference:
             rows[0, inputs["input_ids"][0] == self.video_token] = frames.reshape(-1, rows.shape[-1]).to(rows.dtype)
         return rows, vision
 
-    def last_logits(self, rows: torch.Tensor, vision: torch.Tensor, k: int | None) -> torch.Tensor:
+    def positions(self, inputs: Inputs) -> torch.Tensor:
+        """Of the prompt's rows, [1, n], or [3, 1, n] where transformers makes three parts of them."""
+        ids = inputs["input_ids"]
+        if not hasattr(self.model.model, "get_rope_index"):
+            return torch.arange(ids.shape[1])[None]
+        made: torch.Tensor = self.model.model.get_rope_index(
+            ids, mm_token_type_ids=inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
+        )[0]
+        return made
+
+    def last_logits(
+        self, rows: torch.Tensor, vision: torch.Tensor, k: int | None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         decoder = self.model.model.language_model
         full_layers = self._full_layers(k)
-        positions = torch.arange(rows.shape[1])[None]
+        positions = torch.arange(rows.shape[1])[None] if positions is None else positions
         rows = self.run(decoder.layers[:full_layers], rows, positions)
         if full_layers < self.layers:
-            rows = self.run(decoder.layers[full_layers:], rows[:, ~vision], positions[:, ~vision])
+            rows = self.run(decoder.layers[full_layers:], rows[:, ~vision], positions[..., ~vision])
         out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -1]))[0]
         return out.float()
 

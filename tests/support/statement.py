@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,8 @@ class Image:
 
     The class token, where it is a row, has place -1. `attention` is what the class token gives to each row,
     `similarity` the mean cosine of a merged window, None of other rows. `offsets` are positions behind the image's
-    first one, of which it takes `span`; empty where they have no gaps. `of_tile`: the tile of each row, -1 a newline's;
+    first one, of which it takes `span`; empty where they have no gaps; arrays of three parts at their own resolution.
+    `of_tile`: the tile of each row, -1 a newline's;
     empty for an image in one piece, whose `placeholders` in the prompt the configuration says.
     """
 
@@ -61,7 +63,7 @@ class Image:
     attention: list[float] | None
     similarity: list[float | None]
     hidden: Tensor  # the tower's hidden states that CDPruner projects into CLIP's space
-    offsets: list[int] = field(default_factory=list)
+    offsets: list[Any] = field(default_factory=list)
     span: int = 0
     of_tile: list[int] = field(default_factory=list)
     placeholders: int = 0
@@ -74,6 +76,7 @@ class Image:
         return Image(
             self.rows[which], of(self.places), of(self.merged), attention, of(self.similarity), self.hidden[which],
             of_tile=of(self.of_tile) if self.of_tile else [], placeholders=self.placeholders,
+            offsets=of(self.offsets) if self.offsets else [], span=self.span,
         )  # fmt: skip
 
 
@@ -84,7 +87,7 @@ class Row:
     `asks`: it stands after the last image, so its attention counts.
     """
 
-    position: int
+    position: Any  # a number, or an array of three
     image: int | None
     asks: bool = False
 
@@ -129,7 +132,8 @@ class Statement:
     def __init__(self, reference: Reference, clip: Clip | None = None) -> None:
         self._reference, self._clip = reference, clip
         model = reference.model
-        self._tower, self._projector = model.model.vision_tower, model.model.multi_modal_projector
+        self._tower = getattr(model.model, "vision_tower", None)
+        self._projector = getattr(model.model, "multi_modal_projector", None)
         self._decoder, self._head, self._config = model.model.language_model, model.lm_head, model.config
 
     @torch.inference_mode()
@@ -160,7 +164,7 @@ class Statement:
         pixels, sizes = inputs.get("pixel_values"), inputs.get("image_sizes")
         if pixels is None:
             return []
-        if self._config.model_type in ("internvl", "llava_onevision"):
+        if self._config.model_type in ("internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl"):
             return self._given(inputs)
         if sizes is None:
             return [self.image(image, method) for image in pixels]
@@ -168,9 +172,13 @@ class Statement:
 
     def _given(self, inputs: Inputs) -> list[Image]:
         """Images whose tokens are no patches, as transformers makes them; each is one run of placeholders."""
-        names = ("pixel_values", "image_sizes", "batch_num_images")
+        names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw")
         pictures = {name: inputs[name] for name in names if name in inputs}
         features = torch.cat([*self._reference.model.model.get_image_features(**pictures).pooler_output])
+        if "image_grid_thw" in inputs:
+            grids = (inputs["image_grid_thw"][:, 1:] // 2).tolist()
+            parts = features.split([rows * columns for rows, columns in grids])
+            return [self._placed(part, *grid) for part, grid in zip(parts, grids, strict=True)]
         is_image = inputs["input_ids"][0] == self._reference.image_token
         runs = [len(list(run)) for there, run in groupby(is_image.tolist()) if there]
         return [self._whole(rows) for rows in features.split(runs)]
@@ -179,6 +187,11 @@ class Statement:
     def _whole(rows: Tensor) -> Image:
         count = len(rows)
         return Image(rows, [*range(count)], [False] * count, None, [None] * count, rows, placeholders=count)
+
+    def _placed(self, rows: Tensor, down: int, across: int) -> Image:
+        """An image whose rows stand at their row and column, and whose text goes on after the longer side."""
+        offsets = [np.array([0, row, column]) for row in range(down) for column in range(across)]
+        return replace(self._whole(rows), offsets=offsets, span=max(down, across))
 
     def image(self, pixels: Tensor, method: Method) -> Image:
         """One image [3, side, side] to its rows, merged and pruned before the decoder."""
@@ -255,7 +268,7 @@ class Statement:
             return image.take(_cdpruner(image.rows, raw(), count))
         if method.dart is not None and not method.dart[1]:
             kept = _dart_before(image.rows, embedded, *(method.dart[i] for i in (0, 2, 3)))
-            return replace(image.take(kept), offsets=kept, span=len(image.rows))
+            return image.take(kept) if image.offsets else replace(image.take(kept), offsets=kept, span=len(image.rows))
         return image
 
     def _by_clip(self, hidden: Tensor, asked: str) -> Tensor:
@@ -363,7 +376,10 @@ class Statement:
             proj(y).view(len(y), -1, attend.head_dim).transpose(0, 1)
             for proj in (attend.q_proj, attend.k_proj, attend.v_proj)
         )
-        positions = torch.tensor([[row.position for row in rows]])
+        each = np.stack(np.broadcast_arrays(*(row.position for row in rows)))
+        positions = (
+            torch.from_numpy(each).T.reshape(-1, 1, len(rows)) if each.ndim > 1 else torch.from_numpy(each)[None]
+        )
         cos, sin = (table[0] for table in self._decoder.rotary_emb(x[None], position_ids=positions))
         q, k = (part * cos + _half_turned(part) * sin for part in (q, k))
         before = 0 if past is None else len(past.rows)

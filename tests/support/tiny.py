@@ -56,6 +56,8 @@ ARCHITECTURES = {
     "llava_llama": "LlavaLlamaForCausalLM",
     "llava_mistral": "LlavaMistralForCausalLM",
     "vila": "LlavaLlamaModel",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -65,6 +67,8 @@ PROCESSORS = {
     "video_llava": "VideoLlavaProcessor",
     "vipllava": "LlavaProcessor",
     "internvl": "InternVLProcessor",
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
 }
 PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
 VIDEOS = {
@@ -86,7 +90,7 @@ class Tiny:
 
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
-        "llava_llama", "llava_mistral", "vila",
+        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl",
     ] = "llava"  # fmt: skip
     text: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     layers: int = 8
@@ -145,7 +149,8 @@ class Tiny:
     @property
     def around(self) -> list[str]:
         """Further special tokens, which stand before the image token in the vocabulary."""
-        return list(AROUND.values()) if self.family == "internvl" else [VIDEO_TOKEN] * (self.family in VIDEOS)
+        videos = self.family in VIDEOS or self.family.startswith("qwen")
+        return list(AROUND.values()) if self.family == "internvl" else [VIDEO_TOKEN] * videos
 
     @property
     def pinpoints(self) -> list[list[int]]:
@@ -169,6 +174,8 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         from tests.support.original import make_original, make_vila
 
         return (make_vila if tiny.family == "vila" else make_original)(folder, tiny, seed)
+    if tiny.family.startswith("qwen"):
+        return _make_qwen(folder, tiny, seed)
     image_token = _write_tokenizer(folder, tiny)
     config = _config(tiny, image_token)
     written = _hub_config(tiny, image_token) if tiny.names == "hub" else _new_config(config, tiny)
@@ -177,6 +184,25 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
     _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 3})
     _write_processor(folder, tiny)
     _write_weights(folder, tiny, _weights(config, tiny, seed))
+    return folder
+
+
+def _make_qwen(folder: Path, tiny: Tiny, seed: int) -> Path:
+    from transformers import AutoConfig
+
+    from tests.support import qwen
+
+    image_token, text = _write_tokenizer(folder, tiny), _text_fields(tiny) | {"bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(tiny.family, **qwen.settings(tiny, text, image_token))
+    written = qwen.hub_settings(tiny, text, image_token) if tiny.names == "hub" else config.to_dict()
+    _write_json(folder / "config.json", written | {"architectures": [ARCHITECTURES[tiny.family]]})
+    _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    _write_json(folder / "preprocessor_config.json", qwen.image_settings())
+    (folder / "chat_template.jinja").write_text(qwen.template(tiny), encoding="utf-8")
+    weights = _weights(config, tiny, seed)
+    if tiny.names == "hub":
+        weights = {qwen.hub_name(name): tensor for name, tensor in weights.items()}
+    _write_weights(folder, tiny, weights)
     return folder
 
 
@@ -478,7 +504,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
     if name.endswith(("bias", "in_proj_bias")):
         return noise * 0.2
-    if "norm" in name or "layrnorm" in name:
+    if "norm" in name or "layrnorm" in name or "ln_q" in name:
         # The last norm widens the logits, so that embeddings can stay narrow: wide ones, tied, repeat the last token.
         return (1 + noise * 0.2) * (3 if name == "model.language_model.norm.weight" else 1)
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
@@ -494,7 +520,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _rename(name: str, tiny: Tiny) -> str:
-    if tiny.names == "new":
+    if tiny.names == "new" or tiny.family.startswith("qwen"):
         return name
     name = name.removeprefix("model.")
     if name.startswith("language_model."):

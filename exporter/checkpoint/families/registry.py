@@ -14,7 +14,7 @@ from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.modules import modules_of
 
-# Every file of this folder that declares a `FAMILY`.
+# Every file of this folder, and of those in it, that declares a `FAMILY`.
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
 # Known, and not exported: what is missing, by model_type or architecture.
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -22,8 +22,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "internvl_chat": "its code is part of the checkpoint and never run; its tower and decoders are not built",
         "eagle_llama": "its five towers are not built",
         "LISAForCausalLM": "the states of its segmentation tokens, which a mask decoder needs, are not given out",
-        "qwen2_vl": "images at their own resolution and three-part positions are not built",
-        "qwen2_5_vl": "images at their own resolution, windows in the tower and three-part positions are not built",
         "smolvlm": "its tower's patch positions and shuffled patches are not built",
         "idefics3": "its tower's patch positions and shuffled patches are not built",
     }

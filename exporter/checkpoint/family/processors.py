@@ -30,14 +30,16 @@ SIGLIP_DEFAULTS: Mapping[str, Any] = {
 class ImageProcessor:
     """A class of transformers, without its backend: `defaults` hold for keys that its file lacks.
 
-    `tiled`: its size is that of a tile, which neither resizing nor cropping may change. `pads`: `do_pad` makes each
-    picture square on the mean colour, and not just those of a batch alike.
+    `own_size`: pictures keep their own resolution, which the image layout rounds. `tiled`: its size is that of a tile,
+    which neither resizing nor cropping may change. `pads`: `do_pad` makes each picture square on the mean colour, and
+    not just those of a batch alike.
     """
 
     name: str
     defaults: Mapping[str, Any]
     tiled: bool = False
     pads: bool = False
+    own_size: bool = False
 
 
 CLIP = ImageProcessor("CLIPImageProcessor", CLIP_DEFAULTS)

@@ -22,6 +22,10 @@ max_tiles_option = click.option(
     "--max-tiles", type=int, metavar="N",
     help="For models that see images in tiles: at most so many of an image, the whole image in one tile counted.",
 )  # fmt: skip
+max_pixels_option = click.option(
+    "--max-pixels", type=int, metavar="N",
+    help="For models that see images at their own resolution: at most so many pixels of an image, which is shrunk.",
+)  # fmt: skip
 threads_option = click.option("--threads", type=int, help="[default: all cores]")
 
 

@@ -78,8 +78,11 @@ class Ort:
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
         seen: ir.Value | None = None, *, causal: bool = False,
     ) -> ir.Value:  # fmt: skip
-        assert seen is None, "merged tokens leave its graphs"
-        return b.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=heads, unidirectional=int(causal))
+        """`seen` is given for windows alone: merged tokens leave its graphs."""
+        mask = []
+        if seen is not None:
+            mask = [None, b.op("Cast", b.op("Squeeze", seen, b.constant([1, 2])), to=ir.DataType.INT32.value)]
+        return b.op("MultiHeadAttention", q, k, v, *mask, domain=MICROSOFT, num_heads=heads, unidirectional=int(causal))
 
 
 class OrtAttention:

@@ -166,9 +166,10 @@ class OpenvinoBackend:
         return ImageTokens.of(graph.run({names.PIXELS: np.ascontiguousarray(pixels)}))
 
     def _compile_tower(self, name: str, promised: contract.Contract, image: ImageSettings) -> OpenvinoGraph:
-        """Compiled for one image, which lets the engine choose its kernels for these very sizes."""
+        """Compiled for images of one size, where they have one: the engine then chooses kernels for it."""
         model = self._read(name, promised)
-        model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
+        if not image.own_size:
+            model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
         with letting_go(model):
             return OpenvinoGraph(name, self._engine(name, model), promised[1])
 

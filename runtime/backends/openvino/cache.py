@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.bundle.tensors.rope import tables_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 # Of what K and V are arrays: bfloat16's bits; in u8 a row of a head is its scale, its zero point, and its numbers.
@@ -103,14 +105,18 @@ class OpenvinoStageCache(SlotCounter):
 
     def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         self._stage.check_open()
-        count = len(hidden)
+        count, rope = len(hidden), self._context.rope
+        if positions.ndim > 1:
+            tables = rope[names.COS], rope[names.SIN]
+            cos, sin = tables_at(tables, self._context.model.rope.sections, positions)
+            rope, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
         if count == 1:
             self._row[:], self._row_position[:] = hidden, positions
             tensors, out = self._row_tensors, self._row_out
         else:
             out = np.empty_like(hidden)
             tensors = self._tensors(np.ascontiguousarray(hidden), positions[None].copy(), out)
-        with run_failures(ENGINE, self._stage.name):
+        with run_failures(ENGINE, self._stage.name), self._rotating_by(rope):
             self._bind(tensors)
             self._place(count)
             run_request(self._request)
@@ -153,6 +159,20 @@ class OpenvinoStageCache(SlotCounter):
         if blocks != self._block_begins[1]:
             self._block_begins[1] = blocks
             self._set(BLOCKS, self._context.shared(self._block_numbers[:blocks]))
+
+    @contextlib.contextmanager
+    def _rotating_by(self, rope: Mapping[str, NDArray[np.float32]]) -> Iterator[None]:
+        """Rotary tables for one run, where they are not the bundle's."""
+        if rope is self._context.rope:
+            yield
+            return
+        try:
+            for name, table in rope.items():
+                self._set(name, self._context.shared(table))
+            yield
+        finally:
+            for name, table in self._context.rope.items():
+                self._set(name, self._context.shared(table))
 
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)

@@ -70,11 +70,11 @@ class OrtBackend:
         return options
 
     def _cache_context(self, bundle: Bundle) -> OrtCacheContext:
-        m = self._manifest
-        rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
+        m, tables = self._manifest, read_rope(bundle)
+        rope = dict(zip((names.COS, names.SIN), tables, strict=True))
         scales = read_kv_scales(bundle) if m.kv_dtype == "int8" else {}
         return OrtCacheContext(
-            self._ort, m.model, m.kv_dtype, self._placed(rope), self._placed(scales), self._score, self.memory
+            self._ort, m.model, m.kv_dtype, tables, self._placed(rope), self._placed(scales), self._score, self.memory
         )
 
     def _placed(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,16 +18,21 @@ from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.bundle.tensors.rope import Tables, tables_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 
 @dataclass(frozen=True, slots=True)
 class OrtCacheContext:
-    """What the caches of a bundle share. `rope` and `kv_scales` are OrtValues; `memory` says where K and V lie."""
+    """What the caches of a bundle share. `rope` and `kv_scales` are OrtValues; `memory` says where K and V lie.
+
+    `tables` are the rotary ones as arrays.
+    """
 
     ort: Any
     model: ModelSpec
     kv_dtype: str
+    tables: Tables
     rope: Mapping[str, Any]
     kv_scales: Mapping[str, Any]
     score: OrtGraph | None
@@ -41,6 +47,9 @@ class OrtCacheContext:
     def value(self, array: NDArray[Any]) -> Any:
         """An OrtValue over a host array's own memory, which the caller holds."""
         return self.ort.OrtValue.ortvalue_from_numpy(array)
+
+
+NO_TABLES: Mapping[str, NDArray[np.float32]] = MappingProxyType({})
 
 
 class OrtStageCache(SlotCounter):
@@ -91,15 +100,18 @@ class OrtStageCache(SlotCounter):
             yield self._context.value(layer[0]), self._context.value(layer[1])
 
     def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        count = len(hidden)
+        count, own = len(hidden), {}
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
-        if count == 1 and self.bound_once and not query:
+        if positions.ndim > 1:
+            cos, sin = tables_at(self._context.tables, self._context.model.rope.sections, positions)
+            own, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
+        elif count == 1 and self.bound_once and not query:
             self._row[:], self._row_position[:] = hidden, positions
             self._stage.run_bound(self.row_binding)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
         hidden, positions, out = np.ascontiguousarray(hidden), positions[None].copy(), np.empty_like(hidden)
-        binding = self._bind(hidden, positions, out)
+        binding = self._bind(hidden, positions, out, own)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
             binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))
@@ -137,12 +149,20 @@ class OrtStageCache(SlotCounter):
         self.kv[..., slots, :] = kv
         self.length = length
 
-    def _bind(self, hidden: HiddenStates, positions: NDArray[np.int64], out: HiddenStates) -> Any:
+    def _bind(
+        self,
+        hidden: HiddenStates,
+        positions: NDArray[np.int64],
+        out: HiddenStates,
+        tables: Mapping[str, NDArray[np.float32]] = NO_TABLES,
+    ) -> Any:
+        """`tables`: rotary ones of these tokens alone, by name."""
         inputs: dict[str, NDArray[Any]] = {
             names.HIDDEN: hidden,
             names.POSITIONS: positions,
             names.LAST_SLOT: self._last,
             names.TOTAL_SLOTS: self._total,
+            **tables,
         }
         return bind(self._context, self._stage, inputs, out, self._scales, self.buffers)
 
@@ -173,7 +193,8 @@ def bind(
         binding.bind_ortvalue_input(name, value(array))
     binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
     for name, constant in (*context.rope.items(), *scales.items()):
-        binding.bind_ortvalue_input(name, constant)
+        if name not in inputs:
+            binding.bind_ortvalue_input(name, constant)
     for past, present, buffer in buffers:
         binding.bind_ortvalue_input(past, buffer)
         binding.bind_ortvalue_output(present, buffer)

@@ -42,6 +42,9 @@ def load_flavour(flavour: str) -> Any:
         raise DeviceError(f'{name} is not installed; pip install "vtx-edge[{extra}]"') from e
 
 
+NOT_BUILT = "TensorRT has no engine for models that see images at their own resolution"
+
+
 def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
     """The bundle's engines for this machine and the module that runs them.
 
@@ -50,6 +53,8 @@ def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
         DeviceError: none of them fits; the message says what was built, what this machine has, and the fix.
 
     """
+    if bundle.manifest.image.own_size:
+        raise DeviceError(f"{NOT_BUILT}; use --device cpu or openvino")
     known = [fingerprint.read_engines(bundle, target) for target in fingerprint.targets(bundle)]
     if not known:
         raise BundleError(f"{bundle.folder} holds no engines; {fingerprint.build_command(bundle, 'this')}")

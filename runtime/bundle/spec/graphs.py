@@ -13,7 +13,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec
 
 LAYER = "{layer}"
-TOKENS, IMAGES = "tokens", "images"
+TOKENS, IMAGES, HEIGHT, WIDTH = "tokens", "images", "height", "width"
 CACHE_SLOTS = {"ort": ("capacity", "capacity"), "plain": ("past", "past + tokens")}  # of past and present
 
 
@@ -52,9 +52,11 @@ def gate(m: Manifest) -> GraphIO:
 def vision(m: Manifest, dialect: str) -> GraphIO:
     graphs = m.dialects[dialect]
     merges = graphs.vision_merges
-    images, count = (1, TOKENS) if merges else (IMAGES, m.model.tower.tokens)
+    own = m.image.own_size
+    images, count = (1, TOKENS) if merges or own else (IMAGES, m.model.tower.tokens)
     outputs = {names.FEATURES: Tensor("float32", (images, count, m.model.hidden))}
-    inputs = {names.PIXELS: Tensor("float32", (images, 3, m.image.height, m.image.width))}
+    height, width = (HEIGHT, WIDTH) if own else (m.image.height, m.image.width)
+    inputs = {names.PIXELS: Tensor("float32", (images, 3, height, width))}
     if merges:
         inputs[names.TAU] = Tensor("float32", (1,))
         outputs |= {name: Tensor("int64", (TOKENS,)) for name in (names.PATCH_INDEX, names.MERGED)}

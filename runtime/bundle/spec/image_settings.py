@@ -16,8 +16,9 @@ class ImageSettings:
     """How one picture becomes [3, height, width]: pad, resize, crop, then `(value * rescale - mean) / std`.
 
     `pad` is the RGB background of a square around the picture, or None; `resize` the shortest edge, or
-    (height, width), or None; `crop` the centre's (height, width), or None. Raises BundleError for values
-    that are not settings, or that give pictures of several sizes.
+    (height, width), or None; `crop` the centre's (height, width), or None. With none of the three the image layout
+    resizes pictures, which keep a size of their own. Raises BundleError for values that are not settings, or that
+    give pictures of several sizes otherwise.
     """
 
     pad: tuple[int, int, int] | None
@@ -42,8 +43,18 @@ class ImageSettings:
         _check("rescale", self.rescale, _numbers((self.rescale,), 1, 1e-6, 1e6), "a number from 1e-6 to 1e6")
         _check("mean", self.mean, _numbers(self.mean, 3, -1e6, 1e6), "3 numbers from -1e6 to 1e6")
         _check("std", self.std, _numbers(self.std, 3, 1e-6, 1e6), "3 numbers from 1e-6 to 1e6")
-        one_size = self.crop or isinstance(self.resize, tuple) or (self.pad and self.resize)
+        one_size = self.crop or isinstance(self.resize, tuple) or (self.pad and self.resize) or self.own_size
         _check("crop", self.crop, bool(one_size), "set where resize alone does not fix height and width")
+
+    @property
+    def own_size(self) -> bool:
+        """Whether pictures keep a size of their own, which the image layout decides; there is no other then."""
+        return self.pad is None and self.resize is None and self.crop is None
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """Height and width, None where every picture has its own."""
+        return (None, None) if self.own_size else (self.height, self.width)
 
     @property
     def height(self) -> int:
@@ -55,6 +66,7 @@ class ImageSettings:
 
     @property
     def _output(self) -> tuple[int, int]:
+        assert not self.own_size, "every picture has a size of its own"
         edge = self.crop or self.resize
         return edge if isinstance(edge, tuple) else (cast(int, edge), cast(int, edge))
 

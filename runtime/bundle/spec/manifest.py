@@ -27,15 +27,29 @@ PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class LayoutSpec:
-    """How many tokens an image gives: the layout's name and parameters, and the most tokens of any one image."""
+    """How many tokens an image gives: the layout's name and parameters, and the most tokens of any one image.
+
+    `min_tokens`: those of the smallest image, where images keep their own resolution; the largest then need not fit
+    the bundle's context.
+    """
 
     name: str
     max_tokens: int
     parameters: dict[str, Any]
+    min_tokens: int | None = later(None)
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 1 << 31:
             raise BundleError(f"vtx.json: layout.max_tokens is {self.max_tokens}, outside 1..2147483647; export again")
+        if self.min_tokens is not None and not 1 <= self.min_tokens <= self.max_tokens:
+            raise BundleError(
+                f"vtx.json: layout.min_tokens is {self.min_tokens}, outside 1..{self.max_tokens}; export again"
+            )
+
+    @property
+    def must_fit(self) -> int:
+        """Tokens of an image that every context must hold."""
+        return self.max_tokens if self.min_tokens is None else self.min_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +163,9 @@ class Manifest:
             )
         if not 1 <= self.max_context < 1 << 24:
             raise BundleError(f"vtx.json: max_context {self.max_context} is outside 1..16777215; export again")
-        if self.layout.max_tokens >= self.max_context:
+        if self.layout.must_fit >= self.max_context:
             raise BundleError(
-                f"vtx.json: an image of {self.layout.max_tokens} tokens does not fit max_context {self.max_context}; "
+                f"vtx.json: an image of {self.layout.must_fit} tokens does not fit max_context {self.max_context}; "
                 "export again"
             )
         self._check_stages()

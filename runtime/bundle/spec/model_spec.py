@@ -11,20 +11,32 @@ from vtx.runtime.strict import later
 
 MAX_LAYERS = 512
 MAX_SIZE = (1 << 31) - 1
+PARTS = 3  # of a position: time, row and column
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: the kind, its base, and the frequencies [head_dim / 2] from which the tables were made."""
+    """Rotary embedding: the kind, its base, and the frequencies [head_dim / 2] from which the tables were made.
+
+    `sections`: how many of the frequencies, one after the other, turn by a position's time, its row and its column;
+    empty where a position is one number. A text token's three parts are equal.
+    """
 
     kind: str
     theta: float
     frequencies: tuple[float, ...]
+    sections: tuple[int, ...] = later(())
 
     def __post_init__(self) -> None:
         _check_sizes("model.rope", self)
         if not all(map(math.isfinite, self.frequencies)):
             raise BundleError("vtx.json: a frequency of model.rope is not a number; export again")
+        sections = self.sections
+        if sections and (len(sections) != PARTS or min(sections) < 1 or sum(sections) != len(self.frequencies)):
+            raise BundleError(
+                f"vtx.json: model.rope.sections {list(sections)!s:.60} do not part {len(self.frequencies)} frequencies "
+                f"in {PARTS}; export again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +47,9 @@ class TowerSpec:
     where its vision graph gives the last one's attention. `select`: "default"
     leaves out the first token, whatever it is, "full" keeps what the tower gives. `qkv_bias`: whether q, k and v have
     biases, `layer_scale`: whether a learned scale stands behind each half of a layer. `shuffle`: patches a side of a
-    square whose states become one token. `flags` as in `ModelSpec`.
+    square whose states become one token. `window`: patches a side of windows within which layers attend, but for
+    `full_blocks`, counted from 0. `flags` as in `ModelSpec`; with "native" among them images keep their own resolution,
+    and `image` is the side of the largest square one.
     """
 
     family: str
@@ -55,9 +69,17 @@ class TowerSpec:
     shuffle: int = later(1)
     flags: tuple[str, ...] = later(())
     position_grid: int | None = later(None)
+    window: int | None = later(None)
+    full_blocks: tuple[int, ...] = later(())
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
+        windowed = self.window is not None and self.window % self.shuffle == 0
+        if (self.window is not None and not windowed) or not all(0 <= n < self.layers for n in self.full_blocks):
+            raise BundleError(
+                f"vtx.json: windows of {self.window} patches and full blocks {list(self.full_blocks)!s:.60} do not fit "
+                f"a tower of {self.layers} layers; export again"
+            )
         states, chosen = self.layers + 1, self.feature_layers
         if self.patch > self.image or self.hidden % self.heads:
             raise BundleError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,3 +32,13 @@ def read_rope(bundle: Bundle) -> Tables:
         return tables[name]
 
     return table(names.COS), table(names.SIN)
+
+
+def tables_at(tables: Tables, sections: Sequence[int], positions: NDArray[np.int64]) -> Tables:
+    """Tables of n rows, one a token, for positions [n, 3]: token i then stands at position i of these.
+
+    `sections` part the columns: those of the first are read at the position's time, then row, then column.
+    """
+    read_at = positions[:, np.repeat(np.arange(len(sections)), sections)]
+    cos, sin = (np.ascontiguousarray(np.take_along_axis(table, read_at, 0)) for table in tables)
+    return cos, sin

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from PIL import Image
 
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.memory import needed_memory
@@ -41,8 +41,7 @@ class Engine:
         if self.batching.obstacle is not None:
             log.info("%s decodes its answers in turn, not together: %s", name, self.batching.obstacle)
         self.users, self.used_at = 0, time.monotonic()
-        image = model.manifest.image
-        model.backend.vision(np.zeros((1, 3, image.height, image.width), np.float32))  # loads the tower now
+        model.backend.vision(model.layout.views(Image.new("RGB", (64, 64)), model.manifest.image)[:1])  # loads it now
 
     def close(self) -> None:
         """End its answers and free the engine."""
@@ -212,11 +211,12 @@ def _together(batching: Batching) -> dict[str, Any]:
 def _described(name: str, bundle: Bundle, together: dict[str, Any] | None) -> dict[str, Any]:
     """`together` is known of a loaded bundle."""
     m = bundle.manifest
+    height, width = m.image.sides
     facts = {
         "layers": m.model.layers, "ks": m.variants, "default_k": m.default_k, "gates": m.gates,
         "reductions": m.reductions, "precision": m.precision, "max_context": m.max_context, "batch": together,
         "image": {
-            "width": m.image.width, "height": m.image.height, "fit": trained_fit(m.image), "layout": m.layout.name,
+            "width": width, "height": height, "fit": trained_fit(m.image), "layout": m.layout.name,
             "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,
         },
     }  # fmt: skip

@@ -262,6 +262,8 @@ TINIES = {
     "qwen2-siglip-tied": Tiny(
         text="qwen2", vision="siglip", select="full", tied=True, tokenizer="bytes", projector_bias=False
     ),
+    "qwen2_vl": Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", tied=True),
+    "qwen2_5_vl": Tiny(family="qwen2_5_vl", text="qwen2", tokenizer="bytes"),
 }
 
 

@@ -16,6 +16,7 @@ from tests.support.bundles import export, export_with
 from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.estimate.flops import encode_flops
 from vtx.exporter.estimate.plan import Workload, find_profile, make_plan, spread_ks
 from vtx.exporter.estimate.sizes import KNOWN, ModelSize, bundle_size, find_size
 from vtx.exporter.estimate.weights import all_weights, precisions_of, resident, stored_bytes
@@ -158,6 +159,10 @@ def test_wrong_usage_is_exit_2(words: list[str]) -> None:
         ("llava-next-7b", 7.05, 2928),
         ("video-llava-7b", 7.34, 2056),
         ("vila-7b", 7.05, 576),
+        ("qwen2-vl-2b", 2.209, 16_384),
+        ("qwen2-vl-7b", 8.291, 16_384),
+        ("qwen2.5-vl-3b", 3.755, 16_384),
+        ("qwen2.5-vl-7b", 8.292, 16_384),
     ],
 )
 def test_known_models_have_their_size(name: str, billions: float, image_tokens: int) -> None:
@@ -171,6 +176,16 @@ def test_views_count_whole_images() -> None:
     assert [SEVEN.views(tokens) for tokens in (0, 1, 576, 577, 1152)] == [0, 1, 1, 2, 2]
     assert KNOWN["llava-next-7b"].views(2108) == 5
     assert KNOWN["video-llava-7b"].views(2056) == 8
+    assert KNOWN["qwen2-vl-2b"].views(2056) == 1
+
+
+def test_images_at_their_own_resolution_cost_what_their_tokens_do() -> None:
+    small, large = (KNOWN["qwen2-vl-2b"].seeing(tokens).vision for tokens in (256, 1024))
+    windowed = [KNOWN["qwen2.5-vl-3b"].seeing(tokens).vision for tokens in (1024, 4096)]
+    assert 4.3 * encode_flops(small, 1) < encode_flops(large, 1) < 6 * encode_flops(small, 1)  # attention is a square
+    assert encode_flops(windowed[1], 1) < 7 * encode_flops(windowed[0], 1)  # within windows it is none
+    plans = [make_plan(KNOWN["qwen2-vl-2b"], Workload(64, tokens, 32), [None]) for tokens in (256, 1024)]
+    assert [plan.vision_flops for plan in plans] == [encode_flops(small, 1), encode_flops(large, 1)]
 
 
 TINIES = {

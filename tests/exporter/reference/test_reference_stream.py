@@ -49,7 +49,7 @@ def test_it_agrees_with_transformers_at_every_depth(
         features = found.features(inputs["pixel_values"].numpy())
         wanted = judge.model.model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
         np.testing.assert_allclose(features, torch.cat(list(wanted)), atol=TOLERANCE, rtol=0)
-        logits = found.logits(inputs["input_ids"][0].numpy(), features, DEPTHS)
+        logits = found.logits(inputs["input_ids"][0].numpy(), streamed.Encoded(features), DEPTHS)
         assert set(logits) == set(DEPTHS)
         for k in DEPTHS:
             np.testing.assert_allclose(logits[k], judge.logits(inputs, k), atol=TOLERANCE, rtol=0)
@@ -58,7 +58,7 @@ def test_it_agrees_with_transformers_at_every_depth(
 def test_one_depth_alone_gives_what_it_gives_among_others(tiny_checkpoint: Callable[..., Path]) -> None:
     found = open_reference(tiny_checkpoint())
     ids = np.array([1, 50, *[319] * 16, 60, 61, 62])
-    features = torch.linspace(-1, 1, 16 * 64).reshape(16, 64)
+    features = streamed.Encoded(torch.linspace(-1, 1, 16 * 64).reshape(16, 64))
     with torch.inference_mode():
         together = found.logits(ids, features, DEPTHS)
         for k in DEPTHS:
@@ -69,5 +69,7 @@ def test_one_depth_alone_gives_what_it_gives_among_others(tiny_checkpoint: Calla
 def test_progress_is_told_once_a_layer(tiny_checkpoint: Callable[..., Path]) -> None:
     told: list[int] = []
     with torch.inference_mode():
-        open_reference(tiny_checkpoint()).logits(np.array([1, 50, 60]), torch.zeros(0, 64), [None], told.append)
+        open_reference(tiny_checkpoint()).logits(
+            np.array([1, 50, 60]), streamed.Encoded(torch.zeros(0, 64)), [None], told.append
+        )
     assert told == [1] * Tiny().layers

@@ -10,6 +10,7 @@ import pytest
 from tests.runtime.cpp.test_run import expected
 from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY
 from tests.runtime.session.test_videos import VIDEO_LLAVA
+from tests.support.bundles import export
 from tests.support.cpp import ask, needs_cpp, output, run
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
@@ -88,3 +89,13 @@ def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[...
 def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model], pictures: list[Path]) -> None:
     done = run("run", "--bundle", models().bundle.folder, pictures[0], "red?", "--max-tiles", "2")
     assert b"max_tiles has no effect here: this model sees each image in one piece" in done.stderr
+
+
+def test_images_at_their_own_resolution_are_refused_by_name(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path]
+) -> None:
+    qwen = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")
+    folder = export(tiny_checkpoint(qwen), tmp_path / "bundle", (3,)).folder
+    done = run("run", "--bundle", folder, pictures[0], "red?")
+    assert done.returncode == 1
+    assert b"sections" in done.stderr

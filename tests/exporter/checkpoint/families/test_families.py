@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any
 
 import pytest
@@ -29,7 +29,8 @@ def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def test_every_file_of_a_family_is_registered_and_has_a_tiny_checkpoint() -> None:
-    modules = [import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__)]
+    found = walk_packages(families.__path__, f"{families.__name__}.")
+    modules = [import_module(module.name) for module in found]
     declared = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
     assert (
         {family.model_type for family in declared} == {family.model_type for family in FAMILIES} == set(ARCHITECTURES)

@@ -1,0 +1,35 @@
+"""Qwen2.5-VL in Hugging Face's layout: as Qwen2-VL, with a tower that attends within windows in most of its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vtx.exporter.checkpoint.config import TextConfig, VisionConfig, size
+from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, native_tower, read_qwen
+from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.runtime.errors import CheckpointError
+
+
+def _tower(config: Any, text: TextConfig) -> VisionConfig:
+    hidden, ffn, out = (size(config, name) for name in ("hidden_size", "intermediate_size", "out_hidden_size"))
+    tower = native_tower(config, "qwen2_5_vl", hidden, ffn, out, text)
+    window, whole = size(config, "window_size", 1 << 14), config.fullatt_block_indexes
+    numbers = isinstance(whole, list | tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in whole)
+    if window % (tower.patch * tower.shuffle) or not numbers or not all(0 <= n < tower.layers for n in whole):
+        raise CheckpointError(
+            f"config.json: window_size {window} must be a multiple of {tower.patch * tower.shuffle} pixels, and "
+            f"fullatt_block_indexes {whole!r:.60} numbers of the tower's {tower.layers} blocks; correct config.json"
+        )
+    full_blocks = tuple(sorted({*whole}))
+    return replace(tower, rms_norm=True, gated=True, window=window // tower.patch, full_blocks=full_blocks)
+
+
+FAMILY = Family(
+    model_type="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    read=lambda config: read_qwen(config, "Qwen2_5_VLConfig", _tower),
+    processors=(PROCESSOR,),
+    tensors=TENSORS,
+    adjust=adjust,
+)

@@ -1,0 +1,151 @@
+"""Qwen2-VL in Hugging Face's layout: images at their own resolution, and positions of three parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from vtx.exporter.checkpoint.config import (
+    ModelConfig,
+    TextConfig,
+    VisionConfig,
+    check_layers,
+    image_token_of,
+    parse,
+    size,
+    text_config_of,
+)
+from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
+from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.native import Native
+
+NORM_EPS = 1e-6  # of the tower's norms: no setting
+FEWEST, MOST = 56 * 56, 28 * 28 * 1280  # pixels, where the image processor's file does not say
+# What the towers may state otherwise, and the only value that is built.
+BUILT: Mapping[str, Any] = {"temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
+PROCESSOR = ImageProcessor(
+    "Qwen2VLImageProcessor",
+    {**CLIP_DEFAULTS, "do_center_crop": False, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
+    own_size=True,
+)
+TENSORS = (
+    (r"^(?:model\.)?visual\.", "vision."),
+    (r"^model\.(embed_tokens|layers|norm)\.", r"text.\1."),
+)
+
+
+def read_qwen(config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextConfig], VisionConfig]) -> ModelConfig:
+    """Read `config.json` as transformers' class `kind` does; `tower` reads its part of that."""
+    vision = config.get("vision_config") or {}
+    for part in (config, config.get("text_config") or {}):
+        if not isinstance(part, Mapping):
+            raise CheckpointError("config.json: text_config is not an object; download it again")
+        check_layers(part)
+    if not isinstance(vision, Mapping):
+        raise CheckpointError("config.json: vision_config is not an object; download it again")
+    check_layers({"num_hidden_layers": vision.get("depth")})
+    parsed = parse(kind, config)
+    text = text_config_of(parsed)
+    seen = tower(parsed.vision_config, text)
+    return ModelConfig(
+        text=text,
+        vision=seen,
+        feature_layers=(seen.layers,),
+        select="full",
+        projector_activation="gelu",
+        projector_bias=True,
+        image_token_id=image_token_of(parsed, text),
+        layout=Native(seen.patch, seen.shuffle, FEWEST, MOST),
+        projector_norm_eps=NORM_EPS,
+    )
+
+
+def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text: TextConfig) -> VisionConfig:
+    """A tower of images at their own resolution, `hidden` wide; `out` is the width of its tokens.
+
+    Raises:
+        UnsupportedModelError: a setting with another value than the one built.
+        CheckpointError: values that are no tower.
+
+    """
+    rope = dict(config.rope_parameters or {})
+    found = {name: getattr(config, name) for name in BUILT} | {"rope_theta": rope.get("rope_theta", 10000.0)}
+    for name, built in {**BUILT, "rope_theta": 10000.0}.items():
+        if found[name] != built:
+            raise UnsupportedModelError(
+                f"{name} of the vision tower is {found[name]!r:.40}, vtx exports {family} models with {built} only"
+            )
+    heads, patch = size(config, "num_heads"), size(config, "patch_size", 1 << 10)
+    if hidden % heads or hidden // heads % 4 or out != text.hidden:
+        raise CheckpointError(
+            f"config.json: a tower {hidden} wide with {heads} heads, whose tokens are {out} wide, does not "
+            f"fit a text model {text.hidden} wide; correct config.json"
+        )
+    return VisionConfig(
+        family=family,
+        layers=size(config, "depth", MAX_LAYERS),
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        image=_side(MOST, patch * config.spatial_merge_size),
+        patch=patch,
+        eps=NORM_EPS,
+        activation=str(config.hidden_act),
+        shuffle=config.spatial_merge_size,
+        native=True,
+    )
+
+
+def _side(pixels: int, unit: int) -> int:
+    """The side of the largest square image."""
+    return max(1, int(math.sqrt(pixels)) // unit) * unit
+
+
+def _tower(config: Any, text: TextConfig) -> VisionConfig:
+    hidden, ratio = size(config, "embed_dim"), size(config, "mlp_ratio", 64)
+    return native_tower(config, "qwen2_vl", hidden, hidden * ratio, size(config, "hidden_size"), text)
+
+
+def adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
+    """The least and the most pixels are the image processor's, whose patches must be the tower's."""
+    vision = config.vision
+    for name, value in (("patch_size", vision.patch), ("merge_size", vision.shuffle), ("temporal_patch_size", 2)):
+        if processor.get(name, value) != value:
+            raise CheckpointError(
+                f"the image processor's {name} is {processor[name]!r:.40}, the tower's is {value}; correct it"
+            )
+    least, most = (_pixels(processor, *names) for names in (("min", "shortest", FEWEST), ("max", "longest", MOST)))
+    assert isinstance(config.layout, Native)
+    try:
+        layout = replace(config.layout, min_pixels=least, max_pixels=most)
+    except BundleError as e:
+        raise CheckpointError(f"the image processor's min_pixels and max_pixels: {e}") from e
+    return replace(config, layout=layout, vision=replace(vision, image=_side(most, layout.unit)))
+
+
+def _pixels(processor: Mapping[str, Any], limit: str, edge: str, default: int) -> int:
+    """`min_pixels` or `max_pixels`, which newer files state as an edge."""
+    sizes = processor.get("size") or {}
+    if not isinstance(sizes, Mapping):
+        raise CheckpointError(f"the image processor's size is {sizes!r:.40}, not an object; correct it")
+    stated = (processor.get(f"{limit}_pixels"), sizes.get(f"{limit}_pixels"), sizes.get(f"{edge}_edge"), default)
+    value = next(value for value in stated if value is not None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(
+            f"the image processor's {limit}_pixels is {value!r:.40}, not a number of pixels; correct it"
+        )
+    return value
+
+
+FAMILY = Family(
+    model_type="qwen2_vl",
+    architecture="Qwen2VLForConditionalGeneration",
+    read=lambda config: read_qwen(config, "Qwen2VLConfig", _tower),
+    processors=(PROCESSOR,),
+    tensors=TENSORS,
+    adjust=adjust,
+)

@@ -1,0 +1,149 @@
+"""The image at its own resolution, to the nearest multiple of a token's square: Qwen2-VL, Qwen2.5-VL.
+
+How many tokens an image has, and their positions, depend on its size: a row and a column for each, beside the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.model_spec import PARTS, TowerSpec
+from vtx.runtime.errors import BundleError, ImageError, RequestError
+from vtx.runtime.vision.image import to_rgb
+from vtx.runtime.vision.layout import image_layout
+from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS
+from vtx.runtime.vision.preprocess import normalised
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, Patches
+
+MAX_RATIO = 200  # of an image's sides
+
+
+@image_layout("native")
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A token is a square of `merge` x `merge` patches of `patch` pixels a side.
+
+    Images are resized to whole squares, and to at least `min_pixels` and at most `max_pixels` where they are not.
+    """
+
+    patch: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+
+    def __post_init__(self) -> None:
+        sound = min(self.patch, self.merge, self.min_pixels) >= 1 and self.unit**2 <= self.max_pixels
+        if not sound or not self.min_pixels <= self.max_pixels <= MAX_RESIZED_PIXELS:
+            raise BundleError(
+                f"layout 'native' has {self.min_pixels} to {self.max_pixels} pixels in tokens of {self.unit} x "
+                f"{self.unit}; at least one token must fit, and at most {MAX_RESIZED_PIXELS:,} pixels; "
+                "export the bundle again"
+            )
+
+    @property
+    def unit(self) -> int:
+        """Pixels a side of what becomes one token."""
+        return self.patch * self.merge
+
+    @property
+    def newline(self) -> bool:
+        return False
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens of an image of `min_pixels`."""
+        return -(-self.min_pixels // self.unit**2)
+
+    @property
+    def max_tokens(self) -> int:
+        """No image has more: neither where it is shrunk, if to a single row, nor where it is enlarged."""
+        most, fewest = self.max_pixels / self.unit**2, self.min_pixels / self.unit**2
+        longest = range(math.ceil(math.sqrt(fewest)), math.ceil(math.sqrt(MAX_RATIO * fewest)) + 1)
+        enlarged = max((side * math.ceil(fewest / max(1, side - 1)) for side in longest), default=1)
+        return max(math.floor(most), math.floor(math.sqrt(MAX_RATIO * most)), enlarged)
+
+    @property
+    def max_views(self) -> int:
+        return 1
+
+    def check(self, tower: TowerSpec) -> None:
+        if (self.patch, self.merge) != (tower.patch, tower.shuffle) or "native" not in tower.flags:
+            raise BundleError(
+                f"vtx.json: the image layout has tokens of {self.merge} x {self.merge} patches of {self.patch} pixels, "
+                f"the tower of {tower.shuffle} x {tower.shuffle} of {tower.patch}; export the bundle again"
+            )
+
+    def limited(self, max_views: int) -> Native:
+        raise RequestError(
+            "max_tiles has no effect here: this model sees each image in one piece, at its own resolution; "
+            "take max_pixels (--max-pixels)"
+        )
+
+    def within(self, max_pixels: int) -> Native:
+        """The layout with images of at most so many pixels, after they are resized.
+
+        Raises:
+            RequestError: not even one token has so few.
+
+        """
+        if max_pixels < self.unit**2:
+            raise RequestError(f"max_pixels is {max_pixels}; one token takes {self.unit} x {self.unit}; raise it")
+        most = min(max_pixels, self.max_pixels)
+        return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most)
+
+    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
+        area = self.unit**2
+        for each in range(self.max_pixels // area, 0, -1):
+            layout = self.within(each * area)
+            if sum(layout.count(*size) for size in sizes) <= tokens:
+                return each * area
+        return None
+
+    def among(self, images: int) -> Native:
+        return self
+
+    def count(self, width: int, height: int) -> int:
+        columns, rows = self._grid(width, height)
+        return columns * rows
+
+    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+        image = to_rgb(image)
+        columns, rows = self._grid(*image.size)
+        try:
+            resized = image.resize((columns * self.unit, rows * self.unit), Image.Resampling[settings.resample.upper()])
+            return normalised(resized, settings)[None]
+        except MemoryError as error:
+            raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
+
+    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
+        """One token after the other, row by row; all at one time, each at its row and column."""
+        (tokens,), (columns, rows) = views, self._grid(width, height)
+        count = columns * rows
+        offsets = np.zeros((count, PARTS), np.int64)
+        offsets[:, 1], offsets[:, 2] = np.divmod(np.arange(count), columns)
+        patches = Patches(np.arange(count), np.zeros(count, bool), tokens.patches.signals)
+        return ImageTokens(tokens.rows, patches, offsets=offsets, span=max(columns, rows))
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tokens of an image of this size in pixels."""
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise ImageError(
+                f"the image is {width}x{height} pixels; its sides may differ at most {MAX_RATIO}-fold; "
+                "cut off some of its longer side"
+            )
+        unit = self.unit
+        columns, rows = round(width / unit), round(height / unit)
+        if columns * rows * unit**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            return max(1, math.floor(width / shrink / unit)), max(1, math.floor(height / shrink / unit))
+        if columns * rows * unit**2 < self.min_pixels:
+            enlarge = math.sqrt(self.min_pixels / (height * width))
+            return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
+        return columns, rows

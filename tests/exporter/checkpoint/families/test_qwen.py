@@ -1,0 +1,126 @@
+"""What Qwen's checkpoints say: published configurations are read, and what is not built is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.qwen import image_settings as processor_settings
+from tests.support.tiny import Tiny, make
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.qwen.qwen2_vl import adjust
+from vtx.exporter.checkpoint.families.registry import find_family, read_config
+from vtx.exporter.checkpoint.loader import read_settings
+from vtx.exporter.checkpoint.processor import image_settings
+from vtx.exporter.estimate.sizes import KNOWN, config_size
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.native import Native
+
+# As they are published: the text model's settings stand beside the tower's.
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "qwen2-vl-2b": {
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "hidden_size": 1536,
+        "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 32768,
+        "max_window_layers": 28, "max_position_embeddings": 32768, "rope_theta": 1000000.0, "hidden_act": "silu",
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "image_token_id": 151655,
+        "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3,
+                          "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+                          "temporal_patch_size": 2},
+    },
+    "qwen2.5-vl-7b": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": 3584,
+        "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 32768,
+        "max_window_layers": 28, "max_position_embeddings": 128000, "rope_theta": 1000000.0, "hidden_act": "silu",
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "image_token_id": 151655,
+        "vision_config": {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420,
+                          "num_heads": 16, "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14,
+                          "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
+                          "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_has_the_known_sizes(name: str) -> None:
+    found, known = config_size(PUBLISHED[name], name), KNOWN[name]
+    assert found.decoder == known.decoder
+    assert (found.parameters, found.seeing(1024).vision) == (known.parameters, known.seeing(1024).vision)
+
+
+def test_a_published_configuration_is_read_as_it_is_meant() -> None:
+    config = read_config(PUBLISHED["qwen2.5-vl-7b"])
+    assert config.text.rope.sections == (16, 24, 24)
+    assert (config.text.family, config.text.max_positions, config.text.qkv_bias) == ("qwen2", 128000, True)
+    assert (config.vision.window, config.vision.full_blocks) == (8, (7, 15, 23, 31))
+    assert read_config(PUBLISHED["qwen2-vl-2b"]).text.tied
+
+
+def changed(name: str, value: Any, of_tower: bool) -> Mapping[str, Any]:
+    config = dict(PUBLISHED["qwen2.5-vl-7b"])
+    if of_tower:
+        return {**config, "vision_config": {**config["vision_config"], name: value}}
+    return {**config, name: value}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "of_tower", "error"),
+    [
+        ("temporal_patch_size", 1, True, UnsupportedModelError),
+        ("spatial_merge_size", 3, True, UnsupportedModelError),
+        ("in_channels", 4, True, UnsupportedModelError),
+        ("rope_theta", 5e5, True, UnsupportedModelError),
+        ("window_size", 100, True, CheckpointError),
+        ("fullatt_block_indexes", [7, 32], True, CheckpointError),
+        ("num_heads", 3, True, CheckpointError),
+        ("out_hidden_size", 4096, True, CheckpointError),
+        ("depth", 1 << 20, True, CheckpointError),
+        ("rope_scaling", {"type": "mrope", "mrope_section": [16, 24]}, False, CheckpointError),
+        ("rope_scaling", {"type": "mrope", "mrope_section": [16, 24, 25]}, False, CheckpointError),
+        ("rope_scaling", {"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}, False, UnsupportedModelError),
+        ("image_token_id", 1 << 30, False, CheckpointError),
+        ("vision_config", 3, False, CheckpointError),
+    ],
+)
+def test_what_is_not_built_is_refused(name: str, value: Any, of_tower: bool, error: type[Exception]) -> None:
+    config = changed(name, value, of_tower)
+    if name == "rope_theta":
+        config = changed("rope_parameters", {"rope_type": "axial", "rope_theta": value}, True)
+    with pytest.raises(error):
+        read_config(config)
+
+
+@pytest.fixture(scope="module")
+def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder: Path = make(tmp_path_factory.mktemp("qwen"), Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes"))
+    return read_config(read_settings(folder, "config.json"))
+
+
+def test_pixels_are_the_image_processors(tiny_config: ModelConfig) -> None:
+    found = adjust(tiny_config, processor_settings())
+    assert found.layout == Native(14, 2, 4 * 784, 40 * 784)
+    assert found.vision.image == 168
+    newer = {"size": {"shortest_edge": 784, "longest_edge": 7840}}
+    assert adjust(tiny_config, newer).layout == Native(14, 2, 784, 7840)
+    assert adjust(tiny_config, {}).layout == Native(14, 2, 3136, 28 * 28 * 1280)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"patch_size": 16}, {"merge_size": 1}, {"min_pixels": "many"}, {"max_pixels": 700}, {"size": 3}],
+)
+def test_an_image_processor_that_does_not_fit_is_refused(tiny_config: ModelConfig, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        adjust(tiny_config, processor_settings() | changes)
+
+
+@pytest.mark.parametrize("changes", [{"do_resize": False}, {"do_center_crop": True}, {"do_pad": True}])
+def test_images_are_only_resized(changes: dict[str, Any]) -> None:
+    family = find_family(PUBLISHED["qwen2-vl-2b"])
+    assert image_settings(processor_settings(), family.processors).own_size
+    with pytest.raises(UnsupportedModelError, match="vtx only resizes its images"):
+        image_settings({**processor_settings(), **changes}, family.processors)
