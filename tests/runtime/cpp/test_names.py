@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_args, get_type_hints
 
 import pytest
+
+from vtx.runtime.bundle.spec.manifest import Manifest
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,6 +29,21 @@ def script(name: str) -> ModuleType:
 def test_the_names_and_limits_of_cpp_are_those_of_python() -> None:
     names = script("cpp_names")
     assert names.FILE.read_text(encoding="utf-8") == names.header(), "run python scripts/cpp_names.py"
+
+
+def keys(kind: Any) -> Iterator[str]:
+    """The names of a dataclass's fields, and of those of the dataclasses in it."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        for name, inner in get_type_hints(kind).items():
+            yield name
+            yield from keys(inner)
+    for inner in get_args(kind):
+        yield from keys(inner)
+
+
+def test_every_key_that_a_manifest_may_have_is_known_in_cpp() -> None:
+    known = (ROOT / "runtime/cpp/src/bundle/manifest.cpp").read_text(encoding="utf-8")
+    assert [name for name in dict.fromkeys(keys(Manifest)) if f'"{name}"' not in known] == []
 
 
 def test_the_unicode_tables_of_cpp_are_those_of_python() -> None:

@@ -48,6 +48,7 @@ TowerSpec read_tower(const Json& value) {
   for (const char* later : {"qkv_bias", "layer_scale"})
     if (fields.has(later)) fields.flag(later);
   if (fields.has("flags")) fields.texts("flags");                         // what the graphs compute
+  if (fields.has("position_grid") && !fields.get("position_grid").is_null()) fields.whole("position_grid");
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;  // patches a side that become one token
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
