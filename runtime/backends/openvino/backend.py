@@ -35,6 +35,9 @@ DIALECT = "plain"
 KV_TYPES = {"float32": "f32", "float16": "f16", "int8": "u8"}  # numpy's and OpenVINO's
 # Values of a hidden state that share a scale in products of integers, as onnxruntime does it too.
 QUANTISED_ROWS = {"int8": 128, "int4": 64}
+# The most hidden states that a stage takes in one run where more were measured to be slower (docs/performance.md), by
+# the weights and the arithmetic.
+ROWS_OF_A_RUN = {("int4", "f32"): 256, ("int4", "bf16"): 256, ("int8", "bf16"): 256}
 
 
 def load_openvino() -> Any:
@@ -76,17 +79,19 @@ class OpenvinoBackend:
         self._core = openvino.Core()
         kept, model = KV_TYPES[self._manifest.kv_dtype], self._manifest.model
         self._kv = "bf16" if compute == "bf16" and kept != "u8" else kept
-        self._settings = self._choose_settings()
+        self._kept = self._choose_cache_settings()
         self._graphs = graphs = self._manifest.dialects[DIALECT]
         self._row = np.zeros((1, model.hidden), np.float32)
         self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
-        self._head = self._graph(graphs.head, contract.head(self._manifest), {names.HIDDEN: self._row})
+        head = self._manifest.head_precision
+        self._head = self._graph(graphs.head, contract.head(self._manifest), head, {names.HIDDEN: self._row})
         gates = self._manifest.gate_files(DIALECT)
         self._gates = {k: self._graph(file, contract.gate(self._manifest)) for k, file in gates.items()}
         score = self._graph(graphs.score, contract.score(self._manifest, DIALECT)) if graphs.score else None
         rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
         key_type = names.kv_type(DIALECT, self._manifest.kv_dtype)
-        self._context = OpenvinoCacheContext(openvino, model, self._kv, rope, score, np.dtype(key_type))
+        most_rows = ROWS_OF_A_RUN.get((self._manifest.precision, compute))
+        self._context = OpenvinoCacheContext(openvino, model, self._kv, rope, score, np.dtype(key_type), most_rows)
         self.kv_slot_bytes = self._context.slot_bytes
         compiling = [partial(self._compile_stage, *stage) for stage in self._manifest.stage_files(DIALECT)]
         floats = NARROWED if compute == "bf16" else KEPT
@@ -97,13 +102,12 @@ class OpenvinoBackend:
         self._text_tower: OpenvinoGraph | None = None
         self._vision_lock = threading.Lock()
 
-    def _choose_settings(self) -> dict[str, Any]:
+    def _choose_cache_settings(self) -> dict[str, Any]:
         able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if self.compute == "bf16" and "BF16" not in able:
             raise DeviceError(f"this processor computes {', '.join(able)}, not bf16; leave out --compute bf16")
         by_row = {"KEY_CACHE_QUANT_MODE": "BY_TOKEN"} if self._kv == "u8" else {}
-        computing = arithmetic(self.compute, self._manifest.precision, self.threads)
-        return {"KV_CACHE_PRECISION": self._kv, **by_row, **computing}
+        return {"KV_CACHE_PRECISION": self._kv, **by_row}
 
     def _read(self, name: str, promised: contract.Contract) -> Any:
         with self._bundle.lent(name) as path:
@@ -112,16 +116,20 @@ class OpenvinoBackend:
             except RuntimeError as e:
                 raise load_failure(ENGINE, name, e) from e
         contract.check(name, Ports(model, promised), promised)
-        keep_narrow(model)
+        keep_narrow(model, self.compute)
         return model
 
     def _graph(
-        self, name: str, promised: contract.Contract, first: Mapping[str, NDArray[Any]] | None = None
-    ) -> OpenvinoGraph:
-        """`first`: inputs to run once, since the engine packs the weights of a graph of any size when it first runs."""
+        self, name: str, promised: contract.Contract, precision: str | None = None,
+        first: Mapping[str, NDArray[Any]] | None = None,
+    ) -> OpenvinoGraph:  # fmt: skip
+        """`precision`: of its weights, where it is not the decoder's.
+
+        `first`: inputs to run once, since the engine packs the weights of a graph of any size when it first runs.
+        """
         model = self._read(name, promised)
         with letting_go(model):
-            graph = OpenvinoGraph(name, self._engine(name, model), promised[1])
+            graph = OpenvinoGraph(name, self._engine(name, model, precision), promised[1])
             if first is not None:
                 graph.run(first)
         return graph
@@ -134,9 +142,10 @@ class OpenvinoBackend:
             OpenvinoStageCache(self._context, stage, spec, 1).append(self._row, np.zeros(1, np.int64))
         return stage
 
-    def _engine(self, name: str, model: Any) -> Any:
+    def _engine(self, name: str, model: Any, precision: str | None = None) -> Any:
+        computing = arithmetic(self.compute, precision or self._manifest.precision, self.threads)
         try:
-            return self._core.compile_model(model, "CPU", self._settings)
+            return self._core.compile_model(model, "CPU", {**self._kept, **computing})
         except (RuntimeError, MemoryError) as e:
             raise load_failure(ENGINE, name, e) from e
 
@@ -171,7 +180,7 @@ class OpenvinoBackend:
         if not image.own_size:
             model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
         with letting_go(model):
-            return OpenvinoGraph(name, self._engine(name, model), promised[1])
+            return OpenvinoGraph(name, self._engine(name, model, self._manifest.vision_precision), promised[1])
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
         return self._head.run({names.HIDDEN: np.ascontiguousarray(hidden)})[names.LOGITS]
@@ -183,7 +192,8 @@ class OpenvinoBackend:
         with self._vision_lock:
             if self._text_tower is None:
                 assert self._graphs.text_tower is not None, "the manifest declares no text tower"
-                self._text_tower = self._graph(self._graphs.text_tower, contract.text_tower(self._manifest))
+                promised, precision = contract.text_tower(self._manifest), self._manifest.vision_precision
+                self._text_tower = self._graph(self._graphs.text_tower, promised, precision)
             graph = self._text_tower
         return graph.run({names.IDS: np.ascontiguousarray(ids)})[names.TEXT_EMBEDDING]
 

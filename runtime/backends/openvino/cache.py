@@ -30,7 +30,10 @@ ROW_SCALE_BYTES = 8  # both in float32, found when the row is written
 
 @dataclass(frozen=True, slots=True)
 class OpenvinoCacheContext:
-    """What the caches of a bundle share. `kv` is the type of K and V, one of `KV_ARRAYS`; `key`: of the score graph."""
+    """What the caches of a bundle share. `kv` is the type of K and V, one of `KV_ARRAYS`; `key`: of the score graph.
+
+    `most_rows`: the most hidden states of one run, None for any number.
+    """
 
     openvino: Any
     model: ModelSpec
@@ -38,6 +41,7 @@ class OpenvinoCacheContext:
     rope: Mapping[str, NDArray[np.float32]]
     score: OpenvinoGraph | None
     key: np.dtype[Any]
+    most_rows: int | None = None
 
     @property
     def slot_width(self) -> int:
@@ -102,6 +106,14 @@ class OpenvinoStageCache(SlotCounter):
         self._row_tensors = self._tensors(self._row, self._row_position, self._row_out)
         self._query = np.zeros((0, 0), np.float32)
         self._bound: Any = None
+
+    def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
+        """As `StageCache` says; many hidden states in runs of nearly the same size, which gives the same ones."""
+        runs = 1 if query or not self._context.most_rows else -(-len(hidden) // self._context.most_rows)
+        if runs < 2:
+            return super().append(hidden, positions, query=query)
+        parts = zip(np.array_split(hidden, runs), np.array_split(positions, runs), strict=True)
+        return np.concatenate([super(OpenvinoStageCache, self).append(*part) for part in parts])
 
     def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         self._stage.check_open()

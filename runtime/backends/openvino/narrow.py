@@ -15,16 +15,20 @@ _MADV_DONTNEED = 4
 _SECONDS = 0.02  # between two looks: little is read anew meanwhile
 
 
-def keep_narrow(model: Any) -> None:
+def keep_narrow(model: Any, compute: str) -> None:
     """Have matrices of float16, bfloat16 and integers stay such: who multiplies by them widens a value as it is read.
 
     OpenVINO would else widen them while it compiles, and keep that in float32 beside the packed form it computes with.
-    `model` is an openvino.Model and is changed.
+    Where it computes in bfloat16, matrices of bfloat16 are multiplied as what they are: the kernel that widens values
+    as it reads them is slower. `model` is an openvino.Model and is changed.
     """
     for node in model.get_ordered_ops():
         kind = node.get_type_name()
         if kind == "Convert" and _is_narrow_matrix(node.input_value(0)) and _readers(node) == {"MatMul"}:
-            node.get_rt_info()[MARK] = ""
+            if compute == "bf16" == node.input_value(0).get_element_type().get_type_name():
+                _multiply_in_bfloat16(node)
+            else:
+                node.get_rt_info()[MARK] = ""
         elif kind == "Gather" and _is_narrow_matrix(node.input_value(0)) and _readers(node) == {"Convert"}:
             _widen_table(node)
         elif kind == "MatMul" and {_kind(value) for value in node.input_values()} == {"Reshape", "Multiply"}:
@@ -42,6 +46,20 @@ def _widen_table(gather: Any) -> None:
     for reader in gather.output(0).get_target_inputs():
         for end in reader.get_node().output(0).get_target_inputs():
             end.replace_source_output(rows.output(0))
+
+
+def _multiply_in_bfloat16(widened: Any) -> None:
+    """Have whoever multiplies by a widened bfloat16 matrix multiply by the matrix itself."""
+    from openvino import opset13 as ops
+
+    for reader in widened.output(0).get_target_inputs():
+        product = reader.get_node()
+        sides = [ops.convert(product.input_value(0), "bf16").output(0), widened.input_value(0)]
+        narrow = ops.matmul(*sides, *(product.get_attributes()[name] for name in ("transpose_a", "transpose_b")))
+        wide = ops.convert(narrow, "f32").output(0)
+        wide.get_tensor().set_names(product.output(0).get_names())  # of a graph's output
+        for end in product.output(0).get_target_inputs():
+            end.replace_source_output(wide)
 
 
 def _multiply_unshaped(product: Any) -> None:

@@ -38,9 +38,9 @@ def read(bundle: Bundle, graph: str) -> Any:
     return model
 
 
-def matrices(model: Any, precision: str) -> set[str]:
+def matrices(model: Any, precision: str, compute: str = "f32") -> set[str]:
     """The types of what a compiled graph multiplies by, or gathers from."""
-    settings = arithmetic("f32", precision, 1)
+    settings = arithmetic(compute, precision, 1)
     nodes = openvino.Core().compile_model(model, "CPU", settings).get_runtime_model().get_ordered_ops()
     readers = [node for node in nodes if said(node, "layerType") in ("FullyConnected", "Gather")]
     tables = [node.input_value(said(node, "layerType") == "FullyConnected").get_node() for node in readers]
@@ -57,8 +57,22 @@ def said(node: Any, key: str) -> str:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_matrices_stay_narrow(bundles: Callable[[str], Bundle], precision: str, graph: str) -> None:
     model = read(bundles(precision), graph)
-    keep_narrow(model)
+    keep_narrow(model, "f32")
     assert matrices(model, precision) == NARROW[precision]
+
+
+@pytest.mark.parametrize("graph", ["stage", "head"])
+def test_matrices_of_bfloat16_are_multiplied_as_such_in_bfloat16(bundles: Callable[[str], Bundle], graph: str) -> None:
+    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        pytest.skip("this processor has no bfloat16")
+    model = read(bundles("bf16"), graph)
+    before = [port.get_names() for port in model.outputs]
+    keep_narrow(model, "bf16")
+    widened = [node.input_value(0) for node in model.get_ordered_ops() if node.get_type_name() == "Convert"]
+    tables = [value for value in widened if value.get_node().get_type_name() == "Constant"]
+    assert not [table for table in tables if len(table.get_shape()) == 2]
+    assert [port.get_names() for port in model.outputs] == before
+    assert matrices(model, "bf16", "bf16") == {"bf16"}
 
 
 def test_without_the_marks_they_are_widened(bundles: Callable[[str], Bundle]) -> None:
@@ -68,7 +82,7 @@ def test_without_the_marks_they_are_widened(bundles: Callable[[str], Bundle]) ->
 def test_a_towers_integers_are_not_multiplied_by_their_scales(bundles: Callable[[str], Bundle]) -> None:
     model = read(bundles("int8"), "vision")
     assert matrices(model, "int8") >= {"i8", "f32"}, "this tower proves nothing"
-    keep_narrow(model)
+    keep_narrow(model, "f32")
     assert matrices(model, "int8") == {"i8"}
 
 

@@ -28,6 +28,8 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.engines import AUTO
+from vtx.runtime.backends.openvino import backend as engine
+from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Prompt, Session
@@ -271,6 +273,28 @@ def test_a_prompt_in_chunks_equals_one_at_once(model: Model) -> None:
         cache = model.backend.stage(1, 100)
         parts = [cache.append(rows[a:b], np.arange(a, b)).copy() for a, b in ((0, cut), (cut, 90))]
         assert np.array_equal(np.concatenate(parts), whole), cut
+
+
+def test_many_rows_run_in_parts_of_nearly_the_same_size_and_give_the_same(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, ran = np.random.default_rng(8).standard_normal((90, 64), np.float32), list[int]()
+    whole = model.backend.stage(1, 100).append(rows, np.arange(90))
+    monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {("fp32", "f32"): 40})
+    with load(model.bundle.folder, device="openvino", threads=THREADS) as other:
+        cache = other.backend.stage(1, 100)
+        filled = SlotCounter.append
+
+        def counted(self: Any, hidden: Any, *args: Any, **keywords: Any) -> Any:
+            ran.append(len(hidden))
+            return filled(self, hidden, *args, **keywords)
+
+        monkeypatch.setattr(SlotCounter, "append", counted)
+        assert np.array_equal(cache.append(rows, np.arange(90)), whole)
+        assert ran == [30, 30, 30]
+        assert cache.length == 90
+        cache.append(rows[:1], np.arange(90, 91))
+        assert ran[3:] == [1]
 
 
 def stage_specs(model: Model) -> Sequence[Any]:

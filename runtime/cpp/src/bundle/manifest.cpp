@@ -361,9 +361,10 @@ Manifest read_manifest(const Json& root) {
   m.model = read_model(fields.get("model"));
   m.layout = read_layout(fields.get("layout"));
   m.precision = fields.text("precision");
-  std::string vision = fields.text("vision_precision"), head = fields.text("head_precision");
+  m.vision_precision = fields.text("vision_precision");
+  m.head_precision = fields.text("head_precision");
   m.kv_dtype = fields.text("kv_dtype");
-  for (const std::string& precision : {m.precision, vision, head})
+  for (const std::string& precision : {m.precision, m.vision_precision, m.head_precision})
     if (kPrecisions.count(precision) == 0 || kKvBytes.count(m.kv_dtype) == 0)
       fail(Kind::bundle, "vtx.json: precision ", precision.substr(0, 20), " with KV type '", m.kv_dtype.substr(0, 20),
            "' is unknown to this libvtx; use a newer libvtx");

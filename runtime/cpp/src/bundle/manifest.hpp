@@ -112,7 +112,7 @@ struct Manifest {
   std::string vtx;
   ModelSpec model;
   LayoutSpec layout;
-  std::string precision, kv_dtype;
+  std::string precision, vision_precision, head_precision, kv_dtype;
   int64_t max_context;
   Ids variants;
   std::string default_k;  // "none", "auto" or a number

@@ -37,7 +37,7 @@ class OpenvinoBackend : public Backend {
     choose_settings(options.threads > 0 ? options.threads : cores());
     const Graphs& graphs = m_.dialects.at(kDialect);
     embed_ = load(graphs.embed, embed_io(m_));
-    head_ = load(graphs.head, head_io(m_), true);
+    head_ = load(graphs.head, head_io(m_), m_.head_precision, true);
     for (size_t i = 0; i < m_.gates.size(); ++i) gates_[m_.gates[i]] = load(graphs.gates[i], gate_io(m_));
     if (graphs.score) score_ = load(*graphs.score, score_io(m_, kDialect));
     context_.score = score_.get();
@@ -86,7 +86,7 @@ class OpenvinoBackend : public Backend {
 
   Floats text_tower(const Ids& ids) override {
     OpenvinoGraph& graph =
-        once(text_tower_, [&] { return load(m_.dialects.at(kDialect).text_tower.value(), text_tower_io(m_)); });
+        once(text_tower_, [&] { return load(m_.dialects.at(kDialect).text_tower.value(), text_tower_io(m_), m_.vision_precision); });
     OpenvinoInput in{names::kIds, Type::i64, {static_cast<int64_t>(ids.size())}, ids.data()};
     return graph.rows(in, m_.text_tower.value().width).data;
   }
@@ -106,7 +106,6 @@ class OpenvinoBackend : public Backend {
         {Type::f32, "f32"}, {Type::f16, "f16"}, {Type::bf16, "bf16"}, {Type::u8, "u8"}};
     settings_ = {{"KV_CACHE_PRECISION", kWords.at(context_.kv)},
                  {"INFERENCE_PRECISION_HINT", compute},
-                 {"DYNAMIC_QUANTIZATION_GROUP_SIZE", std::to_string(quantised_rows(m_.precision))},
                  {"INFERENCE_NUM_THREADS", std::to_string(threads)},
                  {"NUM_STREAMS", "1"},
                  {"ENABLE_CPU_PINNING", "NO"}};  // or the graphs of two processes fight over the same cores
@@ -117,11 +116,21 @@ class OpenvinoBackend : public Backend {
     return {names::kHidden, Type::f32, {static_cast<int64_t>(rows.count()), m_.model.hidden}, rows.data.data()};
   }
 
+  // The engine's settings for products with weights stored in `precision`.
+  std::map<std::string, std::string> settings(const std::string& precision) const {
+    std::map<std::string, std::string> found = settings_;
+    found["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = std::to_string(quantised_rows(precision));
+    return found;
+  }
+
+  GraphPtr load(const std::string& name, const GraphIO& io) { return load(name, io, m_.precision); }
+
   // With `first` the graph runs once, since the engine packs the weights of a graph of any size when it first runs.
-  GraphPtr load(const std::string& name, const GraphIO& io, bool first = false) {
-    auto model = openvino_.read(bundle_, name, io);
+  GraphPtr load(const std::string& name, const GraphIO& io, const std::string& precision, bool first = false) {
+    auto model = openvino_.read(bundle_, name, io, compute);
     auto dropping = model->letting_go();
-    auto graph = std::make_unique<OpenvinoGraph>(name, loading(name, [&] { return model->compile(settings_); }), io);
+    auto graph =
+        std::make_unique<OpenvinoGraph>(name, loading(name, [&] { return model->compile(settings(precision)); }), io);
     if (first) graph->run({over(zero_)});
     return graph;
   }
@@ -129,18 +138,19 @@ class OpenvinoBackend : public Backend {
   // Compiled for one image, which lets the engine choose its kernels for these very sizes.
   GraphPtr compile_vision(const GraphIO& io) {
     const std::string& name = m_.dialects.at(kDialect).vision;
-    auto model = openvino_.read(bundle_, name, io);
+    auto model = openvino_.read(bundle_, name, io, compute);
     auto [height, width] = m_.image.output();
     loading(name, [&] { model->reshape(names::kPixels, {1, 3, height, width}); });
     auto dropping = model->letting_go();
-    return std::make_unique<OpenvinoGraph>(name, loading(name, [&] { return model->compile(settings_); }), io);
+    return std::make_unique<OpenvinoGraph>(
+        name, loading(name, [&] { return model->compile(settings(m_.vision_precision)); }), io);
   }
 
   void compile_stage(const std::string& file, const StageSpec& spec) {
-    auto model = openvino_.read(bundle_, file, stage_io(m_, kDialect, spec.query, &spec));
+    auto model = openvino_.read(bundle_, file, stage_io(m_, kDialect, spec.query, &spec), compute);
     loading(file, [&] { model->page_caches(spec.first, spec.last, m_.model.heads); });
     auto dropping = model->letting_go();
-    stages_.push_back({file, loading(file, [&] { return model->compile(settings_); })});
+    stages_.push_back({file, loading(file, [&] { return model->compile(settings(m_.precision)); })});
     OpenvinoStageCache(context_, stages_.back(), spec, 1).append(zero_, {0}, false);
   }
 

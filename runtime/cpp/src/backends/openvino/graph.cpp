@@ -95,12 +95,13 @@ std::string OpenvinoLibrary::obstacle(const std::string& path) {
 std::string OpenvinoLibrary::described() const { return cat("openvino ", core_->version(), " (", where_, ")"); }
 
 std::unique_ptr<openvino::Model> OpenvinoLibrary::read(const Bundle& bundle, const std::string& name,
-                                                       const GraphIO& io) const {
+                                                       const GraphIO& io,
+                                                       const std::string& compute) const {
   bundle.check_still(name);
   auto model = loading(name, [&] { return core_->read(bundle.path(name)); });
   bundle.check_still(name);
   check_ports(name, ports_of(model->inputs(), io.inputs), ports_of(model->outputs(), io.outputs), io);
-  loading(name, [&] { model->keep_narrow(); });
+  loading(name, [&] { model->keep_narrow(compute); });
   return model;
 }
 

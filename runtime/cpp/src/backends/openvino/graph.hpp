@@ -27,7 +27,8 @@ class OpenvinoLibrary {
 
   openvino::Core& core() const { return *core_; }
   // Reads the graph in the bundle's file `name` and compares it with `io`. Throws Error(bundle), Error(device).
-  std::unique_ptr<openvino::Model> read(const Bundle& bundle, const std::string& name, const GraphIO& io) const;
+  std::unique_ptr<openvino::Model> read(const Bundle& bundle, const std::string& name, const GraphIO& io,
+                                        const std::string& compute) const;
   std::string described() const;
 
  private:

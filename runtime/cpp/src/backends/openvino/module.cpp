@@ -73,7 +73,7 @@ class OvModel : public Model {
   std::vector<PortView> outputs() const override {
     return views(std::const_pointer_cast<const ov::Model>(model_)->outputs());
   }
-  void keep_narrow() override { openvino::keep_narrow(*model_); }
+  void keep_narrow(const std::string& compute) override { openvino::keep_narrow(*model_, compute); }
   void page_caches(int64_t first, int64_t last, int64_t heads) override {
     openvino::page_caches(*model_, first, last, heads);
   }

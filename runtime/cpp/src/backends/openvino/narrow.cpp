@@ -44,6 +44,19 @@ void widen_table(const NodePtr& gather) {
     for (auto& end : reader.get_node()->output(0).get_target_inputs()) end.replace_source_output(rows->output(0));
 }
 
+// Has whoever multiplies by a widened bfloat16 matrix multiply by the matrix itself.
+void multiply_in_bfloat16(const NodePtr& widened) {
+  for (const auto& reader : widened->output(0).get_target_inputs()) {
+    auto product = ov::as_type_ptr<ops::MatMul>(reader.get_node()->shared_from_this());
+    auto rows = std::make_shared<ops::Convert>(product->input_value(0), ov::element::bf16);
+    auto narrow = std::make_shared<ops::MatMul>(rows, widened->input_value(0), product->get_transpose_a(),
+                                                product->get_transpose_b());
+    auto wide = std::make_shared<ops::Convert>(narrow, ov::element::f32);
+    wide->output(0).get_tensor().set_names(product->output(0).get_names());  // of a graph's output
+    for (auto& end : product->output(0).get_target_inputs()) end.replace_source_output(wide->output(0));
+  }
+}
+
 // Leaves out the joining of [images, rows, width] to [images * rows, width] before a product with scaled integers.
 // OpenVINO moves such a joining behind the product, and multiplies the integers by their scales when it does.
 void multiply_unshaped(const NodePtr& product) {
@@ -109,12 +122,15 @@ class Watcher : public Dropping {
 
 }  // namespace
 
-void keep_narrow(ov::Model& model) {
+void keep_narrow(ov::Model& model, const std::string& compute) {
   for (const NodePtr& node : model.get_ordered_ops()) {
     std::string type = node->get_type_info().name;
-    if (type == "Convert" && is_narrow_matrix(node->input_value(0)) && readers(node) == std::set<std::string>{"MatMul"})
-      node->get_rt_info()[kMark] = "";
-    else if (type == "Gather" && is_narrow_matrix(node->input_value(0)) && readers(node) == std::set<std::string>{"Convert"})
+    if (type == "Convert" && is_narrow_matrix(node->input_value(0)) && readers(node) == std::set<std::string>{"MatMul"}) {
+      if (compute == "bf16" && node->get_input_element_type(0) == ov::element::bf16)
+        multiply_in_bfloat16(node);
+      else
+        node->get_rt_info()[kMark] = "";
+    } else if (type == "Gather" && is_narrow_matrix(node->input_value(0)) && readers(node) == std::set<std::string>{"Convert"})
       widen_table(node);
     else if (type == "MatMul" && kind(node->input_value(0)) == "Reshape" && kind(node->input_value(1)) == "Multiply")
       multiply_unshaped(node);

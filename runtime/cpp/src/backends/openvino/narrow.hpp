@@ -9,7 +9,9 @@ namespace vtxcore::openvino {
 
 // Has matrices of float16, bfloat16 and integers stay such: who multiplies by them widens a value as it is read.
 // OpenVINO would else widen them while it compiles, and keep that in float32 beside the packed form it computes with.
-void keep_narrow(ov::Model& model);
+// Where it computes in bfloat16, matrices of bfloat16 are multiplied as what they are: the kernel that widens values as it
+// reads them is slower.
+void keep_narrow(ov::Model& model, const std::string& compute);
 
 // Pages of the weights' files that are read while it lives do not stay resident. To be held while the engine packs them:
 // each page is read once, and the packed form is what it computes with. The files stay mapped.
