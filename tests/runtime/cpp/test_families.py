@@ -25,6 +25,7 @@ from vtx.runtime.api.model import Model
 pytestmark = needs_cpp
 
 QUESTIONS = ("What is  the picture?", "red?")
+REFUSED = {"qwen2_vl", "qwen2_5_vl"}  # by name: test_layouts
 SIZES = ((60, 60), (150, 60), (40, 90))
 FAMILIES = {
     "vila": VILA,
@@ -65,7 +66,7 @@ def made(
 
 def test_every_family_is_compared_here_or_where_images_have_tiles() -> None:
     here = {tiny.family for tiny in FAMILIES.values()}
-    assert {family.model_type for family in REGISTERED} == here | {tiny.family for tiny in TILED}
+    assert {family.model_type for family in REGISTERED} - REFUSED == here | {tiny.family for tiny in TILED}
 
 
 @pytest.mark.slow

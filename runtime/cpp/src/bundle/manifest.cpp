@@ -22,6 +22,9 @@ double positive(Fields& fields, const char* key) {
 
 void read_rope(const Json& value, int64_t head_dim) {
   Fields fields(value, "vtx.json: model.rope");
+  if (fields.has("sections"))
+    fail(Kind::bundle, "vtx.json: model.rope.sections: positions of three parts, as in Qwen2-VL, are not built in libvtx; ",
+         "load the bundle with Python");
   fields.text("kind");
   positive(fields, "theta");
   const Json::Array& frequencies = fields.list("frequencies");
@@ -47,7 +50,7 @@ TowerSpec read_tower(const Json& value) {
   positive(fields, "eps");
   for (const char* later : {"qkv_bias", "layer_scale"})
     if (fields.has(later)) fields.flag(later);
-  if (fields.has("flags")) fields.texts("flags");                         // what the graphs compute
+  if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
   if (fields.has("position_grid") && !fields.get("position_grid").is_null()) fields.whole("position_grid");
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;  // patches a side that become one token
   fields.done();
