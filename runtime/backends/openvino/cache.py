@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.failures import run_failures
 from vtx.runtime.backends.lanes import LanePool
-from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request
+from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request, run_row
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
 from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
@@ -131,7 +131,10 @@ class OpenvinoStageCache(SlotCounter):
         with run_failures(ENGINE, self._stage.name), self._rotating_by(rope):
             self._bind(tensors)
             self._place(count)
-            run_request(self._request)
+            if count == 1:
+                run_row(self._request, out)
+            else:
+                run_request(self._request)
         if query:
             self._query = self._request.get_tensor(names.QUERY).data.copy()
         return out

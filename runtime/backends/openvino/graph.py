@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.failures import closed_failure, run_failures
+from vtx.runtime.vision.tokens import HiddenStates
 
 ENGINE = "OpenVINO"
 TYPES = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # OpenVINO's and onnxruntime's
@@ -80,6 +82,18 @@ def run_request(request: Any, inputs: Mapping[str, NDArray[Any]] | None = None) 
         request.start_async(None if inputs is None else dict(inputs), share_inputs=True)
     finally:  # also where a signal comes between the two
         request.wait()
+
+
+def run_row(request: Any, out: HiddenStates) -> None:
+    """Run an infer request over what is set, whose hidden states go to `out` [1, hidden], on this very thread.
+
+    To wake another one and wait for it takes a good part of a small model's token. Where memory runs out, `infer`
+    leaves `out` as it is: then it runs again, so that the failure is raised.
+    """
+    out[0, 0] = np.nan
+    request.infer(None, share_outputs=True)
+    if np.isnan(out[0, 0]):
+        run_request(request)
 
 
 @dataclass(slots=True)

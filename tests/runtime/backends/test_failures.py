@@ -16,6 +16,7 @@ from tests.support.bundles import export
 from tests.support.exported import THREADS
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.openvino.graph import run_row
 from vtx.runtime.backends.ort.library import check_release
 from vtx.runtime.errors import DeviceError, ModelClosedError
 
@@ -68,6 +69,23 @@ def test_a_cache_is_as_it_was_after_a_run_that_failed(backend: Backend) -> None:
     assert cache.length == 3
     fresh.append(hidden[:3], np.arange(3))
     np.testing.assert_array_equal(*(c.append(hidden[3:], np.arange(3, 5)) for c in (cache, fresh)))
+
+
+class QuietRequest:
+    """As OpenVINO where memory runs out: `infer` returns and has written nothing, `wait` raises."""
+
+    def infer(self, *_: object, **__: object) -> None:
+        pass
+
+    start_async = infer
+
+    def wait(self) -> None:
+        raise MemoryError("could not allocate")
+
+
+def test_a_token_whose_run_writes_nothing_is_run_again_and_raises() -> None:
+    with pytest.raises(MemoryError):
+        run_row(QuietRequest(), np.ones((1, 4), np.float32))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
