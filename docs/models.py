@@ -57,10 +57,28 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "mm_projector_cfg": {"mm_projector_type": "mlp_downsample"},
         "vision_tower_cfg": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14},
     },
+    "lisa": {
+        "mm_vision_tower": "openai/clip-vit-large-patch14",
+        "vision_config": {**_TOWER, "image_size": 224},
+        "image_aspect_ratio": "square",
+    },
     "internvl": {"image_token_id": 32000, "vision_config": {"model_type": "internvl_vision"}},
+    "internvl_chat": {
+        "llm_config": {"architectures": ["InternLM2ForCausalLM"], **_TEXT},
+        "vision_config": {"image_size": 448, "norm_type": "layer_norm", "qk_normalization": False},
+        "dynamic_image_size": True, "use_thumbnail": True, "downsample_ratio": 0.5, "max_dynamic_patch": 12,
+    },
+    "smolvlm": {
+        "image_token_id": 32000, "scale_factor": 4,
+        "vision_config": {"model_type": "smolvlm_vision", "image_size": 512, "patch_size": 16},
+    },
+    "idefics3": {
+        "image_token_id": 32000, "scale_factor": 2,
+        "vision_config": {"model_type": "idefics3_vision", "image_size": 364, "patch_size": 14},
+    },
     "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
     "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},
-}
+}  # fmt: skip
 _QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
 Cell = Callable[[Family, ModelConfig], str]
@@ -93,7 +111,7 @@ def _video(_: Family, config: ModelConfig) -> str:
     return f"{frames.count(frames.frames):,}: {frames.frames} frames of {each}{ending}; other numbers by `--frames`"
 
 
-def _cpp(_: Family, config: ModelConfig) -> str:
+def _cpp(family: Family, config: ModelConfig) -> str:
     """Whether libvtx reads the manifest: what it does not know it refuses by name."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
     file = CPP / f"vision/layouts/{layout.name}.cpp"
@@ -101,6 +119,7 @@ def _cpp(_: Family, config: ModelConfig) -> str:
         return f"no: the layout `{layout.name}` is refused by name"
     known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
     fields = {*plain(spec.tower), *plain(spec.projector), *layout.parameters, *(["video"] if config.video else [])}
+    fields |= {"seg_token_id"} if family.seg_token else set()
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     if later:
         return f"no: `{'`, `'.join(later)}` of the manifest is refused by name"
@@ -207,6 +226,27 @@ them over queries and keys. Its positions were trained for 224 pixels and are re
 that the model sees (448 where the tower's name says so). Logits and ids equal transformers' tower and decoder *(run, a
 random model of eight layers: `tests/runtime/session/test_internvl_chat_1.py`)*.
 
+**LISA** is this layout with a tower of 224 pixels, one matrix as projector, images between `<im_start>` and
+`<im_end>`, and the prompt `llava_v1`. For each `[SEG]` of an answer its `stats.seg_states`, and `seg_states` in the
+JSON of `vtx-run`, hold one list of floats: the decoder's hidden state behind the last norm at the token whose logits
+chose `[SEG]`, which is what the released code feeds to `text_hidden_fcs`. No step is computed for it. Those matrices
+and the mask decoder (SAM) are not exported. Ids, logits and states equal transformers' decoder and tower, at K = none
+and two K *(run, a random model of eight layers: `tests/runtime/session/test_lisa.py`)*. At K the 256 image tokens
+leave and the tokens around them stay.
+
+## InternVL-Chat in its authors' layout
+
+`internvl_chat` is InternVL-Chat 1.5, InternVL2 and 2.5 as their authors publish them. Built are InternViT-300M and
+6B, both orders of the pixel shuffle (`ps_version`), and decoders of InternLM2, Llama and Qwen2. The code in such a
+checkpoint is never run. InternLM2's fused `wqkv` and the tower's `qkv` are taken apart while they are read, at any
+precision. A `tokenizer.model` becomes a tokenizer.json as for original LLaVA; the ids of `<IMG_CONTEXT>` and of the
+end of an answer are those that `tokenizer_config.json` or `added_tokens.json` says. Templates are `internlm2-chat`
+(`Hermes-2` is the same) and `internvl2_5`; others need `--chat-template FILE`. Refused by name: Phi-3 and other
+decoders, no thumbnail, `pad2square`, other ratios, and a `force_image_size` that is not the tower's. Dynamic NTK
+scaling changes nothing below `max_position_embeddings`, where a bundle's context ends. Ids and logits equal
+transformers' InternVL of the same weights at K = none, and the plain statement of VTW at two K *(run on a CPU, random
+models of eight layers: `tests/runtime/session/test_internvl_chat.py`)*.
+
 ## VILA 1.5
 
 `vila` is VILA 1.5 as its authors publish it: decoder, tower and projector in folders of their own (`llm`,
@@ -270,6 +310,24 @@ eight layers with grouped queries, tied and untied: `tests/runtime/session/test_
   onnxruntime)*, but `vtx-build` and TensorRT refuse these models, and libvtx refuses them by the layout's name.
 - Refused by name: videos, `vtx-tune`, rotary scaling of the text model (YaRN), other merges than 2 x 2, and
   `--show-tokens`.
+## SmolVLM
+
+`smolvlm` is SmolVLM2, `idefics3` are Idefics3 and SmolVLM's first models, which are of its classes. An image is
+resized until its longer side has a whole number of tiles (four, where the image processor's file says no other),
+stretched to whole tiles, and cut into them; the whole image follows in one more. Each tile stands in the prompt
+behind text that says its row and column, and a line break ends each row. Pixels, counts and text follow transformers
+exactly *(run: `tests/runtime/vision/layouts/test_marked.py`, twelve shapes, pixels bit for bit)*; token ids and
+logits equal transformers' for one image and two, and the plain statement of VTW at two K *(run on a CPU, random
+models of eight layers: `tests/runtime/session/test_tiles.py`)*.
+
+- At K the image tokens of all tiles leave. The text among them stays.
+- `--max-tiles N` makes images smaller, tile by tile along the longer side, until they have at most N tiles. A prompt's
+  room is counted with the text among the tiles.
+- What looks at single patches is refused, for a token is of several, and so is what leaves out tokens before the
+  decoder (`cdpruner`, `dart:k=0`), for text stands among them. `fastv` and `dart` behind a layer see one image of many
+  tokens.
+- Videos, image processors that do not split, and towers whose patch positions transformers rounds (grids other than 26,
+  27 and powers of two) are refused by name.
 
 ## What each family does not have
 

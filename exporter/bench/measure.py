@@ -118,7 +118,7 @@ class Bench:
 
     def tokens(self, question: str) -> int:
         content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
-        return len(self.model.text.prompt([{"role": "user", "content": content}], self._image.tokens))
+        return len(self.model.text.prompt([{"role": "user", "content": content}], self._image.placed))
 
     def _check_room(self, tokens: int) -> None:
         room = self.model.manifest.max_context

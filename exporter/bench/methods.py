@@ -150,7 +150,8 @@ class Trial:
         images = self.model.prepare_all(item.images)
         parts: list[Part] = [{"type": "image"} for _ in images]
         content: list[Part] = [*parts, {"type": "text", "text": item.question}]
-        text = len(self.model.text.prompt([{"role": "user", "content": content}], 1)) - len(images)
+        ids = self.model.prompt_ids([{"role": "user", "content": content}], images)
+        text = len(ids) - sum(image.tokens for image in images)
         first = number % len(self.methods)
         order = (*self.methods[first:], *self.methods[:first])
         answers = dict[Method, tuple[Answer, Answer, int]]()

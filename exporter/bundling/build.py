@@ -77,7 +77,7 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> No
     factors = _factors(folder, plan, journal, report)
     scaled = scalings(plan.config.text, factors.by_source) if factors else {}
     records = write_weights(plan.weights, folder, journal, wrote, scaled)
-    if plan.reductions.needs.final_norm:
+    if plan.reductions.needs.final_norm or plan.text.seg_token_id is not None:
         weight = CheckpointWeights(plan.checkpoint).read("text.norm.weight").numpy()
         write_safetensors(folder / FINAL_NORM, {FINAL_NORM_WEIGHT: weight}, None)
     if plan.config.layout.newline:

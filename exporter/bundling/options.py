@@ -91,4 +91,4 @@ class ExportOptions:
     def measured_tokens(self, config: ModelConfig) -> tuple[int, ...]:
         """Approximate number of tokens of each prompt whose activations are measured."""
         items = self.aware.data.items if self.aware else ()
-        return tuple(sum(image_tokens(config.layout, item)) + QUESTION_TOKENS for item in items)
+        return tuple(image_tokens(config.layout, item) + QUESTION_TOKENS for item in items)

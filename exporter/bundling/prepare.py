@@ -148,7 +148,8 @@ def plan_export(options: ExportOptions) -> Plan:
         checkpoint.original.text_folder if checkpoint.original else checkpoint.folder,
         config.image_token_id, text_config, checkpoint.config,
         _template(checkpoint, options, family), original=checkpoint.original is not None,
-        video_token_id=config.video.token_id if config.video else None,
+        video_token_id=config.video.token_id if config.video else None, seg_token=family.seg_token,
+        end_ids=checkpoint.original.end_ids if checkpoint.original else None,
     )  # fmt: skip
     precisions = options.precisions()
     weights = _weights(options, checkpoint, config, text_tower, reductions)

@@ -9,7 +9,7 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.merge import SIDE
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Reduction
-from vtx.runtime.policies.make import NOT_RENUMBERED, check_depth
+from vtx.runtime.policies.make import NOT_RENUMBERED, check_depth, check_layout
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 
@@ -39,6 +39,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
         parts = parse(text)
         check_depth(parts, config.text.layers)
         _check_tower(parts, config)
+        check_layout(parts, config.layout)
         if (canonical := to_spec(parts)) in specs:
             raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
         specs.append(canonical)

@@ -77,7 +77,7 @@ class VisionConfig:
     `shuffle_by_columns`: the tokens then stand column by column. `pool`: patches a side of a square whose states are
     averaged before the projector. `rms_norm`: norms without a mean and a bias; `qk_norm`: an RMS norm over all heads of
     the queries together, and of the keys. `position_grid`: positions a side that the table has, where those of the
-    patches are made of them.
+    patches are made of them. `post_norm`: a norm stands behind the last block.
 
     `native`: images keep their own resolution, positions are rotary, and the projector is the tower's merger; `image`
     is then the side of the largest square one. `gated`: three matrices in place of a block's two. `window`: patches a
@@ -105,6 +105,7 @@ class VisionConfig:
     gated: bool = False
     window: int | None = None
     full_blocks: tuple[int, ...] = ()
+    post_norm: bool = False
 
     @property
     def grid(self) -> int:

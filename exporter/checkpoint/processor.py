@@ -78,7 +78,7 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
     mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
     if kind.own_size:
         values |= {"do_resize": _resizing(kind.name, values)}
-    resize = _size(values, "size", square=square) if _flag(values, "do_resize") else None
+    resize = _size(values, kind.size, square=square) if _flag(values, "do_resize") else None
     crop = _size(values, "crop_size", square=True) if _flag(values, "do_center_crop") else None
     normalize = _flag(values, "do_normalize")
     pad = _padding(kind, values, mean)
@@ -86,8 +86,8 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
         resize, crop = _tile(kind.name, resize, crop), None
     if crop is None and not isinstance(resize, tuple) and not (resize and pad) and not kind.own_size:
         raise UnsupportedModelError(
-            f"{kind.name} without do_center_crop and with size {_show(values['size'])} gives images of several sizes; "
-            "vtx needs one: a size of height and width, or do_center_crop"
+            f"{kind.name} without do_center_crop and with size {_show(values[kind.size])} gives images of several "
+            "sizes; vtx needs one: a size of height and width, or do_center_crop"
         )
     try:
         return ImageSettings(
@@ -165,6 +165,8 @@ def _size(values: Mapping[str, Any], key: str, *, square: bool) -> Any:
         return size["height"], size["width"]
     if set(size) == {"shortest_edge"} and key == "size":
         return size["shortest_edge"]
+    if set(size) == {"longest_edge"} and key != "size":
+        return size["longest_edge"], size["longest_edge"]
     wanted = "height and width, or shortest_edge" if key == "size" else "height and width"
     raise UnsupportedModelError(
         f"{key} with the keys {_show(sorted(map(str, size)))} is not supported; vtx knows {wanted}"

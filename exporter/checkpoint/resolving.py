@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from vtx.exporter.checkpoint.forms import IrregularError, derive_forms
 from vtx.exporter.checkpoint.length_bound import length_bound
-from vtx.exporter.checkpoint.original.tokenizer import original_tokenizer
+from vtx.exporter.checkpoint.original.tokenizer import FILE as SENTENCEPIECE
+from vtx.exporter.checkpoint.original.tokenizer import UNK_ID, original_tokenizer
 from vtx.exporter.checkpoint.tokenizer_limits import check_spec
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
@@ -32,8 +33,11 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     `folder` holds the files, `name` is what messages call it; `end_ids` None: where the tokenizer says.
     Raises `CheckpointError`, `TemplateError`.
     """
-    load = original_tokenizer if request.get("original") else _load
-    loaded = load(Path(request["folder"]), request["name"])
+    folder, image = Path(request["folder"]), request["image_token_id"]
+    if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
+        loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
+    else:
+        loaded = _load(folder, request["name"])
     text = loaded.backend_tokenizer.to_str()
     spec = json.loads(text)
     check_spec(spec)
@@ -60,6 +64,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         no_forms="not derived yet",
         video_token=None if video is None else _added_token(tokenizer, video, "video"),
         video_token_id=video,
+        seg_token_id=_seg_token(tokenizer, request.get("seg_token")),
     )
     control = control_tokens(tokenizer, settings)
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
@@ -148,6 +153,16 @@ def _added_token(tokenizer: Tokenizer, id: int, kind: str) -> str:
     if ids != [id]:
         raise CheckpointError(f"the tokenizer makes {ids} of the {kind} token {token.content!r}, not [{id}]")
     return str(token.content)
+
+
+def _seg_token(tokenizer: Tokenizer, token: str | None) -> int | None:
+    """The id of the token that stands for a segment, where the family has one."""
+    if token is None:
+        return None
+    id = tokenizer.token_to_id(token)
+    if id is None or encode(tokenizer, token).ids != [id]:
+        raise CheckpointError(f"the tokenizer has no token {token}; take the tokenizer that belongs to the model")
+    return int(id)
 
 
 def _added_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

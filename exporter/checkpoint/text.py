@@ -51,12 +51,15 @@ def read_text(
     *,
     original: bool = False,
     video_token_id: int | None = None,
+    seg_token: str | None = None,
+    end_ids: tuple[int, ...] | None = None,
 ) -> tuple[str, str, TextSettings]:
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
     The tokenizer is the one transformers' AutoTokenizer makes of the checkpoint's data files, without any code of the
     checkpoint; `template` replaces the checkpoint's. A question about an image is tried, so that what cannot be asked
     is refused here. `original`: the tokenizer is a tokenizer.model without an image token, which gets one.
+    `end_ids` end an answer, whatever the files say.
 
     Raises:
         CheckpointError: what is damaged, hostile, or does not fit together.
@@ -77,9 +80,10 @@ def read_text(
             "name": str(folder),
             "image_token_id": image_token_id,
             "video_token_id": video_token_id,
-            "end_ids": _end_ids(folder, text_config, top_config),
+            "end_ids": _end_ids(folder, text_config, top_config) if end_ids is None else list(end_ids),
             "template": template,
             "original": original,
+            "seg_token": seg_token,
         }
         resolved = _resolved(request, limits, f"the tokenizer or the chat template of {folder.name or folder}")
     return resolved["tokenizer"], template, Strict().read(TextSettings, resolved["settings"], "text")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vtx.exporter.commands.shared.libraries import exporter
-from vtx.runtime.errors import DeviceError
+from vtx.exporter.commands.shared.options import allow_pickle_option, tower_option
+from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 )
 @click.argument("data", default="scenes", metavar="[DATA]")
 @click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@tower_option
+@allow_pickle_option
 @click.option("--bundle", type=click.Path(path_type=Path), help="A bundle to measure instead.")
 @click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
 @click.option("--samples", type=int, default=20, show_default=True, help="Items to measure, drawn from DATA.")
@@ -46,9 +49,9 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the results [default: vtx-calibration-MODEL].")
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
 def calibrate(
-    data: str, model: str, bundle: Path | None, images: Path | None, samples: int, seed: int, eta: float,
-    max_accuracy_drop: float | None, k_from: int | None, max_new_tokens: int, batch: int, attention: bool,
-    chat_template: Path | None, out: Path | None, as_json: bool,
+    data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
+    samples: int, seed: int, eta: float, max_accuracy_drop: float | None, k_from: int | None, max_new_tokens: int,
+    batch: int, attention: bool, chat_template: Path | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure what withdrawal at every K changes, and choose a K by it.
 
@@ -64,7 +67,10 @@ def calibrate(
 
     choosing = Choosing(eta, max_accuracy_drop)
     options = CalibrationOptions(k_from, max_new_tokens, batch, attention)
-    source = open_source(model, bundle, library.load_template(chat_template) if chat_template else None)
+    if bundle is not None and (tower is not None or allow_pickle):
+        raise RequestError("--tower and --allow-pickle are for checkpoints, not for --bundle; leave them out")
+    template = library.load_template(chat_template) if chat_template else None
+    source = open_source(model, bundle, template, tower, allow_pickle=allow_pickle)
     folder = out or Path(f"vtx-calibration-{source.name}")
     report = _measure(source, data, images, samples, seed, options, choosing, folder)
     try:
@@ -170,6 +176,8 @@ def calibrated(data: str, model: str, template: str | None, tower: str | None, *
 )
 @click.argument("data", default="scenes", metavar="[DATA]")
 @click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@tower_option
+@allow_pickle_option
 @click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
 @click.option("--items", type=int, default=1000, show_default=True, help="Items to learn from, drawn from DATA.")
 @click.option("--held-out", type=int, default=250, show_default=True, help="Items on other images, to judge by.")
@@ -194,9 +202,9 @@ def calibrated(data: str, model: str, template: str | None, tower: str | None, *
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
 def train_gate(
-    data: str, model: str, images: Path | None, items: int, held_out: int, answers: str, max_new_tokens: int,
-    batch: int, alpha: float, width: int, lr: float, epochs: int | None, seed: int, ray_address: str | None,
-    work: Path | None, out: Path | None, as_json: bool,
+    data: str, model: str, tower: str | None, allow_pickle: bool, images: Path | None, items: int, held_out: int,
+    answers: str, max_new_tokens: int, batch: int, alpha: float, width: int, lr: float, epochs: int | None, seed: int,
+    ray_address: str | None, work: Path | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Train gates that decide per question where the image leaves, and judge them against every fixed K.
 
@@ -211,7 +219,9 @@ def train_gate(
 
     measuring = MeasureOptions(answers, max_new_tokens, batch)  # type: ignore[arg-type]  # click has checked it
     fitting = FitOptions(alpha, width, lr, epochs, seed)
-    options = TrainOptions(model, data, images, items, held_out, measuring, fitting, ray_address)
+    options = TrainOptions(
+        model, data, images, items, held_out, measuring, fitting, ray_address, tower, allow_pickle=allow_pickle
+    )
     target = out or default_out(model)
     with bar() as progress:
         report = train_gates(options, target, work or target.with_suffix(".work"), progress)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.exporter.commands.shared.libraries import exporter
-from vtx.exporter.commands.shared.options import precision_type
+from vtx.exporter.commands.shared.options import allow_pickle_option, precision_type, tower_option
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.depth import Depth, DepthType
@@ -85,11 +85,8 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     "--chat-template", type=click.Path(path_type=Path),
     help="A Jinja file, for a checkpoint without one; or one of original LLaVA's by name, as llava_v1.",
 )  # fmt: skip
-@click.option(
-    "--tower", metavar="PATH",
-    help="Directory or Hugging Face id of the vision tower, for a checkpoint that only names one.",
-)  # fmt: skip
-@click.option("--allow-pickle", is_flag=True, help="Read pickled weights too: tensors alone, in a confined process.")
+@tower_option
+@allow_pickle_option
 @click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto takes all of them.")
 @click.option(
     "--calibration", metavar="DATA",

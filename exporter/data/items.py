@@ -20,7 +20,8 @@ from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.image import ImageSource, image_size, load_image
-from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.layout import Layout, placed
+from vtx.runtime.vision.tokens import MarkedImage
 
 SCENES = "scenes"
 SCENES_SEED = 7_000_000_001  # training draws from small seeds
@@ -115,9 +116,14 @@ def scene_items(count: int) -> tuple[Item, ...]:
     return tuple(items)
 
 
-def image_tokens(layout: Layout, item: Item) -> list[int]:
-    """The number of image tokens that each image of an item gives."""
-    return [layout.count(*image_size(image)) for image in item.images]
+def placed_images(layout: Layout, item: Item) -> list[int | MarkedImage]:
+    """What stands in a prompt for each image of an item."""
+    return [placed(layout, *image_size(image)) for image in item.images]
+
+
+def image_tokens(layout: Layout, item: Item) -> int:
+    """How many image tokens the images of an item give."""
+    return sum(layout.count(*image_size(image)) for image in item.images)
 
 
 def plain(answer: str) -> str:

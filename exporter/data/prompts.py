@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.data.items import MAX_SKIPPED, Data, Item, image_tokens
+from vtx.exporter.data.items import MAX_SKIPPED, Data, Item, placed_images
 from vtx.exporter.data.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message, Part
@@ -65,7 +65,7 @@ def prompt_ids(source: Source, item: Item) -> NDArray[np.int64]:
 
     Raises RequestError for a question that cannot be asked, ImageError for a file that cannot be read.
     """
-    return source.text.prompt(messages(item), image_tokens(source.config.layout, item))
+    return source.text.prompt(messages(item), placed_images(source.config.layout, item))
 
 
 def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
@@ -75,7 +75,7 @@ def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np
     text, answer = source.text, [Part(type="text", text=item.answer)]
     try:
         turns: list[Message] = [*messages(item), {"role": "assistant", "content": answer}]
-        whole = text.prompt(turns, image_tokens(source.config.layout, item), add_generation_prompt=False)
+        whole = text.prompt(turns, placed_images(source.config.layout, item), add_generation_prompt=False)
     except (RequestError, TemplateError):
         return None
     if not np.array_equal(whole[: len(ids)], ids):

@@ -83,7 +83,7 @@ class VisionSize:
     One view is one pass of a tower: `patches` patches of `patch` x `patch` RGB pixels. `layers` are all layers
     of the tower, `used` those up to the last feature layer, which alone are exported. `view_tokens` tokens of
     `features` hidden states each are projected to `out` columns. One image takes `views` views and `image_tokens`
-    tokens of the prompt. `towers` counts towers with weights of their own.
+    tokens of the prompt. `towers` counts towers with weights of their own, `projector_layers` the projector's matrices.
     """
 
     layers: int
@@ -100,6 +100,7 @@ class VisionSize:
     views: int = 1
     towers: int = 1
     projector_bias: bool = True
+    projector_layers: int = 2
 
     def __post_init__(self) -> None:
         _check_sizes(self, zero="used")
@@ -126,12 +127,12 @@ class VisionSize:
 
     @property
     def projector_macs(self) -> int:
-        """The two matrices of the projector for one view."""
+        """The matrices of the projector for one view."""
         return self.view_tokens * self.projector_token_macs
 
     @property
     def projector_token_macs(self) -> int:
-        return self.features * self.hidden * self.out + self.out * self.out
+        return self.features * self.hidden * self.out + (self.projector_layers - 1) * self.out * self.out
 
     @property
     def parameters(self) -> int:
@@ -139,7 +140,7 @@ class VisionSize:
         h = self.hidden
         layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
         embeddings = h * 3 * self.patch * self.patch + self.tower_tokens * h + (3 * h if self.class_token else h)
-        projector = self.features * h * self.out + self.out * self.out + self.projector_bias * 2 * self.out
+        projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
         return self.towers * (self.used * layer + embeddings) + projector
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _VICUNA_7B = DecoderSize(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32064)
 _VICUNA_13B = DecoderSize(layers=40, hidden=5120, ffn=13824, heads=40, kv_heads=40, head_dim=128, vocab=32064)
+_SMOLLM2_360M = DecoderSize(layers=32, hidden=960, ffn=2560, heads=15, kv_heads=5, head_dim=64, vocab=49280)
 _CLIP_L_336 = VisionSize(
     layers=24, used=23, hidden=1024, ffn=4096, patches=576, patch=14, class_token=True,
     features=1, view_tokens=576, image_tokens=576, out=4096,
@@ -37,6 +38,19 @@ _VILA_1_5 = VisionSize(
     layers=27, used=26, hidden=1152, ffn=4304, patches=729, patch=14, class_token=False,
     features=4, view_tokens=196, image_tokens=196, out=5120,
 )  # fmt: skip
+# SigLIP-base at 512 pixels: 4 x 4 of its 32 x 32 patches are one token; up to 16 tiles and the whole image.
+_SMOLVLM = VisionSize(
+    layers=12, used=12, hidden=768, ffn=3072, patches=1024, patch=16, class_token=False, features=16, view_tokens=64,
+    image_tokens=17 * 64, out=960, views=17, projector_bias=False, projector_layers=1,
+)  # fmt: skip
+# InternViT-300M at 448 pixels: 2 x 2 of its patches are one token; up to 12 tiles and the whole image.
+_INTERNVL2 = VisionSize(
+    layers=24, used=24, hidden=1024, ffn=4096, patches=1024, patch=14, class_token=True, features=4, view_tokens=256,
+    image_tokens=13 * 256, out=4096, views=13,
+)  # fmt: skip
+_INTERNLM2_7B = DecoderSize(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=92553)
+# CLIP-L at 224 pixels, and one matrix as projector.
+_LISA = replace(_CLIP_L_336, patches=256, view_tokens=256, image_tokens=256, out=5120, projector_layers=1)
 # 8 frames of 16 x 16 patches and a class token; pictures and videos have a tower each.
 _VIDEO = replace(_CLIP_L_336, patches=256, view_tokens=257, image_tokens=8 * 257, views=8, towers=2)
 
@@ -93,6 +107,9 @@ KNOWN: Mapping[str, ModelSize] = {
         ModelSize("video-llava-7b", "known", _VICUNA_7B, _VIDEO),
         ModelSize("vila-7b", "known", replace(_VICUNA_7B, vocab=32000), _CLIP_L_336),
         ModelSize("vila1.5-13b", "known", replace(_VICUNA_13B, vocab=32000), _VILA_1_5),
+        ModelSize("lisa-13b", "known", replace(_VICUNA_13B, vocab=32003), _LISA),
+        ModelSize("internvl2-8b", "known", _INTERNLM2_7B, _INTERNVL2),
+        ModelSize("smolvlm2-500m", "known", _SMOLLM2_360M, _SMOLVLM),
         ModelSize("internvl-7b", "known", replace(_VICUNA_7B, vocab=32000), _INTERNVIT_6B),
         ModelSize("qwen2-vl-2b", "known", _QWEN_2B, _QWEN2_VL),
         ModelSize("qwen2-vl-7b", "known", _QWEN_7B, replace(_QWEN2_VL, out=3584)),
@@ -164,5 +181,6 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,
         features=len(tower.feature_layers) * tower.shuffle**2, view_tokens=tower.tokens,
         image_tokens=layout.max_tokens, out=m.hidden, views=layout.max_views, projector_bias=m.projector.bias,
+        projector_layers=m.projector.layers,
     )  # fmt: skip
     return ModelSize(m.name, source, decoder, vision)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vtx.exporter.common.cluster import connected, cores
-from vtx.exporter.gates.measure import Measurer, Report
+from vtx.exporter.gates.measure import Measurer, Origin, Report
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory
 from vtx.runtime.errors import DeviceError, VtxError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def measure_on_cluster(
-    address: str, model: str, fingerprint: str, options: MeasureOptions, work: WorkDirectory, report: Report
+    address: str, origin: Origin, options: MeasureOptions, work: WorkDirectory, report: Report
 ) -> None:
     """Measure what is missing on the cluster at `address`: host:port of its head, or auto.
 
@@ -42,7 +42,7 @@ def measure_on_cluster(
         context.enable_progress_bars = False
         shards = ray.put(missing)
         tasks = ray.data.from_items([{"shard": key} for key in missing], override_num_blocks=len(missing))
-        task = functools.partial(_measure, shards=shards, model=model, fingerprint=fingerprint, options=options)
+        task = functools.partial(_measure, shards=shards, origin=origin, options=options)
         done = tasks.map_batches(task, batch_size=1, num_cpus=min(cores(ray)))
         for output in done.iter_rows():
             shard = missing[int(output["shard"])]
@@ -52,16 +52,14 @@ def measure_on_cluster(
             report(len(shard.items))
 
 
-def _measure(
-    batch: dict[str, NDArray[Any]], *, shards: Any, model: str, fingerprint: str, options: MeasureOptions
-) -> dict[str, Any]:
+def _measure(batch: dict[str, NDArray[Any]], *, shards: Any, origin: Origin, options: MeasureOptions) -> dict[str, Any]:
     """One shard, on a worker: its tensors as the bytes of a safetensors file, or the error."""
     import ray
     from safetensors.numpy import save
 
     key = int(batch["shard"][0])
     try:
-        tensors, skipped = _opened(model, fingerprint, options)(ray.get(shards)[key])
+        tensors, skipped = _opened(origin, options)(ray.get(shards)[key])
     except VtxError as e:
         return {"shard": [key], "tensors": [b""], "skipped": ["[]"], "error": [str(e)]}
     raw = save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
@@ -69,9 +67,9 @@ def _measure(
 
 
 @functools.cache
-def _opened(model: str, fingerprint: str, options: MeasureOptions) -> Measurer:
+def _opened(origin: Origin, options: MeasureOptions) -> Measurer:
     """The model, opened once in each process of a worker."""
-    return Measurer.open(model, fingerprint, options)
+    return Measurer.open(origin, options)
 
 
 def _tensors(raw: bytes) -> dict[str, NDArray[Any]]:

@@ -56,6 +56,16 @@ class _Along:
         return exact
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where every worker finds a model, and its fingerprint; `tower` and `allow_pickle` as `open_source` has them."""
+
+    model: str
+    fingerprint: str
+    tower: str | None = None
+    allow_pickle: bool = False
+
+
 class Measurer:
     """A model opened once, that measures shards."""
 
@@ -65,13 +75,13 @@ class Measurer:
         self._end_ids = source.text.settings.end_ids
 
     @classmethod
-    def open(cls, model: str, fingerprint: str, options: MeasureOptions) -> Measurer:
-        """Open `model` on this machine; its fingerprint must be `fingerprint`. Raises `CheckpointError`."""
-        source = open_source(model)
-        if source.fingerprint != fingerprint:
+    def open(cls, origin: Origin, options: MeasureOptions) -> Measurer:
+        """Open a model on this machine; its fingerprint must be the origin's. Raises `CheckpointError`."""
+        source = open_source(origin.model, tower=origin.tower, allow_pickle=origin.allow_pickle)
+        if source.fingerprint != origin.fingerprint:
             raise CheckpointError(
-                f"{model} is another model on this machine ({source.fingerprint[:12]}, not {fingerprint[:12]}); "
-                "give every worker the same files under the same path"
+                f"{origin.model} is another model on this machine ({source.fingerprint[:12]}, not "
+                f"{origin.fingerprint[:12]}); give every worker the same files under the same path"
             )
         return cls(source, options)
 

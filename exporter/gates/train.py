@@ -15,7 +15,7 @@ from vtx.exporter.data.source import Source
 from vtx.exporter.data.split import split_items
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
-from vtx.exporter.gates.measure import Measurer, measure
+from vtx.exporter.gates.measure import Measurer, Origin, measure
 from vtx.exporter.gates.plots import draw_judgement
 from vtx.exporter.gates.report import GatesReport, HeldOut, Training, judge
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, WorkDirectory, make_shards
@@ -26,7 +26,10 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What to train gates on. The `held_out` items share no image with the `items` to train on."""
+    """What to train gates on. The `held_out` items share no image with the `items` to train on.
+
+    `tower` is the vision tower of a checkpoint that only names one, `allow_pickle` has weights read that are pickles.
+    """
 
     model: str = DEMO
     data: str = SCENES
@@ -36,6 +39,8 @@ class TrainOptions:
     measure: MeasureOptions = field(default_factory=MeasureOptions)
     fit: FitOptions = field(default_factory=FitOptions)
     ray_address: str | None = None
+    tower: str | None = None
+    allow_pickle: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("--items", self.items), ("--held-out", self.held_out)):
@@ -56,7 +61,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
         DeviceError: the cluster cannot be reached or fails.
 
     """
-    source = open_source(options.model)
+    source = open_source(options.model, tower=options.tower, allow_pickle=options.allow_pickle)
     data = read_data(options.data, options.images, options.items + options.held_out, options.fit.seed)
     learn, held_out = split_items(
         data.items, options.items, options.held_out, options.fit.seed, shuffle=options.data != SCENES
@@ -106,7 +111,8 @@ def _measure(options: TrainOptions, source: Source, work: WorkDirectory, report:
     from vtx.exporter.gates.cluster import measure_on_cluster
 
     model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
-    measure_on_cluster(options.ray_address, model, source.fingerprint, options.measure, work, count)
+    origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)
+    measure_on_cluster(options.ray_address, origin, options.measure, work, count)
 
 
 def _counter(report: Report, phase: str, total: int) -> Callable[[int], None]:

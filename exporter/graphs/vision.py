@@ -21,6 +21,7 @@ from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 T = TypeVar("T")
 IMAGES, VIDEO = "vision.", "video."  # what the names of towers' weights begin with
 MAX_ROW = 1 << 30
+POST_NORM = "vision.post_layernorm"
 NEWLINE = "image_newline"  # a weight of the layout that no graph reads
 
 
@@ -47,6 +48,9 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
     if last_attention and used < v.layers:
         last = f"vision.encoder.layers.{v.layers - 1}"
         yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(_read_for_attention(last)))
+    if v.post_norm:
+        yield f"{POST_NORM}.weight", (v.hidden,)
+        yield f"{POST_NORM}.bias", (v.hidden,)
     width = feature_width(c)
     if c.projector_norm_eps is not None:
         yield "projector.norm.weight", (width,)
@@ -127,6 +131,8 @@ def build_vision(
     tau = b.input(names.TAU, FLOAT, [1]) if merges else None
     tower = _tower(b, c, _embeddings(b, v, pixels), tau)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
+    if v.post_norm:
+        chosen = [b.dialect.layer_norm(b, state, POST_NORM, v.eps) for state in chosen]
     features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
     hidden = b.reshape(_shuffled(b, c, _pooled(b, c, features)), -1, feature_width(c))
     if c.projector_norm_eps is not None:

@@ -18,13 +18,13 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, golden_pixels, key_of, seen
-from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.layout import Layout, placed
 
 
 def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[np.int64]:
     """Token ids [tokens] of the golden picture and a question."""
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
-    return text.prompt([{"role": "user", "content": content}], layout.count(*golden_image().size))
+    return text.prompt([{"role": "user", "content": content}], placed(layout, *golden_image().size))
 
 
 def record_golden(

@@ -134,6 +134,8 @@ class Reference:
         states = [x]
         for layer in range(max(c.feature_layers)):
             states.append(self._vision_layer(states[-1], f"vision.encoder.layers.{layer}"))
+        if v.post_norm:
+            states[-1] = self._layer_norm(states[-1], "vision.post_layernorm")
         first = int(c.select == "default")
         chosen = torch.cat([states[number][:, first:] for number in c.feature_layers], -1)
         if v.shuffle > 1:

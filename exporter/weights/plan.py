@@ -100,7 +100,7 @@ def plan_weights(
             source.suffix == WHOLE
             and as_it_is
             and size <= used * MOST_UNUSED
-            and not any(tensor in scaled for tensor, _ in tensors)
+            and not any(tensor in scaled or info.spread for tensor, info in tensors)
         ):
             entries = tuple(WeightEntry(tensor, info, info.dtype, info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, size))

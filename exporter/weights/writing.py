@@ -9,7 +9,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -186,7 +185,7 @@ def _spans(entry: WeightEntry, scaling: Scaling | None) -> Iterator[slice]:
 def _read_as(entry: WeightEntry, scaling: Scaling | None) -> TensorInfo:
     """The source tensor as it is cut into chunks: flat, unless its rows matter."""
     flat = not entry.scheme and not scaling
-    return replace(entry.source, shape=(prod(entry.source.shape),)) if flat else entry.source
+    return entry.source.flat if flat else entry.source
 
 
 def _quantised(entry: WeightEntry, scaling: Scaling | None, chunk: Chunk) -> Converted:

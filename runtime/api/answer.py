@@ -31,6 +31,8 @@ class Stats:
     `device` computes in `compute`, f32 or bf16, with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
     `drafted` tokens were looked up in the prompt and the answer, `accepted` of them were right; None without lookup.
+    `seg_states` holds, for each segmentation token of the answer, the hidden state [hidden] behind the decoder's last
+    norm that chose it, which a mask decoder reads; None where the model has no such token.
     `reduce` is the canonical spec of the reductions, and `reduced` what they did; None where there are none.
     Where the prompt was stopped before its first token, per-layer lists are empty and counts 0.
     """
@@ -55,6 +57,7 @@ class Stats:
     reduced: ReductionReport | None = field(default=None, repr=False)
     drafted: int | None = None
     accepted: int | None = None
+    seg_states: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         times = self.timings_ms
@@ -93,5 +96,5 @@ class Answer:
         facts |= facts.pop("reduced") or {}
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
-        unasked = {name for name in ("gate", "drafted", "accepted") if facts[name] is None}
+        unasked = {name for name in ("gate", "drafted", "accepted", "seg_states") if facts[name] is None}
         return {name: value for name, value in facts.items() if name not in unasked}

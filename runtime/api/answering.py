@@ -76,6 +76,7 @@ class AnswerInProgress:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._likely: list[Likely] = []
+        self._seg_states: list[tuple[float, ...]] = []
         self._lookup: PromptLookup | None = None
         self._output = TextOutput(model.text.stream(), question.options.stop)
 
@@ -134,6 +135,8 @@ class AnswerInProgress:
 
         def sample(logits: NDArray[np.float32]) -> int:
             token = sampler(logits)
+            if token == self._model.manifest.text.seg_token_id:
+                self._seg_states.append(tuple(self._model.normed(session.state).tolist()))
             if options.logprobs:
                 self._logprobs.append(log_probability(logits, token))
             if options.top_logprobs:
@@ -188,4 +191,5 @@ class AnswerInProgress:
             reduced=reduced(policy, result) if result else None,
             drafted=self._lookup.drafted if self._lookup else None,
             accepted=self._lookup.accepted if self._lookup else None,
+            seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -36,7 +37,7 @@ from vtx.runtime.bundle.tensors.final_norm import read_final_norm
 from vtx.runtime.bundle.tensors.newline import read_newline
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
-from vtx.runtime.policies.make import make_policy
+from vtx.runtime.policies.make import check_layout, make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import Message, asked_text
 from vtx.runtime.prompt.text import Text
@@ -46,7 +47,7 @@ from vtx.runtime.session.image_cache import ImageCache
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.fit import fitted, note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.layout import Resolving, limited_layout, settings_for
+from vtx.runtime.vision.layout import Resolving, limited_layout, placed, settings_for
 from vtx.runtime.vision.layout_spec import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 from vtx.runtime.vision.preprocess import preprocess
@@ -88,6 +89,7 @@ class Model:
         self._newline = (
             read_newline(bundle) if self.layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
         )
+        self._final_norm = read_final_norm(bundle) if manifest.text.seg_token_id is not None else None
         self.image_cache: ImageCache | None = None  # set: conversations share encoded images
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
         self._text_tower: TextTower | None = None
@@ -276,6 +278,12 @@ class Model:
                 for stream in list(running):
                     stream.cancel()
 
+    def normed(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A hidden state [hidden] of the last layer behind the decoder's last norm."""
+        assert self._final_norm is not None, "bundles with a segmentation token have the norm's weight"
+        scale = np.float32(math.sqrt(float(np.square(state).mean()) + self.manifest.model.eps))
+        return state / scale * self._final_norm
+
     def policy(self, k: K = DEFAULT, options: Options | None = None, reduce: str | None = DEFAULT) -> Policy:
         """What `k` and `reduce` mean for this bundle; its defaults where they are left out.
 
@@ -289,7 +297,7 @@ class Model:
         depth = manifest.default_k if isinstance(k, str) and k == DEFAULT else k
         wanted = next(iter(manifest.reductions), None) if reduce == DEFAULT else reduce
         threshold = (options or Options()).gate_threshold
-        return make_policy(
+        policy = make_policy(
             depth,
             manifest,
             self.backend.gate,
@@ -298,6 +306,8 @@ class Model:
             dialect=self.backend.dialect,
             final_norm=lambda: read_final_norm(self.bundle),
         )
+        check_layout(policy.reductions, self.layout)
+        return policy
 
     def prepare_all(self, sources: Sequence[Picture], fit: str | None = None) -> tuple[PreparedImage, ...]:
         """Read and preprocess the images and videos of one prompt, as `open` does."""
@@ -339,7 +349,9 @@ class Model:
         if len(views) > 1 or settings.own_size:
             key += f" of {width}x{height}"
         arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
-        return PreparedImage(views, key, layout.count(width, height), image.size, arrange)
+        stands = placed(layout, width, height)
+        marked = None if isinstance(stands, int) else stands
+        return PreparedImage(views, key, layout.count(width, height), image.size, arrange, marked=marked)
 
     def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
         """Token ids of messages, each image standing as all its tokens, or as one where none are given.
@@ -348,7 +360,7 @@ class Model:
             RequestError: they cannot be asked.
 
         """
-        return self.text.prompt(messages, [image.tokens for image in images] or 1)
+        return self.text.prompt(messages, [image.placed for image in images] or 1)
 
     def check_room(self, ids: NDArray[np.int64], images: Sequence[PreparedImage]) -> None:
         """Raise ContextError where images or frames do not fit, with the tiles, pixels or frames that would."""
@@ -357,7 +369,8 @@ class Model:
         if len(ids) <= room or (self.layout.max_views == 1 and not videos and not isinstance(self.layout, Resolving)):
             return
         vision = sum(image.tokens for image in images)
-        text, fewer = len(ids) - vision, range(self.layout.max_views - 1, 0, -1)
+        text = len(ids) - sum(self.text.size(image.placed) for image in images)
+        fewer = range(self.layout.max_views - 1, 0, -1)
         fitting = next((tiles for tiles in fewer if self._fits(tiles, text, images)), 0)
         cure = f"--max-tiles {fitting} (max_tiles={fitting}) fits, or " if fitting else ""
         sizes = [image.size for image in images]
@@ -375,8 +388,8 @@ class Model:
 
     def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:
         layout = self.layout.limited(max_tiles).among(len(images))
-        counts = (image.tokens if image.kind == "video" else layout.count(*image.size) for image in images)
-        return text + sum(counts) < self.manifest.max_context
+        counts = (image.tokens if image.kind == "video" else placed(layout, *image.size) for image in images)
+        return text + sum(map(self.text.size, counts)) < self.manifest.max_context
 
     def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:
         """The embeddings [segments, width] of what was asked about the last image, by the bundle's text tower."""

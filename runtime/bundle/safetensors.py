@@ -12,8 +12,9 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeGuard
 
@@ -65,7 +66,8 @@ _NAMES = {np.dtype(stored): name for name, (_, stored) in DTYPES.items() if stor
 class TensorInfo:
     """Where a tensor lies: `offset` and `nbytes` count bytes from the start of `file`, `dtype` is the format's word.
 
-    `identity` is the file's as its header was read; data of another file is refused.
+    `identity` is the file's as its header was read; data of another file is refused. `spread` (taken, of): the tensor
+    is only the first `taken` of each `of` rows that lie there, a part of a larger one.
     """
 
     name: str
@@ -75,6 +77,14 @@ class TensorInfo:
     offset: int
     nbytes: int
     identity: Identity | None = field(default=None, compare=False)
+    spread: tuple[int, int] | None = None
+
+    @property
+    def flat(self) -> TensorInfo:
+        """The same values without their shape: a row each."""
+        width = math.prod(self.shape[1:])
+        spread = self.spread and (self.spread[0] * width, self.spread[1] * width)
+        return replace(self, shape=(math.prod(self.shape),), spread=spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +379,8 @@ def _stored_dtype(info: TensorInfo, error: type[VtxError]) -> np.dtype[Any]:
 def _read_rows(file: BinaryIO, info: TensorInfo, dtype: np.dtype[Any], rows: RowIndex) -> NDArray[Any]:
     """Raises `EOFError` where the file ends too early."""
     height, nbytes = (info.shape[0] if info.shape else 1), math.prod(info.shape[1:]) * dtype.itemsize
+    if info.spread:
+        return _read_spread(file, info, dtype, _numbers(rows, height))
     if isinstance(rows, slice):
         first, last, step = rows.indices(height)
         assert step == 1, rows
@@ -378,6 +390,22 @@ def _read_rows(file: BinaryIO, info: TensorInfo, dtype: np.dtype[Any], rows: Row
     out = np.empty((len(rows), *info.shape[1:]), dtype)
     for number, row in enumerate(rows):
         _fill(out[number : number + 1], file, info.offset + int(row) * nbytes)
+    return out
+
+
+def _numbers(rows: RowIndex, height: int) -> NDArray[np.int64]:
+    return np.arange(*rows.indices(height)[:2]) if isinstance(rows, slice) else np.asarray(rows)
+
+
+def _read_spread(file: BinaryIO, info: TensorInfo, dtype: np.dtype[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Rows of a part of a larger tensor, those that follow each other there in one read."""
+    assert info.spread is not None
+    taken, of = info.spread
+    there, nbytes = rows // taken * of + rows % taken, math.prod(info.shape[1:]) * dtype.itemsize
+    out = np.empty((len(rows), *info.shape[1:]), dtype)
+    starts = np.flatnonzero(np.diff(there, prepend=-2) != 1)
+    for start, end in pairwise([*starts.tolist(), len(rows)]):
+        _fill(out[start:end], file, info.offset + int(there[start]) * nbytes)
     return out
 
 

@@ -16,6 +16,7 @@ from vtx.runtime.prompt.masking import Masking
 from vtx.runtime.prompt.messages import Message, check_messages, texts_of
 from vtx.runtime.prompt.rendering import Renderer
 from vtx.runtime.prompt.tokenizer import decode, encode, parse_tokenizer, rust_errors
+from vtx.runtime.vision.tokens import MarkedImage
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 512 << 10
@@ -78,12 +79,16 @@ class Text:
         return cls(parse_tokenizer(tokenizer, BundleError), template, settings, max_context=max_context, vocab=vocab)
 
     def prompt(
-        self, messages: Sequence[Message], image_tokens: int | Sequence[int], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        image_tokens: int | MarkedImage | Sequence[int | MarkedImage],
+        *,
+        add_generation_prompt: bool = True,
     ) -> NDArray[np.int64]:
         """Token ids [tokens], int64, of the conversation, each image standing as `image_tokens` image tokens.
 
         One number goes for all images; several, one for each in the order of `order`. A video is an image here, whose
-        tokens are image tokens too.
+        tokens are image tokens too. A `MarkedImage` brings text of its own.
 
         Special tokens that stand in the messages are text. Raises `RequestError` for messages that cannot be asked,
         `ContextError` for those that cannot fit, `TemplateError` when the template fails or does not place every image
@@ -93,11 +98,21 @@ class Text:
         self._check_length(messages, add_generation_prompt)
         ids = self._ids(messages, add_generation_prompt)
         self._check_printed(ids, kinds)
+        given = [image_tokens] * len(kinds) if isinstance(image_tokens, int | MarkedImage) else [*image_tokens]
+        images = [image if isinstance(image, MarkedImage) else MarkedImage((image,), ("", "")) for image in given]
+        if any(any(image.marks) for image in images):
+            ids = self._ids(messages, add_generation_prompt, images)
         is_image = np.isin(ids, self._pictures)
         ids[is_image] = self.settings.image_token_id
         counts = np.ones(len(ids), np.int64)
-        counts[is_image] = image_tokens
+        counts[is_image] = [tokens for image in images for tokens in image.spans]
         return np.repeat(ids, counts)
+
+    def size(self, image: int | MarkedImage) -> int:
+        """How many tokens of a prompt stand for an image, those of text among them counted."""
+        if isinstance(image, int):
+            return image
+        return sum(image.spans) - len(image.spans) + len(encode(self.tokenizer, image.text(self.settings.image_token)))
 
     def order(self, messages: Sequence[Message]) -> list[int]:
         """In which order the template prints the images and videos of messages: their numbers there, from 0.
@@ -119,10 +134,16 @@ class Text:
         video = self.settings.video_token_id
         return [self.settings.image_token_id, *([] if video is None else [video])]
 
-    def _ids(self, messages: Sequence[Message], add_generation_prompt: bool) -> NDArray[np.int64]:
-        """The ids of messages, one for each image and video."""
+    def _ids(
+        self, messages: Sequence[Message], add_generation_prompt: bool, images: Sequence[MarkedImage] = ()
+    ) -> NDArray[np.int64]:
+        """The ids of messages, one for each image and video; of `images`, one for each span."""
         masked, marks = self._masking.mask(messages)
         rendered = self._renderer.render(masked, add_generation_prompt=add_generation_prompt)
+        if images:
+            first, *texts = rendered.split(self.settings.image_token)
+            printed = (image.text(self.settings.image_token) for image in images)
+            rendered = first + "".join(image + text for image, text in zip(printed, texts, strict=True))
         ids = np.asarray(self._encode(rendered, marks), dtype=np.int64)
         self._check_ids(ids)
         return ids

@@ -121,7 +121,7 @@ def check_golden(model: Model) -> Iterator[Check]:
     ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     prepared = model.prepare(golden_image())
-    own_ids = model.text.prompt([{"role": "user", "content": content}], prepared.tokens)
+    own_ids = model.text.prompt([{"role": "user", "content": content}], prepared.placed)
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
     yield Check("image preprocessing", _distance(golden_pixels(prepared.views), pixels), PIXEL_TOLERANCE)
     computed = COMPUTE_TOLERANCE[model.backend.compute]

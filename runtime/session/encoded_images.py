@@ -15,7 +15,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, PromptText
 from vtx.runtime.session.image_cache import ImageCache, nbytes
 from vtx.runtime.session.prefix import ImageEncoders
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens, MarkedImage
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
 ExtrasKey = tuple[tuple[str, bytes], ...]
@@ -26,7 +26,8 @@ class PreparedImage:
     """One preprocessed image: its `views` [views, 3, height, width] float32, a hash of them, and its number of tokens.
 
     `size` is its width and height before that; `arrange` makes the image's tokens of those of its views. A video is
-    one too, of the `kind` "video": each frame is a view, and `size` that of the first.
+    one too, of the `kind` "video": each frame is a view, and `size` that of the first. `marked`: how its tokens stand
+    in a prompt, where text stands among them.
     """
 
     views: NDArray[np.float32]
@@ -35,6 +36,12 @@ class PreparedImage:
     size: tuple[int, int]
     arrange: Callable[[Sequence[ImageTokens]], ImageTokens]
     kind: Literal["image", "video"] = "image"
+    marked: MarkedImage | None = None
+
+    @property
+    def placed(self) -> int | MarkedImage:
+        """What stands for the image in a prompt."""
+        return self.tokens if self.marked is None else self.marked
 
     @property
     def pixels(self) -> NDArray[np.float32]:

@@ -74,5 +74,5 @@ def decode_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
             for cache, length in zip(of_one, before, strict=True):
                 cache.keep(min(length, cache.length))
         raise
-    for session, row in zip(sessions, logits, strict=True):
-        session.decoded(row)
+    for session, row, state in zip(sessions, logits, hidden, strict=True):
+        session.decoded(row, state)

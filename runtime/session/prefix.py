@@ -109,6 +109,8 @@ def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Id
 
     [n, 3] where images' offsets have three parts, which are equal for text.
     """
+    if all(image.offsets is None for image in images):  # text may stand among an image's tokens
+        return np.arange(len(is_vision), dtype=np.int64), len(is_vision)
     offsets = [np.arange(len(i.rows)) if i.offsets is None else i.offsets for i in images]
     ends = [*(image.positions for image in images)]
     parts = offsets[0].shape[1:] if offsets else ()

@@ -61,7 +61,9 @@ class Session:
         self._check: Callable[[], None] = _never
         self.next_token: int | None = None  # what `decode` will be given next, where that is certain
         self._ahead: NDArray[np.float32] | None = None  # logits [vocab] after it, run together with other sessions
-        self._drafts = deque[tuple[int, NDArray[np.float32]]]()  # tokens that ran on trial, the logits after each
+        # tokens that ran on trial, the logits after each, and its hidden state
+        self._drafts = deque[tuple[int, NDArray[np.float32], HiddenStates]]()
+        self.state: HiddenStates = np.zeros(0, np.float32)  # [hidden] of the last layer, whose logits were given last
 
     @property
     def capacity(self) -> int:
@@ -126,6 +128,7 @@ class Session:
                 self._suffix, self._selection = [], None
                 self.caches.enter(entering)
             hidden = self._run_suffix(prompt, policy, after)
+            self.state = hidden[-1]
             return self._result(self._backend.head(hidden[-1:])[0], reused)
         finally:
             self._check = _never
@@ -146,8 +149,8 @@ class Session:
             first = self.next_position(number)
             hidden = self.caches.cache(number).append(hidden, np.arange(first, first + len(hidden), dtype=np.int64))
         self._suffix.append(token)
-        logits = self._backend.head(hidden)
-        self._drafts.extend(zip(draft, logits[1:], strict=True))
+        logits, self.state = self._backend.head(hidden), hidden[0]
+        self._drafts.extend(zip(draft, logits[1:], hidden[1:], strict=True))
         first_logits: NDArray[np.float32] = logits[0]
         return first_logits
 
@@ -160,7 +163,8 @@ class Session:
             self.forget_draft()
             return None
         self._suffix.append(token)
-        return self._drafts.popleft()[1]
+        _, logits, self.state = self._drafts.popleft()
+        return logits
 
     def forget_draft(self) -> None:
         """Have what is left of a draft leave the caches."""
@@ -186,11 +190,11 @@ class Session:
         """In stage `number`, of the next token."""
         return self._layouts[number].position + len(self._suffix)
 
-    def decoded(self, logits: NDArray[np.float32]) -> None:
-        """Take over the logits [vocab] after `next_token`, which has run through the caches."""
+    def decoded(self, logits: NDArray[np.float32], state: HiddenStates) -> None:
+        """Take over the logits [vocab] after `next_token`, which has run through the caches, and its state [hidden]."""
         assert self.next_token is not None
         self._suffix.append(self.next_token)
-        self.next_token, self._ahead = None, logits
+        self.next_token, self._ahead, self.state = None, logits, state
 
     def _check_room(self, tokens: int, vision: int = 0) -> None:
         if tokens + 1 > self.capacity:

@@ -17,7 +17,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.fit import fitted
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, MarkedImage
 
 
 class Layout(Protocol):
@@ -84,6 +84,20 @@ class Resolving(Layout, Protocol):
     def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
         """The most pixels with which images of these sizes (width, height) have so many tokens; None: none do."""
         ...
+
+
+@runtime_checkable
+class MarkedLayout(Protocol):
+    """A layout that puts text among the tokens of an image."""
+
+    def marked(self, width: int, height: int) -> MarkedImage:
+        """What stands in a prompt for an image of this size."""
+        ...
+
+
+def placed(layout: Layout, width: int, height: int) -> int | MarkedImage:
+    """What stands in a prompt for an image of this size: so many image tokens, or these with text among them."""
+    return layout.marked(width, height) if isinstance(layout, MarkedLayout) else layout.count(width, height)
 
 
 L = TypeVar("L", bound=Layout)

@@ -116,6 +116,21 @@ class ImageTokens:
         return ImageTokens(rows, patches, offsets=offsets[which], span=self.positions)
 
 
+@dataclass(frozen=True, slots=True)
+class MarkedImage:
+    """An image in a prompt, in `spans` of so many image tokens each, with text of its layout among them.
+
+    `marks` stand before, between and after the spans: one more than these.
+    """
+
+    spans: tuple[int, ...]
+    marks: tuple[str, ...]
+
+    def text(self, image_token: str) -> str:
+        """What is printed for the image, one image token a span."""
+        return image_token.join(self.marks)
+
+
 def joined(views: Sequence[ImageTokens]) -> ImageTokens:
     """The tokens of views, and of newlines, one after the other."""
     indices, numbers, signals = list[Ids](), list[Ids](), dict[str, list[NDArray[np.float32]]]()

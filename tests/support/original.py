@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from tests.support.tiny import Tiny
 
 TOWER = "clip-tower"
+OFTEN = -2  # what the logits of LISA's [SEG] are multiplied by, so that answers hold it
 PIECES = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *"etaoinshrdlucmfwypvbgkqjxzUSERAITN:?"]
 WORDS = ("▁the", "▁what", "▁is", "▁picture", "▁red")
-DECODERS = {"llava_llama": "llama", "llava_mistral": "mistral", "vila": "llama"}
+DECODERS = {"llava_llama": "llama", "llava_mistral": "mistral", "vila": "llama", "lisa": "llama"}
+AROUND = ("[SEG]", "<im_start>", "<im_end>")  # of LISA, behind the pieces of its tokenizer.model
 
 
 def counterpart(tiny: Tiny) -> Tiny:
@@ -39,12 +41,30 @@ def make_original(folder: Path, tiny: Tiny, seed: int) -> Path:
     text = {key: value for key, value in config["text_config"].items() if value is not None}
     rope = text.pop("rope_parameters")
     write_json(folder / "config.json", text | _fields(tiny) | {"rope_theta": rope["rope_theta"]})
-    write_tokenizer_model(folder / "tokenizer.model", tiny.vocab)
+    pieces = write_tokenizer_model(folder / "tokenizer.model", tiny.vocab)
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": True})
     write_json(folder / "generation_config.json", {"eos_token_id": 2})
+    if tiny.family == "lisa":
+        write_json(folder / "added_tokens.json", {token: pieces + n for n, token in enumerate(AROUND)})
+        weights = {name: weight for name, weight in weights.items() if "projector" not in name}
+        weights |= lisa_projector(tiny, seed)
+        weights["lm_head.weight"][pieces] *= OFTEN
+        weights["model.visual_model.mask_decoder.weight"] = weights["lm_head.weight"][:2].clone()
     tensors = {_rename(name): tensor for name, tensor in weights.items() if not _of_tower(name)}
     _write_weights(folder, tensors, tiny)
     return folder
+
+
+def lisa_projector(tiny: Tiny, seed: int = 0) -> dict[str, Any]:
+    """The one matrix of LISA's projector and its bias."""
+    import torch
+
+    from tests.support.tiny import random_tensor
+
+    shapes = {"weight": (tiny.hidden, tiny.vision_hidden), "bias": (tiny.hidden,)}
+    return {
+        f"model.mm_projector.{kind}": torch.from_numpy(random_tensor(kind, of, seed)) for kind, of in shapes.items()
+    }
 
 
 def make_vila(folder: Path, tiny: Tiny, seed: int) -> Path:
@@ -100,8 +120,8 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tokenizer_model(path: Path, vocab: int) -> None:
-    """A sentencepiece model of Llama's kind with `vocab` pieces at most."""
+def write_tokenizer_model(path: Path, vocab: int) -> int:
+    """Write a sentencepiece model of Llama's kind with `vocab` pieces at most, and return their number."""
     from transformers.convert_slow_tokenizer import import_protobuf
 
     merged = dict.fromkeys(word[:end] for word in WORDS for end in range(2, len(word) + 1))
@@ -121,6 +141,7 @@ def write_tokenizer_model(path: Path, vocab: int) -> None:
     model.normalizer_spec.add_dummy_prefix = True
     model.normalizer_spec.remove_extra_whitespaces = False
     path.write_bytes(model.SerializeToString())
+    return len(pieces)
 
 
 def _fields(tiny: Tiny) -> dict[str, Any]:
@@ -135,6 +156,10 @@ def _fields(tiny: Tiny) -> dict[str, Any]:
         "mm_use_im_start_end": False,
         "mm_use_im_patch_token": False,
     }  # fmt: skip
+    if tiny.family == "lisa":
+        del fields["mm_projector_type"]  # absent means one matrix
+        fields |= {"architectures": ["LISAForCausalLM"], "model_type": "llava", "mm_use_im_start_end": True}
+        fields["image_aspect_ratio"] = "square"
     if tiny.aspect == "anyres":
         points = [[width, height] for height, width in tiny.pinpoints]
         fields |= {"mm_patch_merge_type": "spatial_unpad", "image_grid_pinpoints": points}

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tests.support.exported import greedy
 from tests.support.reference import Reference
-from vtx.runtime.api.model import Model
+from vtx.runtime.api.model import Model, Picture
+from vtx.runtime.api.options import Options
 from vtx.runtime.session.session import Prompt
 
 STEPS = 6
 TOLERANCE = 2e-5
+
+
+QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
+
+
+def assert_later_equal_fresh(
+    model: Model, pictures: Sequence[Picture], k: int | None, questions: Sequence[str] = QUESTIONS
+) -> None:
+    """Further questions in one conversation get the answers, and their probabilities, of fresh ones."""
+    options = Options(STEPS, ignore_eos=True, logprobs=True)
+    with model.open(pictures) as conversation:
+        later = [conversation.ask(question, k, options) for question in questions]
+    for question, answer in zip(questions, later, strict=True):
+        with model.open(pictures) as fresh:
+            alone = fresh.ask(question, k, options)
+        assert answer.token_ids == alone.token_ids
+        assert answer.logprobs is not None
+        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
+    assert [answer.stats.reused_image for answer in later] == [number > 0 for number in range(len(questions))]
 
 
 def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt) -> None:

@@ -46,7 +46,9 @@ class Reference:
         self.tokenizer = self.processor.tokenizer
         # Transformers' processor looks for a template everywhere but in tokenizer_config.json.
         self.template = self.processor.chat_template or self.tokenizer.chat_template
-        self.layers = len(self.model.model.language_model.layers)
+        inner = self.model.model
+        self.decoder: Any = inner.text_model if hasattr(inner, "text_model") else inner.language_model
+        self.layers = len(self.decoder.layers)
         self.image_token = self.model.config.image_token_id
         self.video_token = getattr(self.model.config, "video_token_id", None) or -1
         self.eos = self.model.generation_config.eos_token_id
@@ -65,6 +67,9 @@ class Reference:
             "video_llava": ("VideoLlavaImageProcessor", "VideoLlavaProcessor"),
             "qwen2_vl": ("Qwen2VLImageProcessorPil", "Qwen2VLProcessor"),
             "qwen2_5_vl": ("Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor"),
+            "idefics3": ("Idefics3ImageProcessorPil", "Idefics3Processor"),
+            # its own processor needs another package, for numbers in words; an image's text is Idefics3's
+            "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
         }
         if config.model_type not in processors:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
@@ -75,6 +80,9 @@ class Reference:
         if config.model_type in ("llava_next_video", "video_llava"):
             settings = {"patch_size": config.vision_config.patch_size, "num_additional_image_tokens": 1}
             settings["vision_feature_select_strategy"] = config.vision_feature_select_strategy
+        if config.model_type in ("idefics3", "smolvlm"):
+            tower = config.vision_config
+            settings = {"image_seq_len": (tower.image_size // tower.patch_size // config.scale_factor) ** 2}
         if config.model_type == "llava_onevision":
             side = config.vision_config.image_size // config.vision_config.patch_size
             settings = {"num_image_tokens": side**2, "vision_feature_select_strategy": "full"}
@@ -146,7 +154,7 @@ class Reference:
             logits.append(self.last_logits(rows, vision, k, positions))
             positions = torch.cat([positions, positions.max() + torch.ones_like(positions[..., :1])], -1)
             ids.append(int(logits[-1].argmax()))
-            answered = self.model.model.language_model.embed_tokens(torch.tensor([[ids[-1]]]))
+            answered = self.decoder.embed_tokens(torch.tensor([[ids[-1]]]))
             rows = torch.cat([rows, answered], dim=1)
             vision = torch.cat([vision, torch.tensor([False])])
         return Greedy(ids, torch.stack(logits), logits[0])
@@ -178,7 +186,7 @@ class Reference:
     def prompt(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedded rows [1, S+V+T, hidden] and which of them are vision rows [S+V+T]."""
         vision = self._vision(inputs)
-        rows = self.model.model.language_model.embed_tokens(inputs["input_ids"])
+        rows = self.decoder.embed_tokens(inputs["input_ids"])
         if inputs.get("pixel_values") is not None:
             names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw")
             pictures = {name: inputs[name] for name in names if name in inputs}
@@ -202,7 +210,7 @@ class Reference:
     def last_logits(
         self, rows: torch.Tensor, vision: torch.Tensor, k: int | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        decoder = self.model.model.language_model
+        decoder = self.decoder
         full_layers = self._full_layers(k)
         positions = torch.arange(rows.shape[1])[None] if positions is None else positions
         rows = self.run(decoder.layers[:full_layers], rows, positions)
@@ -215,7 +223,7 @@ class Reference:
         """`layers` over `rows` [1, n, hidden], each row seeing itself and the rows before it."""
         count = rows.shape[1]
         mask = torch.full((1, 1, count, count), torch.finfo(rows.dtype).min, dtype=rows.dtype).triu(1)
-        rope = self.model.model.language_model.rotary_emb(rows, position_ids=positions)
+        rope = self.decoder.rotary_emb(rows, position_ids=positions)
         for layer in layers:
             rows = layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=rope)
         return rows

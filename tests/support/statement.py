@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.support.clip import Clip
 from tests.support.reference import Inputs, Reference
+from tests.support.tiny import MARKED
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Statement:
         model = reference.model
         self._tower = getattr(model.model, "vision_tower", None)
         self._projector = getattr(model.model, "multi_modal_projector", None)
-        self._decoder, self._head, self._config = model.model.language_model, model.lm_head, model.config
+        self._decoder, self._head, self._config = reference.decoder, model.lm_head, model.config
 
     @torch.inference_mode()
     def answer(self, inputs: Inputs, method: Method, n: int, asked: str = "") -> Outcome:
@@ -164,14 +165,14 @@ class Statement:
         pixels, sizes = inputs.get("pixel_values"), inputs.get("image_sizes")
         if pixels is None:
             return []
-        if self._config.model_type in ("internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl"):
+        if self._config.model_type in ("internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", *MARKED):
             return self._given(inputs)
         if sizes is None:
             return [self.image(image, method) for image in pixels]
         return [self._tiled(image, size, method) for image, size in zip(pixels, sizes, strict=True)]
 
     def _given(self, inputs: Inputs) -> list[Image]:
-        """Images whose tokens are no patches, as transformers makes them; each is one run of placeholders."""
+        """Images whose tokens are no patches, as transformers makes them; each, or each tile, is a run."""
         names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw")
         pictures = {name: inputs[name] for name in names if name in inputs}
         features = torch.cat([*self._reference.model.model.get_image_features(**pictures).pooler_output])

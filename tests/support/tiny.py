@@ -58,6 +58,10 @@ ARCHITECTURES = {
     "vila": "LlavaLlamaModel",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "lisa": "LISAForCausalLM",
+    "internvl_chat": "InternVLChatModel",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "idefics3": "Idefics3ForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -69,7 +73,12 @@ PROCESSORS = {
     "internvl": "InternVLProcessor",
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "internvl_chat": "",
+    "smolvlm": "SmolVLMProcessor",
+    "idefics3": "Idefics3Processor",
 }
+MARKED = ("smolvlm", "idefics3")
+MARKS = ["<fake_token_around_image>", *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))]
 PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
 VIDEOS = {
     "llava_next_video": "LlavaNextVideoVideoProcessor",
@@ -90,7 +99,8 @@ class Tiny:
 
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
-        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl",
+        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "lisa", "internvl_chat", "smolvlm",
+        "idefics3",
     ] = "llava"  # fmt: skip
     text: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     layers: int = 8
@@ -132,11 +142,13 @@ class Tiny:
     @property
     def image_token(self) -> str:
         """What stands for an image in a prompt."""
-        return "<IMG_CONTEXT>" if self.family == "internvl" else IMAGE_TOKEN
+        return "<IMG_CONTEXT>" if self.family in ("internvl", "internvl_chat") else IMAGE_TOKEN
 
     @property
     def tower(self) -> str:
         """The tower's model_type."""
+        if self.family in MARKED:
+            return f"{self.family}_vision"
         return "internvl_vision" if self.vision == "internvl" else f"{self.vision}_vision_model"
 
     @property
@@ -149,6 +161,10 @@ class Tiny:
     @property
     def around(self) -> list[str]:
         """Further special tokens, which stand before the image token in the vocabulary."""
+        if self.family == "internvl_chat":
+            return ["<img>", "</img>", "<|im_start|>", "<|im_end|>"]
+        if self.family in MARKED:
+            return [*MARKS, *["<global-img>"] * (self.family == "smolvlm")]
         videos = self.family in VIDEOS or self.family.startswith("qwen")
         return list(AROUND.values()) if self.family == "internvl" else [VIDEO_TOKEN] * videos
 
@@ -161,7 +177,7 @@ class Tiny:
     @property
     def vision_tokens(self) -> int:
         """Rows of one pass of the tower; of llava an image takes as many in the prompt."""
-        if self.family == "internvl":
+        if self.family in ("internvl", "internvl_chat", *MARKED):
             return (self.image // self.patch // 2) ** 2
         extra = (self.vision == "clip") - (self.select == "default")
         return (self.image // self.patch) ** 2 + extra
@@ -170,13 +186,17 @@ class Tiny:
 def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
     """Write the checkpoint into `folder`, made if need be, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    if tiny.family in ("llava_llama", "llava_mistral", "vila"):
+    if tiny.family in ("llava_llama", "llava_mistral", "vila", "lisa"):
         from tests.support.original import make_original, make_vila
 
         return (make_vila if tiny.family == "vila" else make_original)(folder, tiny, seed)
     if tiny.family.startswith("qwen"):
         return _make_qwen(folder, tiny, seed)
-    image_token = _write_tokenizer(folder, tiny)
+    if tiny.family == "internvl_chat":
+        from tests.support.internvl_chat import make_internvl_chat
+
+        return make_internvl_chat(folder, tiny, seed)
+    image_token = write_tokenizer(folder, tiny)
     config = _config(tiny, image_token)
     written = _hub_config(tiny, image_token) if tiny.names == "hub" else _new_config(config, tiny)
     _write_json(folder / "config.json", written)
@@ -192,7 +212,7 @@ def _make_qwen(folder: Path, tiny: Tiny, seed: int) -> Path:
 
     from tests.support import qwen
 
-    image_token, text = _write_tokenizer(folder, tiny), _text_fields(tiny) | {"bos_token_id": 1, "eos_token_id": 2}
+    image_token, text = write_tokenizer(folder, tiny), _text_fields(tiny) | {"bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(tiny.family, **qwen.settings(tiny, text, image_token))
     written = qwen.hub_settings(tiny, text, image_token) if tiny.names == "hub" else config.to_dict()
     _write_json(folder / "config.json", written | {"architectures": [ARCHITECTURES[tiny.family]]})
@@ -284,7 +304,7 @@ def _vision_fields(tiny: Tiny) -> dict[str, Any]:
         "image_size": tiny.image,
         "patch_size": tiny.patch,
     }
-    if tiny.vision == "siglip":
+    if tiny.vision == "siglip" and tiny.family not in MARKED:
         fields["vision_use_head"] = tiny.vision_head
     if tiny.vision == "internvl":
         fields["attention_bias"] = tiny.attention_bias
@@ -292,6 +312,8 @@ def _vision_fields(tiny: Tiny) -> dict[str, Any]:
 
 
 def _llava_fields(tiny: Tiny) -> dict[str, Any]:
+    if tiny.family in MARKED:
+        return {"scale_factor": 2}
     layer = tiny.feature_layer
     fields: dict[str, Any] = {
         "image_seq_length": tiny.vision_tokens,
@@ -318,7 +340,7 @@ def _config(tiny: Tiny, image_token: int) -> Any:
         tiny.family,
         text_config=AutoConfig.for_model(tiny.text, **_text_fields(tiny), rope_parameters=rope),
         vision_config=AutoConfig.for_model(tiny.tower, **_vision_fields(tiny)),
-        **{"image_token_id" if tiny.family == "internvl" else "image_token_index": image_token},
+        **{"image_token_id" if tiny.family in ("internvl", *MARKED) else "image_token_index": image_token},
         tie_word_embeddings=tiny.tied,
         **_llava_fields(tiny),
     )
@@ -345,7 +367,7 @@ def _hub_config(tiny: Tiny, image_token: int) -> dict[str, Any]:
     return _llava_fields(tiny) | {
         "architectures": [ARCHITECTURES[tiny.family]],
         "ignore_index": -100,
-        "image_token_index": image_token,
+        "image_token_id" if tiny.family in MARKED else "image_token_index": image_token,
         "model_type": tiny.family,
         "text_config": text,
         "tie_word_embeddings": tiny.tied,
@@ -369,7 +391,7 @@ def _merges(count: int, space: str) -> list[tuple[str, str]]:
     return list(merges)[:count]
 
 
-def _write_tokenizer(folder: Path, tiny: Tiny) -> int:
+def write_tokenizer(folder: Path, tiny: Tiny) -> int:
     """Write a tokenizer of exactly `tiny.vocab` tokens and return the id of the image token, which is the last."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -449,6 +471,11 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
         "resample": 3,
         "rescale_factor": 1 / 255,
     }
+    if tiny.family in MARKED:
+        sizes = {"size": {"longest_edge": 2 * tiny.image}, "max_image_size": {"longest_edge": tiny.image}}
+        half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_image_splitting": True, "do_pad": True}
+        kind = PROCESSORS[tiny.family].replace("Processor", "ImageProcessor")
+        return settings | half | sizes | {"resample": 1, "image_processor_type": kind}
     if tiny.vision == "siglip":
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         if tiny.family == "llava_onevision":
@@ -520,7 +547,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _rename(name: str, tiny: Tiny) -> str:
-    if tiny.names == "new" or tiny.family.startswith("qwen"):
+    if tiny.names == "new" or tiny.family in MARKED or tiny.family.startswith("qwen"):
         return name
     name = name.removeprefix("model.")
     if name.startswith("language_model."):

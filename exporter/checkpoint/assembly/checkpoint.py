@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from vtx.exporter.checkpoint.assembly.towers import find_tower
 from vtx.exporter.checkpoint.families.registry import find_family
 from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name, check_model, open_model, read_settings
-from vtx.exporter.checkpoint.original.parts import OriginalLayout, OriginalParts
+from vtx.exporter.checkpoint.original.parts import OriginalLayout, OriginalParts, WholeLayout
 from vtx.exporter.checkpoint.processor import read_image_processor
-from vtx.runtime.errors import RequestError, UnsupportedModelError
+from vtx.runtime.bundle.spec.text_settings import MAX_ID
+from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 
 TOWER = "vision."
 
@@ -44,7 +46,9 @@ def open_checkpoint(
         return complete(found, layout, tower, allow_pickle=allow_pickle)
     if tower is not None:
         raise RequestError("--tower is for checkpoints that only name their tower; this one holds it, leave it out")
-    return found if layout is None else _joined(found, layout)
+    if layout is None:
+        return found
+    return _joined(found, layout) if layout.whole is None else _whole(found, layout, layout.whole)
 
 
 def _folders(config: Mapping[str, Any]) -> Collection[str]:
@@ -60,6 +64,31 @@ def _joined(checkpoint: Checkpoint, layout: OriginalLayout) -> Checkpoint:
     processor, config = read_image_processor(tower), {**checkpoint.config, **own}
     parts = OriginalParts(layout.processor(config, processor), layout.template(config), text)
     return replace(checkpoint, config=config, original=parts)
+
+
+def _whole(checkpoint: Checkpoint, layout: OriginalLayout, whole: WholeLayout) -> Checkpoint:
+    """A checkpoint whose parts all are there, with its tensors apart and the ids that its tokenizer's files have."""
+    text = checkpoint.config.get(whole.text)
+    ids = {token: _added_id(checkpoint.folder, token) for token in (whole.image_token, whole.end_token)}
+    config = {**checkpoint.config, "text_config": text, "image_token_id": ids[whole.image_token]}
+    parts = OriginalParts(
+        layout.processor(config, {}), layout.template(config), checkpoint.folder, (ids[whole.end_token],)
+    )
+    return replace(checkpoint, config=config, tensors=dict(whole.tensors(config, checkpoint.tensors)), original=parts)
+
+
+def _added_id(folder: Path, token: str) -> int:
+    """The id of an added token, as the files beside a tokenizer say it. Raises CheckpointError."""
+    listed = read_settings(folder, "tokenizer_config.json").get("added_tokens_decoder")
+    entries = listed.items() if isinstance(listed, Mapping) else ()
+    known = {str(entry["content"]): id for id, entry in entries if isinstance(entry, Mapping) and "content" in entry}
+    id = known.get(token, read_settings(folder, "added_tokens.json").get(token))
+    if not str(id).isdecimal() or not 0 <= int(str(id)) <= MAX_ID:
+        raise CheckpointError(
+            f"neither tokenizer_config.json nor added_tokens.json says the id of {token}; take the tokenizer that "
+            "belongs to the model"
+        )
+    return int(str(id))
 
 
 def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, *, allow_pickle: bool) -> Checkpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -18,9 +18,10 @@ from vtx.exporter.checkpoint.original.known_towers import (
     INTERNVIT_TENSORS,
     internvit_config,
     internvit_processor,
+    thirds,
 )
 from vtx.exporter.checkpoint.processor import read_image_processor
-from vtx.runtime.bundle.safetensors import TensorInfo, shown
+from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 
@@ -59,7 +60,7 @@ def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool
             f"({cause}); give the tower's directory with --tower PATH"
         ) from cause
     if found.config.get("model_type") == INTERNVIT:
-        found = replace(found, tensors=dict(_apart(found.tensors)))
+        found = replace(found, tensors=dict(thirds(found.tensors)))
         return NamedTower(internvit_config(found.config, name), internvit_processor(name), found, str(found.folder))
     config = found.config.get("vision_config", found.config)
     kind = _kind(found.config)
@@ -73,19 +74,6 @@ def _tower_name(name: str) -> str:
         if found:
             return renamed
     return canonical_name(name)
-
-
-def _apart(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors, with q, k and v each on its own: they are thirds of the rows of one."""
-    for name, info in tensors.items():
-        stem, found, kind = name.partition(".qkv.")
-        if not found or not info.shape or info.shape[0] % 3:
-            yield name, info
-            continue
-        nbytes, shape = info.nbytes // 3, (info.shape[0] // 3, *info.shape[1:])
-        for number, part in enumerate("qkv"):
-            third = replace(info, shape=shape, offset=info.offset + number * nbytes, nbytes=nbytes)
-            yield f"{stem}.{part}_proj.{kind}", third
 
 
 def _inside(name: str, model: Checkpoint) -> str | None:

@@ -26,7 +26,7 @@ MAX_PROJECTOR_LAYERS = 8
 _MAX_POINTS = 10_000  # characters of a list that is written as a string
 _STRATEGIES = {"patch": "default", "cls_patch": "full"}
 _ASPECTS = (None, "square", "pad", "anyres")
-_DECODER = (
+DECODER = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act",
     "attention_bias", "mlp_bias", "sliding_window", "tie_word_embeddings",
@@ -48,7 +48,7 @@ def _read(decoder: str, config: Config) -> ModelConfig:
     if selected not in _STRATEGIES:
         raise UnsupportedModelError(f"mm_vision_select_feature {selected!r:.40} is not supported; vtx knows patch")
     internvit = tower.get("model_type") == INTERNVIT
-    text = {key: config[key] for key in _DECODER if config.get(key) is not None}
+    text = {key: config[key] for key in DECODER if config.get(key) is not None}
     shaped = {
         "text_config": {**text, "model_type": decoder},
         "vision_config": {**tower, "model_type": "clip_vision_model"} if internvit else tower,
@@ -163,8 +163,10 @@ def _template(name: str, config: Config) -> str:
     return TEMPLATES[name].replace("{{ image_token }}", image)
 
 
-def original_family(model_type: str, architecture: str, decoder: str, template: str) -> Family:
-    """A family of this layout, with another `decoder` or chat `template`."""
+def original_family(
+    model_type: str, architecture: str, decoder: str, template: str, seg_token: str | None = None
+) -> Family:
+    """A family of this layout, with another `decoder` or chat `template`, or a `seg_token`."""
     return Family(
         model_type=model_type,
         architecture=architecture,
@@ -183,6 +185,7 @@ def original_family(model_type: str, architecture: str, decoder: str, template: 
             processor=_processor,
             template=partial(_template, template),
         ),
+        seg_token=seg_token,
     )
 
 

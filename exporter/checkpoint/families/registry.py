@@ -19,11 +19,7 @@ FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(pack
 # Known, and not exported: what is missing, by model_type or architecture.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "internvl_chat": "its code is part of the checkpoint and never run; its tower and decoders are not built",
         "eagle_llama": "its five towers are not built",
-        "LISAForCausalLM": "the states of its segmentation tokens, which a mask decoder needs, are not given out",
-        "smolvlm": "its tower's patch positions and shuffled patches are not built",
-        "idefics3": "its tower's patch positions and shuffled patches are not built",
     }
 )
 

@@ -40,7 +40,8 @@ class Family:
     pairs of a pattern and what it becomes in canonical names, for names that other families do not have.
     `video_processor` prepares the frames of videos, where the family takes them.
     `adjust` adds what the image processor's file says, `template` what transformers' processor does to a prompt beside
-    the chat template. A family with an `original` layout, its authors', is recognised by its `architecture` alone.
+    the chat template. `seg_token` stands for a segment of the image, whose state answers give out. A family with an
+    `original` layout, its authors', is recognised by its `architecture` alone.
     """
 
     model_type: str
@@ -52,6 +53,7 @@ class Family:
     adjust: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig] | None = None
     template: Callable[[str], str] | None = None
     original: OriginalLayout | None = None
+    seg_token: str | None = None
 
 
 def read_llava_like(

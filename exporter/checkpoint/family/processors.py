@@ -32,7 +32,7 @@ class ImageProcessor:
 
     `own_size`: pictures keep their own resolution, which the image layout rounds. `tiled`: its size is that of a tile,
     which neither resizing nor cropping may change. `pads`: `do_pad` makes each picture square on the mean colour, and
-    not just those of a batch alike.
+    not just those of a batch alike. `size` is the key of the size.
     """
 
     name: str
@@ -40,6 +40,7 @@ class ImageProcessor:
     tiled: bool = False
     pads: bool = False
     own_size: bool = False
+    size: str = "size"
 
 
 CLIP = ImageProcessor("CLIPImageProcessor", CLIP_DEFAULTS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+from vtx.runtime.bundle.safetensors import TensorInfo
 
 CLIP_L_336 = "openai/clip-vit-large-patch14-336"
 # The published configuration of the tower that nearly all of them name; only its weights have to be found.
@@ -53,6 +56,19 @@ def internvit_processor(name: str) -> Mapping[str, Any]:
         "crop_size": {"height": side, "width": side}, "image_mean": [0.485, 0.456, 0.406],
         "image_std": [0.229, 0.224, 0.225],
     }  # fmt: skip
+
+
+def thirds(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors of an InternViT, with q, k and v each on its own: they are thirds of the rows of one."""
+    for name, info in tensors.items():
+        stem, found, kind = name.partition(".qkv.")
+        if not found or not info.shape or info.shape[0] % 3:
+            yield name, info
+            continue
+        nbytes, shape = info.nbytes // 3, (info.shape[0] // 3, *info.shape[1:])
+        for number, part in enumerate("qkv"):
+            third = replace(info, shape=shape, offset=info.offset + number * nbytes, nbytes=nbytes)
+            yield f"{stem}.{part}_proj.{kind}", third
 
 
 def known_tower(name: str) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The conversation formats of original LLaVA, as chat templates. The system texts are published with the models."""
+"""Chat templates of original LLaVA and InternVL-Chat, with the system texts that are published with the models."""
 
 from __future__ import annotations
 
@@ -41,11 +41,34 @@ def _instructions(system: str, between: str) -> str:
     return _template(block.format(system) if system else "[INST] ", block.format(_TEXTS), user, assistant, "")
 
 
+def _chatml(system: str, after: str) -> str:
+    """InternVL-Chat's: `after` stands behind each message, images between tokens of their own."""
+    begin, end = "<|im_start|>{}\n", f"<|im_end|>{after}"
+    images = _IMAGES.replace("{{ image_token }}", "<img>{{ image_token }}</img>")
+    opening, given = (begin.format("system") + text + end for text in (system, _TEXTS))
+    user, reply = begin.format("user") + images + _TEXTS + end, begin.format("assistant")
+    return _template(opening, given, user, reply + _TEXTS + end, reply)
+
+
+INTERNVL_SYSTEMS: Mapping[str, str] = MappingProxyType(
+    {
+        "internlm2-chat": (
+            "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, "  # noqa: RUF001
+            "是一个有用无害的人工智能助手。"
+        ),
+        "internvl2_5": (
+            "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、"  # noqa: RUF001
+            "清华大学及多家合作单位联合开发的多模态大语言模型。"
+        ),
+    }
+)
 TEMPLATES: Mapping[str, str] = MappingProxyType(
     {
         "vicuna_v1": _speakers(_VICUNA.format("user")),
         "llava_v1": _speakers(_VICUNA.format("human")),
         "llava_llama_2": _instructions(_LLAMA_2, "{{ bos_token }}"),
         "mistral_instruct": _instructions("", ""),
+        "internlm2-chat": _chatml(INTERNVL_SYSTEMS["internlm2-chat"], ""),
+        "internvl2_5": _chatml(INTERNVL_SYSTEMS["internvl2_5"], "\n"),
     }
 )

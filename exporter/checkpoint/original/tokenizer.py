@@ -18,6 +18,7 @@ from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelErr
 from vtx.runtime.prompt.tokenizer import rust_errors
 
 FILE = "tokenizer.model"
+UNK_ID = 0  # of <unk>, which the image token replaces
 UNKNOWN, BPE = 2, 2  # the kind of a piece, and of a model, in sentencepiece's format
 _SPACE = "\u2581"
 _SAMPLES = (
@@ -26,10 +27,11 @@ _SAMPLES = (
 )  # fmt: skip
 
 
-def original_tokenizer(folder: Path, name: str) -> Any:
+def original_tokenizer(folder: Path, name: str, *, own_image_token: bool = False) -> Any:
     """Transformers' tokenizer for the tokenizer.model in `folder`; in place of <unk> it has the image token.
 
-    Text never becomes <unk>, since bytes stand for what has no piece; so its id is free.
+    Text never becomes <unk>, since bytes stand for what has no piece; so its id is free. With an `own_image_token`
+    among its added tokens it keeps <unk>.
 
     Raises:
         CheckpointError: it is damaged, or gives other ids than sentencepiece does.
@@ -54,6 +56,8 @@ def original_tokenizer(folder: Path, name: str) -> Any:
     with rust_errors(CheckpointError, f"transformers cannot convert the {FILE} of {name}; download it again"):
         converted = LlamaTokenizer.from_pretrained(folder, local_files_only=True)
         spec = _spelled(json.loads(converted.backend_tokenizer.to_str()), prefix=proto.normalizer_spec.add_dummy_prefix)
+        if not own_image_token:
+            spec = _with_image_token(spec)
         bos, eos = (str(getattr(converted, f"{kind}_token")) for kind in ("bos", "eos"))
         spec["post_processor"] = _beginning(bos, spec["model"]["vocab"][bos])
         backend = Tokenizer.from_str(json.dumps(spec))
@@ -91,13 +95,20 @@ def check_kind(proto: Any) -> None:
 
 
 def _spelled(spec: dict[str, Any], *, prefix: bool) -> dict[str, Any]:
-    """The tokenizer.json with sentencepiece's own treatment of spaces, and the image token for <unk>."""
+    """The tokenizer.json with sentencepiece's own treatment of spaces."""
     steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     spec["normalizer"], spec["pre_tokenizer"] = {"type": "Sequence", "normalizers": steps}, None
+    # as sentencepiece's users do, added tokens are cut out before anything is prepended
+    spec["added_tokens"] = [{**token, "normalized": False} for token in spec["added_tokens"]]
+    return spec
+
+
+def _with_image_token(spec: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer.json with the image token for <unk>."""
     vocab = spec["model"]["vocab"]
-    unknown = next(piece for piece, id in vocab.items() if id == 0)
-    spec["model"]["vocab"] = {IMAGE_TOKEN if id == 0 else piece: id for piece, id in vocab.items()}
+    unknown = next(piece for piece, id in vocab.items() if id == UNK_ID)
+    spec["model"]["vocab"] = {IMAGE_TOKEN if id == UNK_ID else piece: id for piece, id in vocab.items()}
     spec["model"]["unk_token"] = None
     added = [token for token in spec["added_tokens"] if token["content"] != unknown]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -26,6 +26,13 @@ max_pixels_option = click.option(
     "--max-pixels", type=int, metavar="N",
     help="For models that see images at their own resolution: at most so many pixels of an image, which is shrunk.",
 )  # fmt: skip
+tower_option = click.option(
+    "--tower", metavar="PATH",
+    help="Directory or Hugging Face id of the vision tower, for a checkpoint that only names one.",
+)  # fmt: skip
+allow_pickle_option = click.option(
+    "--allow-pickle", is_flag=True, help="Read pickled weights too: tensors alone, in a confined process."
+)
 threads_option = click.option("--threads", type=int, help="[default: all cores]")
 
 

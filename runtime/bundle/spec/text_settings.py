@@ -102,6 +102,8 @@ class TextSettings:
     video_token: str | None = later(None)
     """What the template prints for a video; null where the model takes none."""
     video_token_id: int | None = later(None)
+    seg_token_id: int | None = later(None)
+    """The token that stands for a segment of the image; answers give out the state that chose it. Null: none does."""
 
     def __post_init__(self) -> None:
         for name in ("bos_token", "eos_token", "pad_token", "unk_token", "no_forms"):
@@ -119,6 +121,7 @@ class TextSettings:
         _require(
             for_video and sound, "video_token_id", "another id than the image token's, beside video_token, or null"
         )
+        _require(self.seg_token_id is None or _is_id(self.seg_token_id), "seg_token_id", "an id or null")
         control = self.control_tokens
         _require(isinstance(control, Mapping) and all(map(_is_id, control.values())), "control_tokens", "ids by text")
         _require((self.forms is None) == (self.no_forms is not None), "no_forms", "null if and only if there are forms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -174,3 +175,24 @@ def test_a_broken_report_chooses_nothing(tiny_checkpoint: Checkpoints, workplace
     done = vtx("export", "--model", str(tiny_checkpoint(GQA)), "--k", "auto", "--calibration", "report.json")
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.slow
+def test_a_tower_and_pickled_weights_are_read_where_they_are_given(
+    tiny_checkpoint: Checkpoints, workplace: Path
+) -> None:
+    pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
+    folder = Path(shutil.copytree(tiny_checkpoint(Tiny(family="llava_llama", pickled=True, shards=2)), "model"))
+    (folder / "clip-tower").rename(workplace / "tower")
+    question = ("questions.jsonl", "--model", "model")
+    ways = {
+        "calibrate": ("--max-new-tokens", "0", "--k-from", "8", "--samples", "2"),
+        "train-gate": ("--max-new-tokens", "2", "--items", "2", "--held-out", "1", "--width", "8", "--epochs", "1"),
+    }
+    for name, words in ways.items():
+        assert "with --allow-pickle" in vtx(name, *question, *words).stderr
+        assert "with --tower PATH" in vtx(name, *question, *words, "--allow-pickle").stderr
+        done = vtx(name, *question, *words, "--allow-pickle", "--tower", "tower")
+        assert done.exit_code == 0, done.stderr
+    refused = vtx("calibrate", "--bundle", "x", "--tower", "tower")
+    assert "are for checkpoints, not for --bundle" in refused.stderr

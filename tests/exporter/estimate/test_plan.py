@@ -163,6 +163,9 @@ def test_wrong_usage_is_exit_2(words: list[str]) -> None:
         ("qwen2-vl-7b", 8.291, 16_384),
         ("qwen2.5-vl-3b", 3.755, 16_384),
         ("qwen2.5-vl-7b", 8.292, 16_384),
+        ("smolvlm2-500m", 0.507, 1088),
+        ("internvl2-8b", 8.08, 3328),
+        ("lisa-13b", 13.31, 256),
     ],
 )
 def test_known_models_have_their_size(name: str, billions: float, image_tokens: int) -> None:

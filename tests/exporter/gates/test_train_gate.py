@@ -27,7 +27,7 @@ from vtx.exporter.data.items import Item
 from vtx.exporter.data.source import Source
 from vtx.exporter.estimate.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
-from vtx.exporter.gates.measure import Measurer, gate_input, measure
+from vtx.exporter.gates.measure import Measurer, Origin, gate_input, measure
 from vtx.exporter.gates.report import FixedRival, HeldOut, judge
 from vtx.exporter.gates.train import TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
@@ -434,7 +434,7 @@ def on_cluster(
 ) -> None:
     from vtx.exporter.gates.cluster import measure_on_cluster
 
-    measure_on_cluster(address, str(model), source.fingerprint, MEASURE, work, report)
+    measure_on_cluster(address, Origin(str(model), source.fingerprint), MEASURE, work, report)
 
 
 def test_without_ray_the_extra_is_named(

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tests.support.exported import Models, prompt
 from tests.support.original import counterpart
-from tests.support.parity import STEPS, TOLERANCE, assert_parity
+from tests.support.parity import assert_later_equal_fresh, assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID
-from vtx.runtime.api.options import Options
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
 
@@ -96,14 +94,5 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [None, 5])
 def test_later_questions_equal_fresh_runs(models: Models, k: int | None) -> None:
-    model, options = models(ANYRES, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
-    questions = ("red?", "What is the picture?", "red?")
-    with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as conversation:
-        later = [conversation.ask(question, k, options) for question in questions]
-    for question, answer in zip(questions, later, strict=True):
-        with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as fresh:
-            alone = fresh.ask(question, k, options)
-        assert answer.token_ids == alone.token_ids
-        assert answer.logprobs is not None
-        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
-    assert [answer.stats.reused_image for answer in later] == [False, True, True]
+    images = [random_image(0, WIDE), random_image(1, HIGH)]
+    assert_later_equal_fresh(models(ANYRES, (3, 5)), images, k, ("red?", "What is the picture?", "red?"))

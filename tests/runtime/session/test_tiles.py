@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.exported import Models, prompt
-from tests.support.parity import STEPS, TOLERANCE, assert_parity
+from tests.support.parity import STEPS, TOLERANCE, assert_later_equal_fresh, assert_parity
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
@@ -44,6 +44,11 @@ VARIANTS |= {
     "onevision, grouped": ONEVISION,
     "onevision, multi-head, names as saved": replace(ONEVISION, kv_heads=4, names="saved", tied=True),
 }
+SMOLVLM = Tiny(family="smolvlm", vision="siglip", tokenizer="bytes", names="saved", context=512)
+VARIANTS |= {
+    "smolvlm, grouped": SMOLVLM,
+    "idefics3, multi-head, tied": replace(SMOLVLM, family="idefics3", kv_heads=4, tied=True, names="hub", shards=2),
+}
 QUESTION = "What is the colour of the square in the picture?"
 
 
@@ -61,20 +66,10 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     assert_parity(model, judge, inputs, asked)
 
 
-@pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
 @pytest.mark.parametrize("k", [None, 5])
 def test_later_questions_equal_fresh_runs(models: Models, k: int | None, tiny: Tiny) -> None:
-    model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
-    questions = ("red?", "How many circle shapes are there?", "red?")
-    with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as conversation:
-        later = [conversation.ask(question, k, options) for question in questions]
-    for question, answer in zip(questions, later, strict=True):
-        with model.open([random_image(0, WIDE), random_image(1, HIGH)]) as fresh:
-            alone = fresh.ask(question, k, options)
-        assert answer.token_ids == alone.token_ids
-        assert answer.logprobs is not None
-        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
-    assert [answer.stats.reused_image for answer in later] == [False, True, True]
+    assert_later_equal_fresh(models(tiny, (3, 5)), [random_image(0, WIDE), random_image(1, HIGH)], k)
 
 
 METHODS = {
@@ -107,6 +102,42 @@ def test_reductions_equal_the_statement(
     assert found.kept == wanted.kept
     assert list(found.done.slots) == wanted.slots
     assert min(wanted.vision) < sum(image.placeholders for image in wanted.images), "nothing left"
+
+
+def test_fastv_ranks_the_tokens_of_all_marked_tiles(models: Models, reference: Callable[..., Reference]) -> None:
+    method = METHODS["fastv"]
+    model, judge = models(SMOLVLM, (), "fp32", (word(method),)), reference(SMOLVLM)
+    images, messages = [random_image(0, HIGH), random_image(1, WIDE)], prompt_messages(QUESTION, 2)
+    wanted = Statement(judge).answer(judge.inputs(messages, images), method, STEPS)
+    with model.open(images) as conversation:
+        options = Options(STEPS, ignore_eos=True, logprobs=True)
+        found = conversation.ask(QUESTION, None, options, reduce=word(method))
+    assert list(found.token_ids) == wanted.ids
+    chosen = [float(row[id]) for row, id in zip(wanted.logits.log_softmax(-1), wanted.ids, strict=True)]
+    np.testing.assert_allclose(found.logprobs or (), chosen, atol=2 * TOLERANCE, rtol=0)
+    assert list(found.stats.kv_slots) == wanted.slots
+
+
+@pytest.mark.parametrize("spec", ["cdpruner", "dart:k=0"])
+def test_what_leaves_out_tokens_before_the_decoder_is_refused_where_text_stands_among_them(
+    tiny_checkpoint: Callable[..., Path], models: Models, tmp_path: Path, spec: str
+) -> None:
+    with pytest.raises(RequestError, match="this model's tiles have text among them"):
+        export(tiny_checkpoint(SMOLVLM), tmp_path / "bundle", reductions=(spec,))
+    with pytest.raises(RequestError, match="this model's tiles have text among them"):
+        models(SMOLVLM, (3, 5)).policy(None, reduce=spec)
+
+
+def test_a_prompt_of_marked_tiles_says_which_number_of_them_would_fit(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = export(tiny_checkpoint(SMOLVLM), tmp_path / "bundle", (), max_context=90).folder
+    images = [random_image(0, (112, 112))] * 2
+    refused = pytest.raises(ContextError, match=r"40 of them for images, and 89 fit .* --max-tiles 4 .*fits")
+    with load(folder, device="cpu", threads=1) as model, model.open(images) as conversation, refused:
+        conversation.ask("red?")
+    with load(folder, device="cpu", threads=1, max_tiles=4) as model, model.open(images) as conversation:
+        assert conversation.ask("red?", None, Options(2)).stats.vision_tokens == 2 * 4
 
 
 @pytest.mark.parametrize("spec", ["cls", "mustdrop:tau=off,layers=2/4", "lsm"])
@@ -144,14 +175,14 @@ def test_a_fit_is_refused_where_images_come_in_tiles(models: Models) -> None:
         models(TINY, (3, 5)).open(random_image(0), fit="pad")
 
 
-@pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
 def test_the_golden_vectors_hold(models: Models, tiny: Tiny) -> None:
     checks = list(check_golden(models(tiny, (3, 5))))
     assert len(checks) == 6
     assert all(check.passed for check in checks), checks
 
 
-@pytest.mark.parametrize("tiny", [TINY, INTERNVL], ids=["llava_next", "internvl"])
+@pytest.mark.parametrize("tiny", [TINY, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
 def test_openvino_gives_the_same_answers(models: Models, tiny: Tiny) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
     model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True)

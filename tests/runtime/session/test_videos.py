@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.exported import Models, prompt
-from tests.support.parity import STEPS, TOLERANCE, assert_parity
+from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from vtx.runtime.api.load import load
@@ -58,16 +58,7 @@ def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement
 
 @pytest.mark.parametrize("k", [None, 5])
 def test_later_questions_about_a_video_equal_fresh_runs(models: Models, k: int | None) -> None:
-    model, options = models(VIDEO_LLAVA, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
-    questions, pictures = ("red?", "How many circle shapes are there?", "red?"), [HIGH, random_image(0)]
-    with model.open(pictures) as conversation:
-        later = [conversation.ask(question, k, options) for question in questions]
-    for question, answer in zip(questions, later, strict=True):
-        alone = model.open(pictures).ask(question, k, options)
-        assert answer.token_ids == alone.token_ids
-        assert answer.logprobs is not None
-        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
-    assert [answer.stats.reused_image for answer in later] == [False, True, True]
+    assert_later_equal_fresh(models(VIDEO_LLAVA, (3, 5)), [HIGH, random_image(0)], k)
 
 
 def test_each_picture_has_its_own_span_in_the_order_that_the_template_prints(models: Models) -> None:

@@ -1,0 +1,7 @@
+"""Idefics3, and SmolVLM's first models, which are of its classes: SmolVLM under another name."""
+
+from __future__ import annotations
+
+from vtx.exporter.checkpoint.families.smolvlm import marked_family
+
+FAMILY = marked_family("Idefics3")

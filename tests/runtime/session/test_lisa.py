@@ -1,0 +1,126 @@
+"""LISA against transformers' LLaVA of the same weights: ids, logits, and the states of its segmentation tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.exported import Models, prompt
+from tests.support.original import AROUND, OFTEN, counterpart, lisa_projector
+from tests.support.parity import STEPS, TOLERANCE, assert_parity
+from tests.support.reference import Inputs, Reference
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.checkpoint.resolving import resolve
+from vtx.runtime.api.options import Options
+from vtx.runtime.errors import CheckpointError
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
+
+SEG = AROUND[0]
+SHAPES = [((150, 60),), ((40, 90), (150, 60))]
+QUESTION = "What is red?"
+PROMPT = (
+    "A chat between a curious human and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the human's questions. USER: {}" + QUESTION + " ASSISTANT:"
+)
+GROUPED = Tiny(family="lisa", context=512)
+MULTI_HEAD = Tiny(family="lisa", context=512, kv_heads=4, pickled=True, shards=2)
+
+
+class Judge(Reference):
+    """Transformers' model with LISA's projector and its liking for [SEG]; it keeps what its head is given."""
+
+    def __init__(self, theirs: Path, ours: Path, tiny: Tiny) -> None:
+        super().__init__(theirs)
+        self.added: dict[str, int] = json.loads((ours / "added_tokens.json").read_text())
+        self.cut = sentencepiece.SentencePieceProcessor(model_file=str(ours / "tokenizer.model"))
+        projector = torch.nn.Linear(tiny.vision_hidden, tiny.hidden)
+        projector.load_state_dict({name.rpartition(".")[2]: w for name, w in lisa_projector(tiny).items()})
+        self.model.model.multi_modal_projector = projector
+        with torch.no_grad():
+            self.model.lm_head.weight[self.added[SEG]] *= OFTEN
+        self.given: list[torch.Tensor] = []
+        self.model.lm_head.register_forward_hook(lambda _, given, __: self.given.append(given[0][0]))
+
+    def lisa_inputs(self, images: Sequence[Image.Image], tokens: int) -> Inputs:
+        """The prompt cut at its images and added tokens, each piece tokenised alone."""
+        ids = [1]
+        text = PROMPT.format("<im_start><image><im_end>\n" * len(images))
+        for piece in re.split("(<image>|<im_start>|<im_end>)", text):
+            given = [self.image_token] * tokens if piece == "<image>" else self.cut.encode(piece)
+            ids += [self.added[piece]] if piece in self.added else given
+        pixels = self.processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
+        every = torch.tensor([ids])
+        return {"input_ids": every, "attention_mask": torch.ones_like(every), "pixel_values": pixels}
+
+    def states(self, inputs: Any, k: int | None) -> tuple[list[int], list[torch.Tensor]]:
+        """The greedy answer, and the states that chose each [SEG]."""
+        self.given.clear()
+        ids = self.greedy(inputs, k, STEPS).ids
+        return ids, [state for state, id in zip(self.given, ids, strict=True) if id == self.added[SEG]]
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_checkpoint: Callable[..., Path]) -> Callable[[Tiny], Judge]:
+    return lambda tiny: Judge(tiny_checkpoint(counterpart(tiny)), tiny_checkpoint(tiny), tiny)
+
+
+@pytest.mark.parametrize("tiny", [GROUPED, pytest.param(MULTI_HEAD, marks=pytest.mark.slow)], ids=["grouped", "multi"])
+def test_ids_logits_and_the_states_of_segments_equal_transformers(
+    models: Models, judge: Callable[[Tiny], Judge], tiny: Tiny
+) -> None:
+    model, judging, found = models(tiny, (3, 5)), judge(tiny), 0
+    for shapes in SHAPES:
+        images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
+        inputs = judging.lisa_inputs(images, tiny.vision_tokens)
+        asked = prompt(model, prompt_messages(QUESTION, len(images)), images)
+        assert asked.ids.tolist() == [0 if id == judging.image_token else id for id in inputs["input_ids"][0].tolist()]
+        assert_parity(model, judging, inputs, asked)
+        for k in (None, 3, 5):
+            ids, states = judging.states(inputs, k)
+            for lookup in (0, 3):
+                with model.open(images) as conversation:
+                    options = Options(STEPS, ignore_eos=True, prompt_lookup=lookup)
+                    answer = conversation.ask(QUESTION, k, options)
+                assert list(answer.token_ids) == ids
+                assert answer.stats.seg_states is not None
+                assert len(answer.stats.seg_states) == len(states)
+                assert answer.to_dict()["seg_states"] == answer.stats.seg_states
+                for given, wanted in zip(answer.stats.seg_states, states, strict=True):
+                    np.testing.assert_allclose(given, wanted.numpy(), atol=TOLERANCE, rtol=2e-5)
+            found += len(states)
+    assert found or tiny is MULTI_HEAD, "no answer held a segment"  # that one's answers hold none
+
+
+def test_later_questions_equal_fresh_runs(models: Models) -> None:
+    model, options = models(GROUPED, (3, 5)), Options(STEPS, ignore_eos=True)
+    image, questions = random_image(0, (150, 60)), ("red?", QUESTION, "red?")
+    with model.open(image) as conversation:
+        later = [conversation.ask(question, 5, options) for question in questions]
+    for question, answer in zip(questions, later, strict=True):
+        with model.open(image) as fresh:
+            alone = fresh.ask(question, 5, options)
+        assert answer.token_ids == alone.token_ids
+        np.testing.assert_allclose(answer.stats.seg_states or (), alone.stats.seg_states or (), atol=TOLERANCE, rtol=0)
+
+
+def test_models_without_such_a_token_say_nothing_of_it(models: Models) -> None:
+    with models(Tiny(), (3, 5)).open(random_image(0)) as conversation:
+        answer = conversation.ask("red?", options=Options(2))
+    assert answer.stats.seg_states is None
+    assert "seg_states" not in answer.to_dict()
+
+
+def test_a_tokenizer_without_the_token_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = tiny_checkpoint(Tiny(family="llava_llama", context=512))
+    request = {"folder": str(folder), "name": "x", "image_token_id": 0, "video_token_id": None, "end_ids": [2]}
+    with pytest.raises(CheckpointError, match=r"has no token \[SEG\]"):
+        resolve({**request, "original": True, "seg_token": SEG, "template": "{{ messages }}"})
