@@ -189,6 +189,7 @@ def test_random_gates_decide_and_answer_as_plain_pytorch(
             check(opened.ask(question, "auto", OPTIONS), wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [*KS, None])
 def test_auto_gives_the_tokens_of_the_fixed_k_that_it_chose(gated: Callable[..., Model], k: int | None) -> None:
     model = gated({other: certain(k is not None and other >= k) for other in KS})

@@ -66,6 +66,7 @@ def expected(answer: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", ["none", "3", "5"])
 @pytest.mark.parametrize("reduce", ["none", *REDUCTIONS])
 def test_answers_are_those_of_python(model: Model, pictures: list[Path], k: str, reduce: str) -> None:

@@ -22,7 +22,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.safetensors import write_safetensors
 
-EXAMPLES = int(os.environ.get("VTX_SEQUENCES", "30"))
+EXAMPLES = int(os.environ.get("VTX_SEQUENCES", "20"))
 TINY = Tiny(image=126, context=512)
 KS = (3, 5)
 GATES = {3: 59, 5: 37}  # seeds of gates that withdraw the image for some of the questions
@@ -66,11 +66,13 @@ def sequences(request: pytest.FixtureRequest, tiny_checkpoint: Any, tmp_path_fac
     return Sequences(model, IMAGES, SETTINGS, TOLERANCES[request.param])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", range(2, len(SETTINGS)))
 def test_a_chat_after_an_independent_question_selects_its_own_tokens(sequences: Sequences, setting: int) -> None:
     sequences.check([Step(1, setting), Step(2, setting, chat=0), Step(0, setting, chat=0)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", range(2, len(SETTINGS)))
 def test_two_interleaved_chats_keep_their_own_tokens(sequences: Sequences, setting: int) -> None:
     turns = [Step(question, setting, chat=chat) for question, chat in ((1, 0), (2, 1), (0, 0), (3, 1), (2, 0))]
