@@ -19,8 +19,8 @@ from vtx.runtime.errors import ExportError
 from vtx.runtime.report.golden import SEEN_ROWS, SHOWN_ROWS, golden_image
 from vtx.runtime.units import size
 
-# What Python, PyTorch, transformers and onnx_ir take before any weight is touched.
-EXPORT_BASE = 385 << 20
+EXPORT_BASE = 385 << 20  # what Python, PyTorch, transformers and onnx_ir take before any weight is touched
+GPU_LIBRARIES = 325 << 20  # what PyTorch takes beside that where it is built for GPUs, whether or not there is one
 QUESTION_TOKENS = 64  # of the golden prompt beside the image
 LAYER_GRAPH = 12_000  # bytes of a layer, the decoder's or the tower's, in a dialect's graphs: 10 to 11 thousand
 OTHER_FILES = 64_000  # bytes: the manifest, the configuration, headers, graphs without layers
@@ -78,11 +78,18 @@ def predict(
     return Prediction(
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=EXPORT_BASE + max(_writing(plan), _checking(text, tokens), _measuring(text, measured)),
+        export_memory=export_base() + max(_writing(plan), _checking(text, tokens), _measuring(text, measured)),
         run_memory=resident + answering,
         kv_full=slot * text.layers,
         work=sum(file.work for file in plan.files),
     )
+
+
+def export_base() -> int:
+    """Memory of a process that exports before any weight is touched, with the PyTorch that is installed."""
+    import torch
+
+    return EXPORT_BASE + (GPU_LIBRARIES if torch.version.cuda or torch.version.hip else 0)
 
 
 def _writing(plan: WeightPlan) -> int:

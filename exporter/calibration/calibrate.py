@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.bundling.predict import EXPORT_BASE
+from vtx.exporter.bundling.predict import export_base
 from vtx.exporter.calibration.measurement import ItemResult, Measurement, read_result, written
 from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.data.items import Data, plain
@@ -91,7 +91,7 @@ def forecast(source: Source, items: Sequence[PreparedItem], options: Calibration
     largest = 4 * max(size.decoder.head_macs, size.decoder.layer_macs)
     withdrawn = 4 * text.hidden * len(ks) * longest_text
     batch = min(options.batch, len(items)) * (4 * text.hidden * longest + withdrawn)
-    memory = EXPORT_BASE + 2 * largest + batch + 4 * withdrawn * max(1, text.ffn // text.hidden) + 12 * LOGITS
+    memory = export_base() + 2 * largest + batch + 4 * withdrawn * max(1, text.ffn // text.hidden) + 12 * LOGITS
     if options.max_new_tokens:
         memory += RUN_BASE + 4 * size.decoder.parameters + 8 * text.layers * text.kv_heads * text.head_dim * longest
     seconds = 2 * macs / product_speed(text.hidden, text.ffn, longest) + 2 * LAYER_SECONDS * text.layers * len(items)

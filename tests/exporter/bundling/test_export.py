@@ -72,6 +72,17 @@ def test_an_export_that_needs_more_memory_than_allowed_is_refused_with_both_figu
         check_memory(forecast, 100_000_000)
 
 
+def test_a_pytorch_that_is_built_for_gpus_counts_with_its_libraries(
+    tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without one, too: they are loaded all the same."""
+    memory = []
+    for cuda in (None, "13.0"):
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        memory.append(plan_export(ExportOptions(str(tiny_checkpoint()), (3,), "fp32")).prediction.export_memory)
+    assert memory[1] - memory[0] == predict.GPU_LIBRARIES
+
+
 def test_planning_writes_nothing(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = names(tiny_checkpoint())
