@@ -83,7 +83,7 @@ def read_llava_like(
     model = ModelConfig(
         text=text_config,
         vision=vision_config,
-        feature_layers=feature_layers_of(parsed.vision_feature_layer, vision_config.layers),
+        feature_layers=feature_layers_of(_feature_layer(parsed), vision_config.layers),
         select=select,
         projector_activation=parsed.projector_hidden_act,
         projector_bias=bool(getattr(parsed, "multimodal_projector_bias", True)),
@@ -92,3 +92,9 @@ def read_llava_like(
         projector_norm_eps=number(vars(parsed), NORM) if hasattr(parsed, NORM) else None,
     )
     return model if video is None else replace(model, video=video(parsed, model))
+
+
+def _feature_layer(parsed: Any) -> Any:
+    """Older releases of transformers, such as the newest for Python 3.10, have a plural name for ViP-LLaVA's."""
+    named = getattr(parsed, "vision_feature_layers", None)
+    return parsed.vision_feature_layer if named is None else named

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 import vtx
@@ -192,6 +193,12 @@ def test_a_forged_graph_is_a_bundle_error(folder: Path, name: str, content: byte
     assert name in refused(folder)
 
 
+FOLLOWS = pytest.mark.skipif(
+    tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 24),
+    reason="onnxruntime before 1.24 reads weights from any file that a graph names: SECURITY.md",
+)
+
+
 def _edit_external(path: Path, key: str, value: str) -> None:
     import onnx
 
@@ -209,9 +216,9 @@ def _edit_external(path: Path, key: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("location", "../outside.safetensors"),
+        pytest.param("location", "../outside.safetensors", marks=FOLLOWS),
         ("location", "/etc/passwd"),
-        ("location", "weights/../../outside.safetensors"),
+        pytest.param("location", "weights/../../outside.safetensors", marks=FOLLOWS),
         ("location", "weights/nothing"),
         ("offset", str(1 << 40)),
         ("offset", "-64"),
