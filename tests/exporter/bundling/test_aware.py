@@ -33,7 +33,7 @@ from vtx.exporter.data.items import Data, Item
 from vtx.exporter.data.prompts import messages
 from vtx.exporter.estimate import forecast as forecasting
 from vtx.exporter.estimate.rates import Pace
-from vtx.exporter.reference.model import Reference
+from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.weights import writing
 from vtx.exporter.weights.awq import factors_of
 from vtx.exporter.weights.journal import ExportJournal
@@ -122,7 +122,7 @@ def test_factors_without_rounding_leave_the_model_as_it_is(
     judge = reference(tiny)
     inputs = judge.inputs(prompt_messages(QUESTION), [random_image(0)])
     with torch.inference_mode():
-        features = found.features(inputs["pixel_values"].numpy())
+        features = Encoded(found.features(inputs["pixel_values"].numpy()))
         logits = found.logits(inputs["input_ids"][0].numpy(), features, (None, 3))
         for k in (None, 3):
             np.testing.assert_allclose(logits[k], judge.logits(inputs, k), atol=ROOM, rtol=0)
@@ -261,7 +261,7 @@ def error_of_logits(plan: Plan, folder: Path) -> float:
     with torch.inference_mode():
         for seed in range(100, 106):
             ids = text.prompt(prompt_messages(WORDS[seed % 4]), plan.config.layout.max_tokens)
-            features = whole.features(random_noise(seed))
+            features = Encoded(whole.features(random_noise(seed)))
             a, b = (model.logits(ids, features, [None])[None] for model in (whole, rounded))
             lost, spread = lost + float((a - b).square().sum()), spread + float((a - a.mean()).square().sum())
     return lost / spread

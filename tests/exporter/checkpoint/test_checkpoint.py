@@ -190,8 +190,8 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]},
-            r"'qwen2_vl' \(Qwen2VLForConditionalGeneration\); vtx exports .*LlavaForC.*: images at their",
+            {"model_type": "eagle_llama", "architectures": ["EagleLlamaForCausalLM"]},
+            r"'eagle_llama' \(EagleLlamaForCausalLM\); vtx exports .*LlavaForC.*: its five towers are not built",
         ),
         ({"architectures": ["LlavaMptForCausalLM"]}, "original LLaVA layout with a decoder that is not built"),
         ({"architectures": ["LlavaLlamaForCausalLM"]}, "mixes the original LLaVA layout with Hugging Face's"),

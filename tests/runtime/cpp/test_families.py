@@ -10,6 +10,7 @@ import pytest
 
 from tests.runtime.cpp.test_layouts import COMPARED as TILED
 from tests.runtime.cpp.test_run import expected
+from tests.runtime.session.test_internvl_chat import INTERNLM
 from tests.runtime.session.test_internvl_chat_1 import TINY as INTERNVL_CHAT
 from tests.runtime.session.test_internvl_chat_1 import with_internvit
 from tests.runtime.session.test_original import ANYRES, PAD
@@ -25,7 +26,7 @@ from vtx.runtime.api.model import Model
 pytestmark = needs_cpp
 
 QUESTIONS = ("What is  the picture?", "red?")
-REFUSED = {"qwen2_vl", "qwen2_5_vl"}  # by name: test_layouts
+REFUSED = {"qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm", "lisa"}  # by name: test_layouts
 SIZES = ((60, 60), (150, 60), (40, 90))
 FAMILIES = {
     "vila": VILA,
@@ -34,6 +35,7 @@ FAMILIES = {
     "qwen3": Tiny(text="qwen3", attention_bias=True, head_dim=24),
     "vipllava": Tiny(family="vipllava", feature_layer=(-1, -2)),
     "internvl-chat 1.0": INTERNVL_CHAT,
+    "internvl-chat": INTERNLM,
     "llava_next_video": NEXT_VIDEO,
 }
 

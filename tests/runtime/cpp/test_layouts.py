@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.cpp.test_run import expected
-from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY
+from tests.runtime.session.test_lisa import GROUPED as LISA
+from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, SMOLVLM, TINY
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.bundles import export
 from tests.support.cpp import ask, needs_cpp, output, run
@@ -91,11 +92,19 @@ def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model
     assert b"max_tiles has no effect here: this model sees each image in one piece" in done.stderr
 
 
-def test_images_at_their_own_resolution_are_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path]
+@pytest.mark.parametrize(
+    ("tiny", "named"),
+    [
+        (Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes"), "sections"),
+        (SMOLVLM, "marked"),
+        pytest.param(LISA, "seg_token_id", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.family,
+)
+def test_a_family_that_libvtx_does_not_answer_for_is_refused_by_name(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path], tiny: Tiny, named: str
 ) -> None:
-    qwen = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")
-    folder = export(tiny_checkpoint(qwen), tmp_path / "bundle", (3,)).folder
+    folder = export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,)).folder
     done = run("run", "--bundle", folder, pictures[0], "red?")
     assert done.returncode == 1
-    assert b"sections" in done.stderr
+    assert named in done.stderr.decode()
