@@ -21,7 +21,7 @@ TABLES = [
         ("A chat template's source", "runtime.prompt.template", "MAX_SOURCE", "characters"),
         ("Layers of a tower or decoder", "exporter.checkpoint.config", "MAX_LAYERS", "layers"),
         ("Files of pickled weights", "exporter.checkpoint.original.pickled", "MAX_SHARDS", "files"),
-        ("System text of an InternVL-Chat's config.json", "exporter.checkpoint.families.internvl_chat", "MAX_SYSTEM",
+        ("System text of an InternVL-Chat's config.json", "exporter.checkpoint.families.internvl.internvl_chat", "MAX_SYSTEM",
          "characters"),
         ("Matrices of an original LLaVA's projector", "exporter.checkpoint.families.llava_llama",
          "MAX_PROJECTOR_LAYERS", "matrices"),

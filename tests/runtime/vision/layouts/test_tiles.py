@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import Tiny, make, random_image
-from vtx.exporter.checkpoint.families.internvl import FAMILY as INTERNVL
+from vtx.exporter.checkpoint.families.internvl.internvl import FAMILY as INTERNVL
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import read_image_processor, read_image_settings

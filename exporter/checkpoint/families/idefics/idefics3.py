@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from vtx.exporter.checkpoint.families.smolvlm import marked_family
+from vtx.exporter.checkpoint.families.idefics.smolvlm import marked_family
 
 FAMILY = marked_family("Idefics3")

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, check_known
-from vtx.exporter.checkpoint.families.internvl import FAMILY as INTERNVL
-from vtx.exporter.checkpoint.families.internvl import PLACEHOLDER
+from vtx.exporter.checkpoint.families.internvl.internvl import FAMILY as INTERNVL
+from vtx.exporter.checkpoint.families.internvl.internvl import PLACEHOLDER
 from vtx.exporter.checkpoint.families.llava_llama import DECODER
 from vtx.exporter.checkpoint.family.declaration import Family
 from vtx.exporter.checkpoint.original.known_towers import thirds

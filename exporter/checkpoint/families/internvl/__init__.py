@@ -1,0 +1,1 @@
+"""InternVL, in Hugging Face's layout and its authors'."""
