@@ -114,8 +114,11 @@ def test_openvino_meets_the_traces_of_onnxruntime(model: Model, traces: Path, tm
 
 @pytest.fixture(scope="module")
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A gate before layer 3 that fires for some of the questions and not for others."""
-    random = np.random.default_rng(168)
+    """A gate before layer 3 that fires for some of the questions and not for others, and never by a narrow margin.
+
+    Its probabilities are 0.13 or more from one half; at int4 the engines' differ by up to 0.03.
+    """
+    random = np.random.default_rng(266)
     hidden = random.standard_normal((24, 2 * 64)).astype(np.float32) / 128**0.5
     odds = random.standard_normal((2, 24)).astype(np.float32)
     path = tmp_path_factory.mktemp("gates") / "gates.safetensors"
