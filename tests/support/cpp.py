@@ -6,10 +6,13 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.tiny import random_image
 
 BUILD = Path(os.environ.get("VTX_CPP_BUILD", Path(__file__).parents[2] / "build/cpp"))
 
@@ -73,3 +76,11 @@ def ask(bundle: Path, *arguments: str | Path) -> list[dict[str, Any]]:
     """The answers of vtx-cpp-run, as JSON."""
     lines = output("run", "--bundle", bundle, "--threads", "1", "--json", *arguments).decode().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def write_pictures(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[Path]:
+    """A random picture of each (width, height), as PNG files."""
+    paths = [folder / f"{width}x{height}.png" for width, height in sizes]
+    for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        random_image(number, size).save(path)
+    return paths

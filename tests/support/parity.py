@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from tests.support.exported import greedy
+from tests.support.exported import greedy, prompt
 from tests.support.reference import Reference
 from vtx.runtime.api.model import Model, Picture
 from vtx.runtime.api.options import Options
@@ -34,6 +35,15 @@ def assert_later_equal_fresh(
         assert answer.logprobs is not None
         np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
     assert [answer.stats.reused_image for answer in later] == [number > 0 for number in range(len(questions))]
+
+
+def assert_answers_as_reference(
+    model: Model, judge: Reference, messages: list[dict[str, Any]], images: Sequence[Image.Image]
+) -> None:
+    """The prompt's ids are the reference's, and so is what `assert_parity` compares."""
+    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
+    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+    assert_parity(model, judge, inputs, asked)
 
 
 def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt) -> None:

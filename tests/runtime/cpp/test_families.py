@@ -17,8 +17,8 @@ from tests.runtime.session.test_original import ANYRES, PAD
 from tests.runtime.session.test_videos import NEXT_VIDEO
 from tests.runtime.session.test_vila import VILA
 from tests.support.bundles import export
-from tests.support.cpp import ask, needs_cpp, output
-from tests.support.tiny import Tiny, random_image
+from tests.support.cpp import ask, needs_cpp, output, write_pictures
+from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.families.registry import FAMILIES as REGISTERED
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -42,11 +42,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("pictures")
-    paths = [folder / f"{width}x{height}.png" for width, height in SIZES]
-    for number, (path, size) in enumerate(zip(paths, SIZES, strict=True)):
-        random_image(number, size).save(path)
-    return paths
+    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from tests.runtime.session.test_lisa import GROUPED as LISA
 from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, SMOLVLM, TINY
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.bundles import export
-from tests.support.cpp import ask, needs_cpp, output, run
-from tests.support.tiny import Tiny, random_image
+from tests.support.cpp import ask, needs_cpp, output, run, write_pictures
+from tests.support.tiny import Tiny
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ContextError
 
@@ -27,11 +27,7 @@ QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("pictures")
-    paths = [folder / f"{width}x{height}.png" for width, height in SIZES]
-    for number, (path, size) in enumerate(zip(paths, SIZES, strict=True)):
-        random_image(number, size).save(path)
-    return paths
+    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
 @FAMILIES

@@ -12,7 +12,7 @@ import pytest
 from tests.support.bundles import export
 from tests.support.dialects import DialectBackend
 from tests.support.exported import Models, greedy, prompt
-from tests.support.parity import STEPS, TOLERANCE, assert_parity
+from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
@@ -41,12 +41,8 @@ QUESTION = "What is the colour of the square in the picture?"
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     models: Models, reference: Callable[..., Reference], tiny: Tiny, shapes: tuple[tuple[int, int], ...]
 ) -> None:
-    model, judge = models(tiny, (3, 5)), reference(tiny)
     images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
-    messages = prompt_messages(QUESTION, len(images))
-    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
-    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    assert_parity(model, judge, inputs, asked)
+    assert_answers_as_reference(models(tiny, (3, 5)), reference(tiny), prompt_messages(QUESTION, len(images)), images)
 
 
 def test_images_with_text_between_them_have_positions_of_their_own(
@@ -66,17 +62,7 @@ def test_images_with_text_between_them_have_positions_of_their_own(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [5, None])
 def test_later_questions_equal_fresh_runs(models: Models, k: int | None) -> None:
-    model, options = models(QWEN25, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
-    questions, images = ("red?", "How many circle shapes are there?", "red?"), [random_image(0, WIDE)]
-    with model.open(images) as conversation:
-        later = [conversation.ask(question, k, options) for question in questions]
-    for question, answer in zip(questions, later, strict=True):
-        with model.open(images) as fresh:
-            alone = fresh.ask(question, k, options)
-        assert answer.token_ids == alone.token_ids
-        assert answer.logprobs is not None
-        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=TOLERANCE, rtol=0)
-    assert [answer.stats.reused_image for answer in later] == [False, True, True]
+    assert_later_equal_fresh(models(QWEN25, (3, 5)), [random_image(0, WIDE)], k)
 
 
 METHODS = {

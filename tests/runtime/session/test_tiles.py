@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import export
-from tests.support.exported import Models, prompt
-from tests.support.parity import STEPS, TOLERANCE, assert_later_equal_fresh, assert_parity
+from tests.support.exported import Models
+from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
@@ -58,12 +58,8 @@ QUESTION = "What is the colour of the square in the picture?"
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     models: Models, reference: Callable[..., Reference], tiny: Tiny, shapes: tuple[tuple[int, int], ...]
 ) -> None:
-    model, judge = models(tiny, (3, 5)), reference(tiny)
     images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
-    messages = prompt_messages(QUESTION, len(images))
-    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
-    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    assert_parity(model, judge, inputs, asked)
+    assert_answers_as_reference(models(tiny, (3, 5)), reference(tiny), prompt_messages(QUESTION, len(images)), images)
 
 
 @pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
