@@ -10,7 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.vtx_json import INTERFACE
@@ -89,3 +92,13 @@ def flip(path: Path, at: int = -1) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 0x55
     path.write_bytes(content)
+
+
+def write_gate(folder: Path, seed: int) -> Path:
+    """A file with a random gate before layer 3, for models of hidden size 64."""
+    random = np.random.default_rng(seed)
+    hidden = random.standard_normal((24, 2 * 64)).astype(np.float32) / 128**0.5
+    odds = random.standard_normal((2, 24)).astype(np.float32)
+    path = folder / "gates.safetensors"
+    write_safetensors(path, {"gate.1.fc1.weight": hidden, "gate.1.fc2.weight": odds}, None)
+    return path

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.support.bundles import IGNORE
+from tests.support.bundles import IGNORE, write_gate
 from tests.support.cpp import needs_cpp, needs_openvino, output
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
-from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.files import read_index
@@ -41,12 +39,7 @@ FEW = REDUCTIONS[0], REDUCTIONS[2]  # where another engine or precision is in qu
 @pytest.fixture(scope="module")
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gate before layer 3 that fires for some of the questions and not for others."""
-    random = np.random.default_rng(168)
-    hidden = random.standard_normal((24, 2 * 64)).astype(np.float32) / 128**0.5
-    odds = random.standard_normal((2, 24)).astype(np.float32)
-    path = tmp_path_factory.mktemp("gates") / "gates.safetensors"
-    write_safetensors(path, {"gate.1.fc1.weight": hidden, "gate.1.fc2.weight": odds}, None)
-    return path
+    return write_gate(tmp_path_factory.mktemp("gates"), 168)
 
 
 def meets(

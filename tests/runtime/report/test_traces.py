@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.support.bundles import IGNORE, export
+from tests.support.bundles import IGNORE, export, write_gate
 from tests.support.exported import THREADS
 from vtx import cli
 from vtx.exporter.bundling.export import plan_export, run_export
@@ -118,12 +118,7 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Its probabilities are 0.13 or more from one half; at int4 the engines' differ by up to 0.03.
     """
-    random = np.random.default_rng(266)
-    hidden = random.standard_normal((24, 2 * 64)).astype(np.float32) / 128**0.5
-    odds = random.standard_normal((2, 24)).astype(np.float32)
-    path = tmp_path_factory.mktemp("gates") / "gates.safetensors"
-    write_safetensors(path, {"gate.1.fc1.weight": hidden, "gate.1.fc2.weight": odds}, None)
-    return path
+    return write_gate(tmp_path_factory.mktemp("gates"), 266)
 
 
 @pytest.mark.slow
