@@ -72,6 +72,7 @@ def load_library() -> c.CDLL:
     for name in ("version", "last_error", "model_json", "answer_text", "answer_stopped", "answer_json"):
         getattr(loaded, f"vtx_{name}").restype = c.c_char_p
     loaded.vtx_answer_ids.restype = c.POINTER(c.c_int64)
+    loaded.vtx_answer_seg_states.restype = c.POINTER(c.c_float)
     return loaded
 
 

@@ -13,6 +13,7 @@ from tests.runtime.cpp.test_run import expected
 from tests.runtime.session.test_internvl_chat import INTERNLM
 from tests.runtime.session.test_internvl_chat_1 import TINY as INTERNVL_CHAT
 from tests.runtime.session.test_internvl_chat_1 import with_internvit
+from tests.runtime.session.test_lisa import GROUPED as LISA
 from tests.runtime.session.test_original import ANYRES, PAD
 from tests.runtime.session.test_videos import NEXT_VIDEO
 from tests.runtime.session.test_vila import VILA
@@ -26,7 +27,7 @@ from vtx.runtime.api.model import Model
 pytestmark = needs_cpp
 
 QUESTIONS = ("What is  the picture?", "red?")
-REFUSED = {"qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm", "lisa"}  # by name: test_layouts
+REFUSED = {"qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm"}  # by name: test_layouts
 SIZES = ((60, 60), (150, 60), (40, 90))
 FAMILIES = {
     "vila": VILA,
@@ -63,7 +64,7 @@ def made(
 
 
 def test_every_family_is_compared_here_or_where_images_have_tiles() -> None:
-    here = {tiny.family for tiny in FAMILIES.values()}
+    here = {tiny.family for tiny in FAMILIES.values()} | {LISA.family}  # test_segments
     assert {family.model_type for family in REGISTERED} - REFUSED == here | {tiny.family for tiny in TILED}
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.cpp.test_run import expected
-from tests.runtime.session.test_lisa import GROUPED as LISA
 from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, SMOLVLM, TINY
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.bundles import export
@@ -93,7 +92,6 @@ def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model
     [
         (Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes"), "sections"),
         (SMOLVLM, "marked"),
-        pytest.param(LISA, "seg_token_id", marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else value.family,
 )

@@ -15,7 +15,7 @@ import pytest
 from vtx.runtime.bundle.spec.manifest import Manifest
 
 ROOT = Path(__file__).parents[3]
-REFUSED = {"window", "full_blocks", "min_tokens", "seg_token_id"}  # Qwen-VL's, refused by its "sections", and LISA's
+REFUSED = {"window", "full_blocks", "min_tokens"}  # Qwen-VL's, refused by its "sections"
 
 
 def script(name: str) -> ModuleType:

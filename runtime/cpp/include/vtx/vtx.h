@@ -163,6 +163,10 @@ VTX_API void vtx_cancel(vtx_conversation* conversation);
 
 VTX_API const char* vtx_answer_text(const vtx_answer* answer);
 VTX_API const int64_t* vtx_answer_ids(const vtx_answer* answer, size_t* count);
+/* Of a model with a segmentation token (LISA): for each of these tokens in the answer the decoder's hidden state behind its
+ * last norm at the token that chose it, which a mask decoder outside goes on from. `count` states of `hidden` floats, one
+ * after the other, which belong to the answer; NULL where there are none. Costs nothing: they were copied as they came. */
+VTX_API const float* vtx_answer_seg_states(const vtx_answer* answer, size_t* count, size_t* hidden);
 /* "end", "stop", "length", "context", "timeout" or "cancelled". */
 VTX_API const char* vtx_answer_stopped(const vtx_answer* answer);
 /* The object that vtx-run --json prints of an answer. */

@@ -108,6 +108,14 @@ class Answer {
     const int64_t* ids = vtx_answer_ids(answer_.get(), &count);
     return std::vector<int64_t>(ids, ids + count);
   }
+  // Of each segmentation token (LISA) the hidden state that chose it; a copy.
+  std::vector<std::vector<float>> seg_states() const {
+    size_t count = 0, hidden = 0;
+    const float* states = vtx_answer_seg_states(answer_.get(), &count, &hidden);
+    std::vector<std::vector<float>> out;
+    for (size_t i = 0; i < count; ++i) out.emplace_back(states + i * hidden, states + (i + 1) * hidden);
+    return out;
+  }
 
  private:
   struct Free {

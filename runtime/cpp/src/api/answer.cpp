@@ -144,6 +144,14 @@ void describe(Answer& answer, const Model& model, const Policy& policy, bool log
   }
   out.emplace_back("reduce", to_spec(reductions));
   if (answer.prefill && !reductions.empty()) add_report(out, reductions, done);
+  if (m.text.seg_token_id) {
+    Json::Array states;
+    for (size_t i = 0; i < answer.seg_states.count(); ++i) {
+      const float* state = answer.seg_states.row(i);
+      states.emplace_back(Json::Array(state, state + answer.seg_states.width));
+    }
+    out.emplace_back("seg_states", std::move(states));
+  }
   if (logprobs) out.emplace_back("logprobs", Json::Array(answer.logprobs.begin(), answer.logprobs.end()));
   answer.json = out;
 }

@@ -39,6 +39,7 @@ struct Answer {
   std::string text, stopped;
   Ids token_ids;
   std::vector<double> logprobs;
+  Rows seg_states;  // of each segmentation token the state [hidden] that chose it, behind the decoder's last norm
   int64_t prompt_tokens = 0;
   std::optional<PrefillResult> prefill;
   Timings timings;

@@ -279,6 +279,13 @@ const int64_t* vtx_answer_ids(const vtx_answer* answer, size_t* count) {
   return answer ? answer->answer.token_ids.data() : nullptr;
 }
 
+const float* vtx_answer_seg_states(const vtx_answer* answer, size_t* count, size_t* hidden) {
+  const vtxcore::Rows* states = answer ? &answer->answer.seg_states : nullptr;
+  if (count) *count = states ? states->count() : 0;
+  if (hidden) *hidden = states ? states->width : 0;
+  return states && states->count() > 0 ? states->data.data() : nullptr;
+}
+
 const char* vtx_answer_stopped(const vtx_answer* answer) { return answer ? answer->answer.stopped.c_str() : ""; }
 const char* vtx_answer_json(const vtx_answer* answer) { return answer ? answer->json.c_str() : "null"; }
 void vtx_answer_free(vtx_answer* answer) { delete answer; }

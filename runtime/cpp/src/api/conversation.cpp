@@ -163,6 +163,11 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
   Floats logits = std::move(answer.prefill->logits);
   for (int64_t left = options.max_new_tokens; answer.stopped.empty(); --left) {
     int64_t token = sample(logits);
+    if (model_->manifest().text.seg_token_id == token) {
+      Floats state = model_->normed(session_.state());
+      answer.seg_states.width = state.size();
+      answer.seg_states.data.insert(answer.seg_states.data.end(), state.begin(), state.end());
+    }
     double now = ms_since(start_);
     if (answer.token_ids.empty()) answer.timings.first_token = now;
     answer.token_ids.push_back(token);

@@ -1,6 +1,7 @@
 #include "api/model.hpp"
 
 #include <chrono>
+#include <cmath>
 
 #include "backends/devices.hpp"
 #include "backends/tables.hpp"
@@ -30,6 +31,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
   newline_ = layout_->newline() ? read_newline(bundle_) : Rows(0, static_cast<size_t>(manifest().model.hidden));
   if (options.threads < 0)
     fail(Kind::request, "threads is ", options.threads, "; it must be at least 1, or 0 for all cores");
+  if (manifest().text.seg_token_id) final_norm_ = read_final_norm(bundle_);
   backend_ = open_backend(bundle_, options.device, {options.threads, options.library, options.compute});
   try {
     text_.emplace(bundle_);
@@ -79,6 +81,15 @@ void Model::check_room(const Ids& ids, const std::vector<PreparedImage>& images)
 }
 
 Rows Model::embed_question(const std::vector<Message>& messages) const { return text_tower_->embed(asked_text(messages)); }
+
+Floats Model::normed(const Floats& state) const {
+  double squares = 0;
+  for (float value : state) squares += static_cast<double>(value) * value;
+  auto scale = static_cast<float>(std::sqrt(squares / static_cast<double>(state.size()) + manifest().model.eps));
+  Floats out(state.size());
+  for (size_t i = 0; i < state.size(); ++i) out[i] = state[i] / scale * final_norm_[i];
+  return out;
+}
 
 Policy Model::policy(const Options& options) const {
   const Manifest& m = manifest();

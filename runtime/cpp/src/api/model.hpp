@@ -45,6 +45,9 @@ class Model {
   // CLIP's embeddings [segments, width] of what was asked about the last image. Only where there is a text tower.
   Rows embed_question(const std::vector<Message>& messages) const;
 
+  // A hidden state [hidden] of the last layer behind the decoder's last norm. Only where there is a segmentation token.
+  Floats normed(const Floats& state) const;
+
   // A picture that is one of `among` in a prompt.
   PreparedImage prepare(const Picture& picture, const std::string& fit, size_t among = 1) const;
   Policy policy(const Options& options) const;
@@ -55,6 +58,7 @@ class Model {
   std::string fit_;
   LayoutPtr layout_;
   Rows newline_;
+  Floats final_norm_;  // its weight; empty without a segmentation token
   std::unique_ptr<Backend> backend_;
   std::optional<Text> text_;
   std::string no_text_;  // why there is none

@@ -74,7 +74,7 @@ ModelSpec read_model(const Json& value) {
   m.heads = fields.whole("heads"), m.kv_heads = fields.whole("kv_heads"), m.head_dim = fields.whole("head_dim");
   m.vocab = fields.whole("vocab");
   fields.whole("max_positions");
-  positive(fields, "eps");
+  m.eps = positive(fields, "eps");
   fields.text("activation");
   for (const char* key : {"tied", "qkv_bias", "o_bias", "mlp_bias"}) fields.flag(key);
   if (m.heads % m.kv_heads != 0)
@@ -230,6 +230,8 @@ TextSettings read_text(const Json& value) {
   if (fields.has("video_token")) fields.text_or_null("video_token");
   if (fields.has("video_token_id") && !fields.get("video_token_id").is_null())
     fields.whole("video_token_id", 0, names::kMaxId);
+  if (fields.has("seg_token_id") && !fields.get("seg_token_id").is_null())
+    t.seg_token_id = fields.whole("seg_token_id", 0, names::kMaxId);
   t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
   for (const char* key : {"eos_token", "pad_token"}) fields.text_or_null(key);
   t.end_ids = fields.wholes("end_ids", 0, names::kMaxId);

@@ -23,6 +23,7 @@ struct TowerSpec {
 struct ModelSpec {
   std::string name, family;
   int64_t layers, hidden, heads, kv_heads, head_dim, vocab;
+  double eps;  // of the decoder's norms
   TowerSpec tower;
 };
 
@@ -98,6 +99,7 @@ struct VideoSpec {
 struct TextSettings {
   std::string image_token;
   int64_t image_token_id;
+  std::optional<int64_t> seg_token_id;  // for a segment of the image; answers give out the state that chose it
   std::optional<std::string> bos_token, unk_token;
   Ids end_ids, ids_before, ids_after;
   bool add_special_tokens;

@@ -31,7 +31,9 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
   if (!known) replace_prefix(prompt);
   Rows hidden = run_suffix(prompt, policy, after);
   Rows last = take(hidden, {static_cast<int64_t>(hidden.count()) - 1});
-  return result(std::move(backend_.head(last).data), reused);
+  Floats logits = std::move(backend_.head(last).data);
+  state_ = std::move(last.data);
+  return result(std::move(logits), reused);
 }
 
 Floats Session::decode(int64_t token) {
@@ -40,7 +42,9 @@ Floats Session::decode(int64_t token) {
   for (size_t number = 0; number < stages_.size(); ++number)
     hidden = cache(number).append(hidden, {layouts_[number].position + static_cast<int64_t>(suffix_.size())}, false);
   suffix_.push_back(token);
-  return std::move(backend_.head(hidden).data);
+  Floats logits = std::move(backend_.head(hidden).data);
+  state_ = std::move(hidden.data);
+  return logits;
 }
 
 void Session::check_room(int64_t tokens, int64_t vision) const {

@@ -62,6 +62,8 @@ class Session {
   Floats decode(int64_t token);
 
   int64_t capacity() const { return m_.max_context; }
+  // The hidden state [hidden] of the last layer, whose logits were given last.
+  const Floats& state() const { return state_; }
   // The position of the next token.
   int64_t length() const { return prefix_.next_position + static_cast<int64_t>(suffix_.size()); }
   // The cache that stage `number` runs in for this question; for whoever records positions.
@@ -104,6 +106,7 @@ class Session {
   std::vector<PrefixSlots> layouts_;
   std::vector<Cut> cuts_;
   Check check_;
+  Floats state_;
 };
 
 }  // namespace vtxcore
