@@ -1,11 +1,13 @@
-"""Loading a bundle: its graphs side by side against one after another, on the engines named.
+"""From start to the first word: loading a bundle and its first answer, with memory to spare and as where it is short.
 
-Each figure is the wall time of a backend's construction in a fresh process, files in the page cache, the kinds taking
-turns. For the file cache to be cold, drop it before each run: `--cold` asks the system to, file by file.
+Each figure is the wall time in a fresh process of `vtx.load`, and of one token about a picture after it, which loads
+the tower as well; the kinds take turns. With memory to spare the graphs are loaded side by side. The files lie in the
+page cache; with `--cold` the system is asked to drop each of them before a run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,31 +16,39 @@ from pathlib import Path
 from common import parser, report
 
 from vtx.exporter.bench.series import shown, spread
+from vtx.runtime.units import size
 
 LOAD = """
-import sys, time
-from vtx.runtime.backends import loading
+import json, resource, sys, time
+start = time.perf_counter()
+import vtx
+from PIL import Image
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.ort import backend as ort
-from vtx.runtime.bundle.bundle import Bundle
 
 folder, device, kind, threads = sys.argv[1:]
-engine = openvino if device == "openvino" else ort
-if kind == "one after another":
-    engine.load_threads = lambda *_: 1
-start = time.perf_counter()
-bundle = Bundle.open(folder)
-(openvino.OpenvinoBackend if device == "openvino" else ort.OrtBackend)(bundle, int(threads))
-print(time.perf_counter() - start)
+openvino.is_roomy = ort.is_roomy = lambda *_: kind == "roomy"
+picture = Image.new("RGB", (336, 336), (200, 30, 30))
+begun = time.perf_counter()
+model = vtx.load(folder, device=device, threads=int(threads), force=True)
+loaded = time.perf_counter()
+with model.open([picture]) as conversation:
+    conversation.ask("How many shapes?", max_new_tokens=1)
+end = time.perf_counter()
+peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"imports": begun - start, "load": loaded - begun, "answer": end - loaded, "peak": peak}))
 """
-KINDS = ("one after another", "side by side")
+KINDS = {"short": "memory short", "roomy": "memory to spare"}
+PARTS = {"load": "load, s", "answer": "then the first token, s"}
 
 
-def seconds(bundle: Path, device: str, kind: str, threads: int, *, cold: bool) -> float:
+def measured(bundle: Path, device: str, kind: str, threads: int, *, cold: bool) -> dict[str, float]:
+    """Seconds of each part, and the largest memory in bytes."""
     if cold:
         forget(bundle)
     command = [sys.executable, "-c", LOAD, str(bundle), device, kind, str(threads)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
 
 
 def forget(bundle: Path) -> None:
@@ -57,17 +67,19 @@ def main() -> None:
     args.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args.add_argument("--cold", action="store_true", help="read the files from the disk each time")
     given = args.parse_args()
-    figures, rows = {}, [["bundle", "device", *(f"{kind}, s" for kind in KINDS), "second / first"]]
+    figures, rows = {}, [["bundle", "device", "with", *PARTS.values(), "memory"]]
     for bundle in given.bundles:
         for device in given.devices.split(","):
-            times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
             for turn in range(given.repeats + 1):
                 for kind in KINDS if turn % 2 else reversed(KINDS):
-                    times[kind].append(seconds(bundle, device, kind, given.threads, cold=given.cold))
-            series = {kind: spread(found[1:]) for kind, found in times.items()}  # the first round warms the caches
-            ratio = spread([after / before for before, after in zip(*(times[kind][1:] for kind in KINDS), strict=True)])
-            figures[f"{bundle.name} on {device}"] = series
-            rows.append([bundle.name, device, *(shown(series[kind], 2) for kind in KINDS), shown(ratio, 2)])
+                    runs[kind].append(measured(bundle, device, kind, given.threads, cold=given.cold))
+            for kind, words in KINDS.items():
+                found = runs[kind][1:]  # the first round warms the caches
+                series = {part: spread([run[part] for run in found]) for part in PARTS}
+                figures[f"{bundle.name} on {device}, {words}"] = series
+                most = size(int(max(run["peak"] for run in found)))
+                rows.append([bundle.name, device, words, *(shown(series[part], 2) for part in PARTS), most])
     report({"seconds": figures}, rows, given.json)
 
 

@@ -60,18 +60,19 @@ def forget(array: NDArray[Any]) -> None:
 
 
 @contextmanager
-def returning_memory() -> Iterator[None]:
-    """What is freed meanwhile, on any thread, goes back to the system at once, where the C library is glibc.
+def returning_memory(*, at_once: bool = True) -> Iterator[None]:
+    """What is freed meanwhile, on any thread, goes back to the system, where the C library is glibc.
 
     Held by several, it lasts until the last of them is done. Loading frees each weight after it is packed. The
-    allocator would keep most of that, and the process would be twice as large as what it holds.
+    allocator would keep most of that, and the process would be twice as large as what it holds. Where it need not go
+    back `at_once` it does so at the end: the system then has to find and clear fewer pages.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "mallopt"):
         yield
         return
     assert library is not None
-    _returning.begin(library)
+    _returning.begin(library, at_once=at_once)
     try:
         yield
     finally:
@@ -85,10 +86,11 @@ class _Returning:
     held: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, library: ctypes.CDLL) -> None:
+    def begin(self, library: ctypes.CDLL, *, at_once: bool) -> None:
         with self.lock:
             self.held += 1
-            library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+            if at_once:
+                library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
     def end(self, library: ctypes.CDLL) -> None:
         with self.lock:

@@ -15,25 +15,29 @@ SMALL_BYTES = 64 << 20  # of all weights: these fit side by side anywhere
 SPARE = 2  # times what a bundle needs must be free, since each graph holds weights twice while they are packed
 
 
-def load_threads(bundle: Bundle, threads: int, floats: Mapping[str, int]) -> int:
-    """How many graphs to load at a time: one where memory is short. `floats` as in `needed_memory`."""
+def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:
+    """Whether a load may take memory to be quicker: graphs side by side, and what one freed kept for the next.
+
+    `floats` as in `needed_memory`.
+    """
     weights = sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("weights/"))
     if weights <= SMALL_BYTES:
-        return threads
+        return True
     free = available_memory()
-    return threads if free is not None and free >= SPARE * needed_memory(bundle, floats) else 1
+    return free is not None and free >= SPARE * needed_memory(bundle, floats)
 
 
-def load_each(loads: Sequence[Callable[[], T]], threads: int) -> list[T]:
-    """What the calls return, in their order, `threads` of them at a time.
+def load_each(loads: Sequence[Callable[[], T]], threads: int, sizes: Sequence[int]) -> list[T]:
+    """What the calls return, in their order, `threads` of them at a time, the largest of `sizes` first.
 
-    The first of the errors is raised once all that began have ended; what has not begun is left out.
+    So the last of them is a short one, beside which few threads wait. The first of the errors is raised once all that
+    began have ended; what has not begun is left out.
     """
     if threads == 1 or len(loads) < 2:
         return [load() for load in loads]
     with ThreadPoolExecutor(threads, "vtx-load") as pool:
-        futures = [pool.submit(load) for load in loads]
+        begun = {i: pool.submit(loads[i]) for i in sorted(range(len(loads)), key=lambda i: -sizes[i])}
         try:
-            return [future.result() for future in futures]
+            return [begun[i].result() for i in range(len(loads))]
         finally:
             pool.shutdown(cancel_futures=True)

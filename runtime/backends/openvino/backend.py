@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.lanes import CACHES_OF_ONE
-from vtx.runtime.backends.loading import load_each, load_threads
+from vtx.runtime.backends.loading import is_roomy, load_each
 from vtx.runtime.backends.memory import KEPT, NARROWED
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext, OpenvinoStageCache
@@ -82,9 +82,8 @@ class OpenvinoBackend:
         self._kept = self._choose_cache_settings()
         self._graphs = graphs = self._manifest.dialects[DIALECT]
         self._row = np.zeros((1, model.hidden), np.float32)
+        self._roomy = is_roomy(bundle, NARROWED if compute == "bf16" else KEPT)
         self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
-        head = self._manifest.head_precision
-        self._head = self._graph(graphs.head, contract.head(self._manifest), head, {names.HIDDEN: self._row})
         gates = self._manifest.gate_files(DIALECT)
         self._gates = {k: self._graph(file, contract.gate(self._manifest)) for k, file in gates.items()}
         score = self._graph(graphs.score, contract.score(self._manifest, DIALECT)) if graphs.score else None
@@ -93,9 +92,7 @@ class OpenvinoBackend:
         most_rows = ROWS_OF_A_RUN.get((self._manifest.precision, compute))
         self._context = OpenvinoCacheContext(openvino, model, self._kv, rope, score, np.dtype(key_type), most_rows)
         self.kv_slot_bytes = self._context.slot_bytes
-        compiling = [partial(self._compile_stage, *stage) for stage in self._manifest.stage_files(DIALECT)]
-        floats = NARROWED if compute == "bf16" else KEPT
-        self.stages = load_each(compiling, load_threads(bundle, self.threads, floats))
+        self._head, self.stages = self._compile_decoder()
         self._batches: list[OpenvinoStageBatch] = []
         self._vision: OpenvinoGraph | None = None
         self._video: OpenvinoGraph | None = None
@@ -128,16 +125,25 @@ class OpenvinoBackend:
         `first`: inputs to run once, since the engine packs the weights of a graph of any size when it first runs.
         """
         model = self._read(name, promised)
-        with letting_go(model):
+        with letting_go(model, at_once=not self._roomy):
             graph = OpenvinoGraph(name, self._engine(name, model, precision), promised[1])
             if first is not None:
                 graph.run(first)
         return graph
 
+    def _compile_decoder(self) -> tuple[OpenvinoGraph, list[StageGraph]]:
+        m, precision = self._manifest, self._manifest.head_precision
+        first = {names.HIDDEN: self._row}
+        loads: list[Callable[[], Any]] = [partial(self._graph, self._graphs.head, contract.head(m), precision, first)]
+        loads += [partial(self._compile_stage, *stage) for stage in m.stage_files(DIALECT)]
+        sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
+        head, *stages = load_each(loads, self.threads if self._roomy else 1, sizes)
+        return head, stages
+
     def _compile_stage(self, spec: StageSpec, file: str) -> StageGraph:
         model = self._read(file, contract.stage(self._manifest, spec, DIALECT))
         page_caches(model, range(spec.first, spec.last + 1), self._manifest.model.heads)
-        with letting_go(model):
+        with letting_go(model, at_once=not self._roomy):
             stage = StageGraph(file, self._engine(file, model))
             OpenvinoStageCache(self._context, stage, spec, 1).append(self._row, np.zeros(1, np.int64))
         return stage
@@ -179,7 +185,7 @@ class OpenvinoBackend:
         model = self._read(name, promised)
         if not image.own_size:
             model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
-        with letting_go(model):
+        with letting_go(model, at_once=not self._roomy):
             return OpenvinoGraph(name, self._engine(name, model, self._manifest.vision_precision), promised[1])
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:

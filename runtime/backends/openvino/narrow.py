@@ -89,11 +89,12 @@ def _readers(node: Any) -> set[str]:
 
 
 @contextmanager
-def letting_go(model: Any) -> Iterator[None]:
+def letting_go(model: Any, *, at_once: bool = True) -> Iterator[None]:
     """Pages of the weights' files that are read meanwhile do not stay resident, on Linux.
 
     To be held while the engine packs them: each page is read once, and the packed form is what it computes with.
-    The files stay mapped; whoever reads them again finds them. `model` is an openvino.Model read from files.
+    The files stay mapped; whoever reads them again finds them. `model` is an openvino.Model read from files. Where
+    they need not go `at_once` they do so at the end, and none is fetched twice.
     """
     mapped = _mapped(model) if sys.platform == "linux" else []
     if not mapped:
@@ -101,12 +102,14 @@ def letting_go(model: Any) -> Iterator[None]:
         return
     done = threading.Event()
     watcher = threading.Thread(target=_drop_until, args=(done, mapped), daemon=True)
-    watcher.start()
+    if at_once:
+        watcher.start()
     try:
         yield
     finally:
         done.set()
-        watcher.join()
+        if at_once:
+            watcher.join()
         _drop(mapped)
 
 

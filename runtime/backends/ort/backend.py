@@ -15,7 +15,7 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.lanes import CACHES_OF_ONE
-from vtx.runtime.backends.loading import load_each, load_threads
+from vtx.runtime.backends.loading import is_roomy, load_each
 from vtx.runtime.backends.memory import EXPANDED
 from vtx.runtime.backends.ort.batch import OrtStageBatch
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache
@@ -46,13 +46,15 @@ class OrtBackend:
         self.threads = threads or cores()
         self.kv_slot_bytes = m.kv_slot_bytes()
         self._graphs = graphs = m.dialects["ort"]
-        self._loader = loader = OrtLoader(self._ort, bundle, self._session_options(self.threads), self.providers)
+        roomy = self.loads_side_by_side and is_roomy(bundle, EXPANDED)
+        options = self._session_options(self.threads)
+        self._loader = loader = OrtLoader(self._ort, bundle, options, self.providers, roomy)
         light = replace(loader, options=self._session_options(1))  # for graphs too small to share among threads
         self._embed = light.load(graphs.embed, contract.embed(m))
         loads = [partial(loader.load, file, contract.stage(m, spec, "ort")) for spec, file in m.stage_files("ort")]
         loads.append(partial(loader.load, graphs.head, contract.head(m)))
-        at_once = load_threads(bundle, self.threads, EXPANDED) if self.loads_side_by_side else 1
-        *self._stages, self._head = load_each(loads, at_once)
+        sizes = [*(spec.layers for spec in m.stages), m.model.layers]  # the head may be as large as many layers
+        *self._stages, self._head = load_each(loads, self.threads if roomy else 1, sizes)
         self._gates = {k: light.load(file, contract.gate(m)) for k, file in m.gate_files("ort").items()}
         self._score = loader.load(graphs.score, contract.score(m, "ort")) if graphs.score else None
         self._batches: list[OrtStageBatch] = []

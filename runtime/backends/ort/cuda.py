@@ -38,7 +38,7 @@ class OrtCudaBackend(OrtBackend):
     device = "cuda"
     providers = (PROVIDER, "CPUExecutionProvider")
     memory = "cuda"
-    loads_side_by_side = False  # the GPU's memory is not what `load_threads` looks at
+    loads_side_by_side = False  # the GPU's memory is not what `is_roomy` looks at
 
     def share_caches(self, conversations: int) -> None:
         raise DeviceError("cuda computes one conversation at a time")

@@ -19,12 +19,16 @@ ENGINE = "onnxruntime"
 
 @dataclass(frozen=True, slots=True)
 class OrtLoader:
-    """Loads graphs of a bundle with the same options on the same providers."""
+    """Loads graphs of a bundle with the same options on the same providers.
+
+    `roomy`: what packing frees is given back at the end of each graph and not at once, which takes less time.
+    """
 
     ort: Any
     bundle: Bundle
     options: Any
     providers: Sequence[str]
+    roomy: bool = False
 
     def load(self, name: str, promised: contract.Contract) -> OrtGraph:
         """The graph in the file `name`, checked against its contract.
@@ -36,7 +40,7 @@ class OrtLoader:
         """
         with self.bundle.lent(name) as path:
             try:
-                with returning_memory():
+                with returning_memory(at_once=not self.roomy):
                     session = self.ort.InferenceSession(os.fspath(path), self.options, providers=list(self.providers))
             except Exception as e:
                 raise load_failure(ENGINE, name, e) from e

@@ -12,7 +12,7 @@ import pytest
 from tests.support.bundles import export
 from vtx.runtime.backends import loading
 from vtx.runtime.backends.backend import Backend
-from vtx.runtime.backends.loading import load_each, load_threads
+from vtx.runtime.backends.loading import is_roomy, load_each
 from vtx.runtime.backends.memory import EXPANDED, needed_memory
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.ort import backend as ort
@@ -33,12 +33,32 @@ def test_graphs_load_at_the_same_time_and_come_back_in_order() -> None:
         met.wait(FULL)
         return number
 
-    assert load_each([lambda: load(1), lambda: load(2)], 2) == [1, 2]
+    assert load_each([lambda: load(1), lambda: load(2)], 2, (1, 1)) == [1, 2]
 
 
 def test_one_thread_loads_one_graph_after_another() -> None:
     here = threading.get_ident()
-    assert load_each([threading.get_ident] * 3, 1) == [here] * 3
+    assert load_each([threading.get_ident] * 3, 1, (1, 2, 3)) == [here] * 3
+
+
+def test_the_largest_graphs_load_first() -> None:
+    begun: list[str] = []
+    halves = threading.Event()
+
+    def large() -> str:
+        begun.append("large")
+        halves.wait(FULL)
+        return "large"
+
+    def small(name: str, *, last: bool = False) -> str:
+        begun.append(name)
+        if last:
+            halves.set()
+        return name
+
+    loads = [lambda: small("first"), lambda: small("second", last=True), large]
+    assert load_each(loads, 2, (1, 1, 2)) == ["first", "second", "large"]
+    assert begun == ["large", "first", "second"], "or one thread waits while the other loads the large one"
 
 
 def test_a_failure_is_raised_once_all_that_began_have_ended() -> None:
@@ -54,40 +74,40 @@ def test_a_failure_is_raised_once_all_that_began_have_ended() -> None:
         ended.append(raising.wait(FULL))
 
     with pytest.raises(OSError, match="the disk"):
-        load_each([fail, last], 2)
+        load_each([fail, last], 2, (1, 1))
     assert ended == [True]
 
 
-def test_large_bundles_load_side_by_side_where_twice_their_memory_is_free(
+def test_a_load_takes_memory_to_be_quicker_where_twice_what_a_bundle_needs_is_free(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = needed_memory(bundle)
 
-    def with_free(free: int | None) -> int:
+    def with_free(free: int | None) -> bool:
         monkeypatch.setattr(loading, "available_memory", lambda: free)
-        return load_threads(bundle, 3, EXPANDED)
+        return is_roomy(bundle, EXPANDED)
 
-    assert [with_free(free) for free in (0, None)] == [3, 3], "a small one fits anywhere"
+    assert [with_free(free) for free in (0, None)] == [True, True], "a small one fits anywhere"
     monkeypatch.setattr(loading, "SMALL_BYTES", 0)
-    assert [with_free(free) for free in (2 * needed, 2 * needed - 1, None)] == [3, 1, 1]
+    assert [with_free(free) for free in (2 * needed, 2 * needed - 1, None)] == [True, False, False]
 
 
 @pytest.mark.parametrize("engine", [ort, openvino], ids=["cpu", "openvino"])
 def test_what_is_loaded_side_by_side_computes_the_same(
     engine: object, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hidden_states(at_once: int) -> np.ndarray:
+    def logits(*, roomy: bool) -> np.ndarray:
         asked = []
-        monkeypatch.setattr(engine, "load_threads", lambda *_: asked.append(1) or at_once)
+        monkeypatch.setattr(engine, "is_roomy", lambda *_: asked.append(1) or roomy)
         kind = ort.OrtBackend if engine is ort else openvino.OpenvinoBackend
         backend: Backend = kind(bundle, 2)
         assert asked
         hidden = backend.embed(np.arange(5))
         for number in range(len(bundle.manifest.stages)):
             hidden = backend.stage(number, 8).append(hidden, np.arange(5)).copy()
-        logits = backend.head(hidden)
+        found = backend.head(hidden)
         backend.close()
-        return logits
+        return found
 
     assert len(bundle.manifest.stages) == 3
-    assert np.array_equal(hidden_states(1), hidden_states(3))
+    assert np.array_equal(logits(roomy=False), logits(roomy=True))

@@ -87,10 +87,11 @@ def test_a_towers_integers_are_not_multiplied_by_their_scales(bundles: Callable[
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pages_of_the_weights_are_let_go_and_can_be_read_again(bundles: Callable[[str], Bundle]) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_pages_of_the_weights_are_let_go_and_can_be_read_again(bundles: Callable[[str], Bundle], at_once: bool) -> None:
     model = read(bundles("fp16"), "stage")
     constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
-    with letting_go(model):
+    with letting_go(model, at_once=at_once):
         before = [np.array(node.data) for node in constants]
         bundle = bundles("fp16").folder
     assert resident(bundle) == 0
