@@ -13,6 +13,8 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.family.declaration import Family
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.spec import model_spec
+from vtx.exporter.tuning.options import check_tunable
+from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
 from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import plain
 from vtx.runtime.vision.layout_spec import spec_of
@@ -26,8 +28,8 @@ file in `exporter/checkpoint/families/`. This page is made from the code by `pyt
 them.
 
 Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's, Qwen's.
-Precisions, K, gates, calibration, streaming export and engines work alike for every family: they see passes of the
-tower, and tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
+Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
+tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
 for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*.
 """
 # The shapes of published checkpoints, most with a CLIP tower: what a cell asks is asked about these.
@@ -126,6 +128,20 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     return "yes" if config.video is None else "images"
 
 
+def _tensorrt(_: Family, config: ModelConfig) -> str:
+    if config.vision.native:
+        return f"no: {NOT_BUILT}"
+    return "yes" if config.frames is None else "images, and no videos"
+
+
+def _tune(family: Family, config: ModelConfig) -> str:
+    try:
+        check_tunable(config, "this model", original=family.original is not None)
+    except VtxError as reason:
+        return f"no: {reason}"
+    return "yes"
+
+
 def _fit(_: Family, config: ModelConfig) -> str:
     if config.vision.native:
         return "no: images keep their shape"
@@ -151,6 +167,9 @@ ROWS: Mapping[str, Cell] = {
     "tokens of a video": _video,
     **{f"`--reduce {spec}`": _reduction(spec) for spec in _SPECS},
     "[libvtx](cpp.md), the C++ runtime": _cpp,
+    "`vtx-build`, TensorRT": _tensorrt,
+    "`vtx-tune`": _tune,
+    "`--show-tokens`": lambda _, c: "no: images have any shape" if c.vision.native else "yes",
     "`--fit`": _fit,
     "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
     "`--max-pixels`": lambda _, c: "yes" if c.vision.native else "no: images are not seen at their own resolution",
@@ -190,8 +209,11 @@ Python a video is also an array of frames ([API](api.md)).
 - `fastv`, `cdpruner` and `dart` rank the tokens of all frames together. What looks at patches (`cls`, `mustdrop` with
   key tokens, merging, `cdpruner:text=tower`) is refused for videos when it is asked, and works for images of the same
   bundle.
+- `vtx-serve` takes videos as data URLs ([serving](serving.md)), `vtx-bench` by `--video`, `vtx-batch` and `vtx-eval
+  exact` where a line names one under `video` or `image`. What measures a checkpoint on items (`vtx-calibrate`,
+  `vtx-train-gate`, `vtx-tune`, `--activation-aware`) refuses an item with a video by name, and golden vectors cover the
+  images' graph.
 - TensorRT has no engine for the frames of Video-LLaVA and LLaVA-NeXT-Video: refused by name, images are answered.
-  `vtx-serve`, `vtx-bench` and calibration take images only, and golden vectors cover the images' graph.
 
 ## Original LLaVA
 
@@ -310,6 +332,7 @@ eight layers with grouped queries, tied and untied: `tests/runtime/session/test_
   onnxruntime)*, but `vtx-build` and TensorRT refuse these models, and libvtx refuses them by the layout's name.
 - Refused by name: videos, `vtx-tune`, rotary scaling of the text model (YaRN), other merges than 2 x 2, and
   `--show-tokens`.
+
 ## SmolVLM
 
 `smolvlm` is SmolVLM2, `idefics3` are Idefics3 and SmolVLM's first models, which are of its classes. An image is

@@ -19,6 +19,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import K, Options
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
 from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.vision.video import video
 
 AHEAD = 2  # lines whose images are decoded while another is answered
 BAD = (ImageError, RequestError, TemplateError)  # a line's own fault; anything else ends the batch
@@ -134,8 +135,7 @@ def _prepared(model: Model, lines: Sequence[Line]) -> Iterator[tuple[Line, Futur
         waiting = deque[tuple[Line, Future[Images]]]()
         try:
             for line in lines:
-                paths = line.images if isinstance(line, Task) else ()
-                waiting.append((line, pool.submit(_read, model, paths)))
+                waiting.append((line, pool.submit(_read, model, line)))
                 if len(waiting) > AHEAD:
                     yield waiting.popleft()
             while waiting:
@@ -144,5 +144,7 @@ def _prepared(model: Model, lines: Sequence[Line]) -> Iterator[tuple[Line, Futur
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _read(model: Model, paths: Sequence[Path]) -> Images:
-    return model.prepare_all(paths)
+def _read(model: Model, line: Line) -> Images:
+    if isinstance(line, BadLine):
+        return ()
+    return model.in_order(model.prepare_all([*line.images, *map(video, line.videos)]))

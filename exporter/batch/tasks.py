@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.data.items import MAX_FILE, MAX_IMAGES, inside, parse_line
+from vtx.exporter.data.items import MAX_FILE, named_files, parse_line
 from vtx.runtime.bundle.files import read_named
 from vtx.runtime.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line, its number counted from 1: a question about the images at these paths; `id` is the line's own."""
+    """One line, its number counted from 1: a question about images and videos; `id` is the line's own."""
 
     number: int
     id: Any
     images: tuple[Path, ...]
     question: str
+    videos: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,8 @@ def _read(number: int, line: bytes, images: Path) -> Task | BadLine:
 def _task(number: int, record: Any, images: Path) -> Task:
     if not isinstance(record, dict):
         raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
-    names = record.get("image", [])
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise RequestError("image must be a file name, or a list of them")
-    if len(names) > MAX_IMAGES:
-        raise RequestError(f"it names {len(names)} images, the limit is {MAX_IMAGES}")
     question = record.get("question")
     if not isinstance(question, str) or not question.strip():
         raise RequestError("it has no question")
-    return Task(number, record.get("id"), tuple(inside(images, name) for name in names), question)
+    pictures, videos = (named_files(record, kind, images) for kind in ("image", "video"))
+    return Task(number, record.get("id"), pictures, question, videos)

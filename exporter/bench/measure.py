@@ -17,12 +17,12 @@ from vtx.exporter.bench.stopwatch import Call, split, timed
 from vtx.exporter.bench.work import WorkCounter
 from vtx.exporter.common import memory
 from vtx.runtime.api.answer import Stats
-from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.conversation import Conversation, opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError
-from vtx.runtime.prompt.messages import Part
 from vtx.runtime.vision.image import ImageSource
+from vtx.runtime.vision.video import Video
 
 K = int | str | None
 Report = Callable[[str, int, int], None]
@@ -33,7 +33,7 @@ FILLER, ENDINGS = " a", (".", "a", " .", "?")
 class BenchOptions:
     """The question, and how often to ask it. `prompt_tokens` replaces it by one that makes the prompt that long."""
 
-    image: ImageSource
+    image: ImageSource | Video
     question: str
     prompt_tokens: int | None = None
     new_tokens: int = 64
@@ -91,7 +91,7 @@ class Bench:
         backend, self._calls = timed(model.backend)
         self.model, self.options, self.ks = Model(model.bundle, backend, model.load_ms), options, tuple(ks)
         self._ask_options = Options(options.new_tokens, ignore_eos=True)
-        self._image = self.model.prepare(options.image)
+        (self._image,) = self.model.prepare_all([options.image])
         self.result = BenchResult(self._question(), description, loaded, {})
         self.counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         with self.model.open(options.image) as conversation:
@@ -117,7 +117,7 @@ class Bench:
         return texts[lengths.index(target)]
 
     def tokens(self, question: str) -> int:
-        content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
+        content = opening_parts([self._image], question)
         return len(self.model.text.prompt([{"role": "user", "content": content}], self._image.placed))
 
     def _check_room(self, tokens: int) -> None:

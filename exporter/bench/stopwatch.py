@@ -15,8 +15,8 @@ from vtx.runtime.backends.backend import Backend
 class Call:
     """One call of a backend, or of the cache of stage number `stage` (from 0).
 
-    `append` ran `tokens` on top of `filled` KV slots; `vision` computed `tokens` image tokens, `text_tower` read
-    `tokens` of a question.
+    `append` ran `tokens` on top of `filled` KV slots; `vision` computed `tokens` image tokens, `video` those of a
+    frame; `text_tower` read `tokens` of a question.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Stopwatch:
         start = time.perf_counter()
         result = call(*args, **named)
         ms = 1000 * (time.perf_counter() - start)
-        tokens = len(result.rows) + result.idle if name == "vision" else tokens
+        tokens = len(result.rows) + result.idle if name in ("vision", "video") else tokens
         self._calls.append(Call(name, ms, self._stage, tokens, filled))
         return Stopwatch(result, self._calls, args[0]) if name == "stage" else result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vtx.exporter.bench.ceilings.ceilings import MeasuredCeilings
 from vtx.exporter.bench.ceilings.products import BITS
@@ -62,13 +62,18 @@ class WorkCounter:
         )
 
     def count_vision(self, prefill: Sequence[Call]) -> int:
-        """FLOPs of the towers; merged windows are not counted in the vision tower's later layers."""
+        """FLOPs of the towers; merged windows are not counted in the vision tower's later layers.
+
+        A frame's tower is of the images' shape, and projects the tokens that it gives.
+        """
         vision, text = self._size.vision, self._text_tower
         passes = [c.tokens for c in prefill if c.name == "vision"]
         if isinstance(vision, NativeSize):
             return sum(encode_flops(vision.of(tokens), 1) for tokens in passes)
         whole = 0 if vision is None else vision.view_tokens
         seen = sum(encode_flops(vision, 1, merged=max(0, whole - tokens)) for tokens in passes)
+        frames = [c.tokens for c in prefill if c.name == "video"]
+        seen += sum(encode_flops(vision and replace(vision, view_tokens=tokens), 1) for tokens in frames)
         if text is None:
             return seen
         read = [text_tower_flops(text, c.tokens) for c in prefill if c.name == "text_tower"]

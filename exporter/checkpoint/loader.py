@@ -33,6 +33,7 @@ MAX_INDEX = 8 * 2**20  # a 13B LLaVA's index is 80 kB
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
+PARTS = {"vision": "vision tower", "projector": "projector", "text": "decoder", "video": "video tower"}
 
 _SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _WEIGHT_FILES = ["model*.safetensors"]
@@ -92,6 +93,7 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             self._refuse_packed(name)
+            self._refuse_part(name)
             raise CheckpointError(f"tensor {name} is missing; the config promises {self._promise(name, shape)}")
         if info.dtype not in FLOATS:
             raise UnsupportedModelError(
@@ -109,6 +111,13 @@ class Checkpoint:
         if packed in self.tensors:
             raise UnsupportedModelError(
                 f"tensor {name} is packed as {packed} (GPTQ or AWQ); take the unquantised checkpoint"
+            )
+
+    def _refuse_part(self, name: str) -> None:
+        part = name.partition(".")[0]
+        if part in PARTS and not any(held.startswith(f"{part}.") for held in self.tensors):
+            raise CheckpointError(
+                f"the checkpoint holds no weights of the {PARTS[part]}; take the whole model, not an adapter or a part"
             )
 
     def _promise(self, name: str, shape: tuple[int, ...]) -> str:

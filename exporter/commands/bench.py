@@ -79,6 +79,8 @@ class Output:
     help="Prebuilt K, none, auto [default: all there are].",
 )
 @click.option("--image", type=click.Path(), help="[default: a drawn one]")
+@click.option("--video", type=click.Path(), help="Instead of an image.")
+@click.option("--frames", type=int, metavar="N", help="Frames sampled from the video [default: the bundle's].")
 @click.option("--question", help="[default: What is in the picture?]")
 @click.option("--prompt-tokens", type=int, help="Instead: a question that makes the prompt this long, image included.")
 @click.option("--new-tokens", type=int, default=64, show_default=True, help="Of each answer, end tokens ignored.")
@@ -111,7 +113,8 @@ def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
     new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
     device: str, compute: str | None, threads: int | None, as_json: bool, target: Path | None,
-    plot: Path | None, budgets: str | None, max_tiles: int | None, max_pixels: int | None,
+    plot: Path | None, budgets: str | None, max_tiles: int | None, max_pixels: int | None, video: str | None,
+    frames: int | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
 
@@ -122,8 +125,14 @@ def bench(
     end_on_sigterm()
     if question is not None and prompt_tokens is not None:
         raise click.UsageError("--question and --prompt-tokens both settle the question; give one")
-    if methods and (image, question, prompt_tokens) != (None, None, None):
-        raise click.UsageError("--methods asks the questions of --data; leave out --image, --question, --prompt-tokens")
+    if methods and any(given is not None for given in (image, video, question, prompt_tokens)):
+        raise click.UsageError(
+            "--methods asks the questions of --data; leave out --image, --video, --question, --prompt-tokens"
+        )
+    if image and video:
+        raise click.UsageError("--image and --video both settle what is seen; give one")
+    if frames is not None and not video:
+        raise click.UsageError("--frames goes with --video")
     if not methods and (data, images, budgets) != (None, None, None):
         raise click.UsageError(
             "--data, --images and --budgets go with --methods; one question to time is --image and --question"
@@ -134,6 +143,7 @@ def bench(
     from vtx.runtime.api.load import load
     from vtx.runtime.host.machine import cores
     from vtx.runtime.report.golden import QUESTION, golden_image
+    from vtx.runtime.vision.video import Video
 
     if plot:
         figures()
@@ -152,9 +162,8 @@ def bench(
         interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, threads, output, shares)
     else:
         text = QUESTION if question is None else question
-        options = BenchOptions(
-            image or _square(golden_image()), text, prompt_tokens, new_tokens, repeats, warmup, threads
-        )
+        shown = Video(video, frames) if video else image or _square(golden_image())
+        options = BenchOptions(shown, text, prompt_tokens, new_tokens, repeats, warmup, threads)
         model = load(
             find_bundle(bundle, ks),
             device=device,

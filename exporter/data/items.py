@@ -118,11 +118,13 @@ def scene_items(count: int) -> tuple[Item, ...]:
 
 def placed_images(layout: Layout, item: Item) -> list[int | MarkedImage]:
     """What stands in a prompt for each image of an item."""
+    layout = layout.among(len(item.images))
     return [placed(layout, *image_size(image)) for image in item.images]
 
 
 def image_tokens(layout: Layout, item: Item) -> int:
     """How many image tokens the images of an item give."""
+    layout = layout.among(len(item.images))
     return sum(layout.count(*image_size(image)) for image in item.images)
 
 
@@ -174,6 +176,8 @@ def _item(record: Any, folder: Path) -> Item:
     """Raises RequestError or ImageError for a record that cannot be used."""
     if not isinstance(record, dict):
         raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
+    if record.get("video") is not None:
+        raise RequestError("it names a video, and models are measured on images; give frames of it as images")
     names = record.get("image")
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -188,6 +192,17 @@ def _item(record: Any, folder: Path) -> Item:
     for path in paths:
         load_image(path)
     return Item(tuple(paths), question.strip(), answer or None)
+
+
+def named_files(record: Mapping[str, Any], kind: str, folder: Path) -> tuple[Path, ...]:
+    """The files inside `folder` that a record names under its `kind`, "image" or "video". Raises RequestError."""
+    names = record.get(kind, [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise RequestError(f"its {kind} must be a file name, or a list of them")
+    if len(names) > MAX_IMAGES:
+        raise RequestError(f"it names {len(names)} {kind}s, the limit is {MAX_IMAGES}")
+    return tuple(inside(folder, name) for name in names)
 
 
 def _turns(record: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -214,4 +229,7 @@ def inside(folder: Path, name: str) -> Path:
     raise RequestError(f"image {shown(name)} lies outside {folder}")
 
 
-__all__ = ["SCENES", "Data", "Item", "image_tokens", "inside", "parse_line", "plain", "read_data", "scene_items"]
+__all__ = [
+    "SCENES", "Data", "Item", "image_tokens", "inside", "named_files", "parse_line", "plain", "read_data",
+    "scene_items",
+]  # fmt: skip

@@ -22,6 +22,7 @@ from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
 from vtx.runtime.strict import Strict, plain
+from vtx.runtime.vision.video import video
 
 BAD = (ImageError, RequestError, TemplateError)  # a question's own fault; anything else ends the evaluation
 STRICT = Strict(RequestError, "answers.jsonl is damaged, remove it")
@@ -132,7 +133,7 @@ class Asker:
         """The methods take turns at being first, so that no one of them always finds the caches cold."""
         if not methods:  # the question stands in the data twice
             return {}
-        images = tuple(self._model.prepare(path) for path in question.images)
+        images = self._model.in_order(self._model.prepare_all([*question.images, *map(video, question.videos)]))
         first = number % len(methods)
         replies = dict[Method, CostedAnswer]()
         for method in (*methods[first:], *methods[:first]):

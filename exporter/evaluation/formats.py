@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.data.items import MAX_FILE, MAX_IMAGES, inside, parse_line
+from vtx.exporter.data.items import MAX_FILE, inside, named_files, parse_line
 from vtx.exporter.evaluation.questions import Format, Record, TaskQuestion, Where, is_there
 from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json, shown
@@ -94,14 +94,11 @@ def _pope(record: Any, where: Where) -> TaskQuestion:
 
 
 def _exact(record: Any, where: Where) -> TaskQuestion:
-    """{"image": name or list, "question", "answer"}, a line each, as vtx-calibrate takes it."""
+    """{"image": name or list, "video": the same, "question", "answer"}, a line each; images as vtx-calibrate takes."""
     fields = _fields(record)
-    names = fields.get("image", [])
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or len(names) > MAX_IMAGES or not all(isinstance(n, str) and n for n in names):
-        raise RequestError(f"its image is not a file name, or a list of at most {MAX_IMAGES} of them")
-    paths, question = tuple(inside(where.images, name) for name in names), _text(fields, "question")
-    return TaskQuestion(paths, question, (_text(fields, "answer"),), "\0".join(names) or question)
+    images, videos = (named_files(fields, kind, where.images) for kind in ("image", "video"))
+    question, about = _text(fields, "question"), "\0".join(str(path) for path in (*images, *videos))
+    return TaskQuestion(images, question, (_text(fields, "answer"),), about or question, videos=videos)
 
 
 # --- MME ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ Record = tuple[str, Any]  # where it stands, for messages; what stands there
 class TaskQuestion:
     """One question as it is put to the model, and its right answers.
 
-    `image` names what it is about: questions about one image are resampled together. `group` is the benchmark's own
-    category; `choices` the number of options of a multiple choice.
+    `image` names what it is about: questions about one image or video are resampled together. `group` is the
+    benchmark's own category; `choices` the number of options of a multiple choice.
     """
 
     images: tuple[Path, ...]
@@ -28,10 +28,11 @@ class TaskQuestion:
     image: str
     group: str = ""
     choices: int = 0
+    videos: tuple[Path, ...] = ()
 
     def digest(self) -> str:
         """Changes with the text and with the images' files. Raises ImageError for a file that has been removed."""
-        return Item(self.images, self.text).digest()
+        return Item((*self.images, *self.videos), self.text).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,10 @@ def read_questions(
 def _instructed(question: TaskQuestion, instruction: str) -> TaskQuestion:
     if not question.text.strip():
         raise RequestError("it has no question")
-    for path in question.images:
+    for path in (*question.images, *question.videos):
         if not is_there(path):
-            raise ImageError(f"image {path.name} is not in {path.parent}")
-    text = f"{question.text}\n{instruction}" if instruction else question.text
-    return TaskQuestion(question.images, text, question.answers, question.image, question.group, question.choices)
+            raise ImageError(f"the file {path.name} is not in {path.parent}")
+    return replace(question, text=f"{question.text}\n{instruction}") if instruction else question
 
 
 def is_there(path: Path) -> bool:

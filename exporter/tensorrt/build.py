@@ -19,7 +19,6 @@ from vtx.exporter.tensorrt.lint import dialect_graphs, lint
 from vtx.exporter.tensorrt.profiles import graph_profiles, input_shapes, used_sizes
 from vtx.exporter.tensorrt.releases import RTX, Release
 from vtx.exporter.tensorrt.targets import Target
-from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import (
     FOLDER,
@@ -113,13 +112,11 @@ def plan_engines(
     """The engines to build, checked as far as possible before a builder runs; `key` signs the record of them.
 
     Raises:
-        RequestError: the target does not support the bundle's precision.
+        RequestError: the target does not support the bundle's precision, or TensorRT the model.
         BundleError: no such dialect, or graphs that the release does not read.
 
     """
     m = bundle.manifest
-    if m.image.own_size:
-        raise RequestError(f"{NOT_BUILT}; run the bundle with --device cpu or openvino")
     lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
     if lacking:
         raise RequestError(

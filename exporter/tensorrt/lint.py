@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from vtx.exporter.tensorrt.graph import SeenGraph, attribute, load_graph
 from vtx.exporter.tensorrt.releases import CHANGED_IN_21, FLOOR, INT4_OPSET, Release
+from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.errors import BundleError
+from vtx.runtime.errors import BundleError, RequestError
 
 if TYPE_CHECKING:
     import onnx
@@ -78,7 +79,15 @@ def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFind
 
 
 def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
-    """Files of a dialect's graphs: vision, embed, stages, head, gates, score."""
+    """Files of a dialect's graphs: vision, embed, stages, head, gates, score.
+
+    Raises:
+        RequestError: TensorRT is not built for this model.
+        BundleError: the bundle has no such dialect.
+
+    """
+    if bundle.manifest.image.own_size:
+        raise RequestError(f"{NOT_BUILT}; run the bundle with --device cpu or openvino")
     dialects = bundle.manifest.dialects
     if dialect not in dialects:
         raise BundleError(

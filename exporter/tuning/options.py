@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from vtx.exporter.bundling.options import DEMO
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.data.items import SCENES
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import RequestError, UnsupportedModelError
 
 AROUND = 2  # layers on either side of a single K
 Dtype = Literal["auto", "fp32", "bf16"]
@@ -161,3 +162,15 @@ class TuneOptions:
             raise RequestError(f"--items is {self.items} and --held-out {self.held_out}; at least 1 and 0")
         if not 0 <= self.full_share < 1:
             raise RequestError(f"--full-share is {self.full_share}; it must be at least 0 and below 1")
+
+
+def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
+    """Raise UnsupportedModelError for a model that is not tuned; `original`: in its authors' layout."""
+    if original:
+        raise UnsupportedModelError(
+            f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; take its -hf checkpoint"
+        )
+    if config.text.rope.sections:
+        raise UnsupportedModelError(
+            f"{name} has positions of three parts, which vtx-tune does not know; tune a model of LLaVA's kin"
+        )

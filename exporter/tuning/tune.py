@@ -28,12 +28,12 @@ from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
 from vtx.exporter.tuning.encoder import ImageEncoder
 from vtx.exporter.tuning.forecast import RowSize, TuneForecast, device_speed, forecast, learning_weights
 from vtx.exporter.tuning.judge import judge
-from vtx.exporter.tuning.options import TuneOptions
+from vtx.exporter.tuning.options import TuneOptions, check_tunable
 from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, image_key, pack, read_questions
 from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
-from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
+from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.units import duration, size
 
 MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
@@ -102,14 +102,7 @@ def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
     """Refuse whatever can be refused before weights are read; raises as `tune`."""
     accelerator = _accelerator()
     source = open_source(options.model)
-    if source.checkpoint.original is not None:
-        raise UnsupportedModelError(
-            f"{source.name} is in its authors' layout, and vtx-tune writes Hugging Face's; take its -hf checkpoint"
-        )
-    if source.config.text.rope.sections:
-        raise UnsupportedModelError(
-            f"{source.name} has positions of three parts, which vtx-tune does not know; tune a model of LLaVA's kin"
-        )
+    check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
     options.depths.within(source.config.text.layers)
     options.learning.chosen(source.config.text.layers)
     data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)

@@ -17,7 +17,7 @@ ROLES = {"developer": "system"}  # OpenAI's newer name
 _FORMS = (
     '{"type": "text", "text": ...}, {"type": "image", "image": path, bytes, data URL, array or PIL image}, '
     '{"type": "image_url", "image_url": {"url": data URL or path}}, '
-    'or {"type": "video", "video": path, bytes or array of frames}'
+    'or {"type": "video", "video": path, bytes, data URL or array of frames}'
 )
 
 
@@ -49,9 +49,8 @@ def _part(part: Any, images: list[ImageSource | Video]) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind == "video" and part.get("video") is not None:
-        given = part["video"]
-        images.append(given if isinstance(given, Video) else Video(_local(given) if isinstance(given, str) else given))
+    if kind in ("video", "video_url") and part.get(kind) is not None:
+        images.append(_video(part[kind]))
         return {"type": "video"}
     if kind not in ("image", "image_url"):
         raise RequestError(f"a part of a message must be {_FORMS}; got {part!r:.80}")
@@ -68,6 +67,16 @@ def _image(part: Mapping[str, Any]) -> ImageSource:
     if value is None:
         raise RequestError(f"a part of type {part['type']!r} names no image; write {_FORMS}")
     return _local(value) if isinstance(value, str) else value  # checked when it is read
+
+
+def _video(given: Any) -> Video:
+    """A video, or what OpenAI-like APIs say of one: {"url": data URL or path, "frames": n or nothing}."""
+    if isinstance(given, Video):
+        return given
+    source, frames = (given.get("url"), given.get("frames")) if isinstance(given, Mapping) else (given, None)
+    if source is None:
+        raise RequestError(f"a part of type 'video_url' names no video; write {_FORMS}")
+    return Video(_local(source) if isinstance(source, str) else source, frames)
 
 
 def _decoded(text: str) -> bytes:

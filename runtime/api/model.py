@@ -156,9 +156,7 @@ class Model:
         """
         self.check_open()
         many = cast("Sequence[Picture]", images if isinstance(images, list | tuple) else [images])
-        prepared = self.prepare_all(many, fit)
-        order = self.text.order([{"role": "user", "content": opening_parts(prepared, "?")}])
-        conversation = Conversation(self, tuple(prepared[number] for number in order), system)
+        conversation = Conversation(self, self.in_order(self.prepare_all(many, fit)), system)
         if system is not None:
             self.check_system(conversation.opening("?"))
         return conversation
@@ -318,6 +316,11 @@ class Model:
             for source in given
         )
 
+    def in_order(self, images: Sequence[PreparedImage]) -> tuple[PreparedImage, ...]:
+        """Images and videos of a first question, in the order in which the chat template prints them there."""
+        order = self.text.order([{"role": "user", "content": opening_parts(images, "?")}])
+        return tuple(images[number] for number in order)
+
     def prepare_video(self, video: Video, fit: str | None = None) -> PreparedImage:
         """Read some frames of a video and preprocess them."""
         if self.manifest.video is None:
@@ -387,7 +390,7 @@ class Model:
         )
 
     def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:
-        layout = self.layout.limited(max_tiles).among(len(images))
+        layout = self.layout.limited(max_tiles).among(sum(image.kind == "image" for image in images))
         counts = (image.tokens if image.kind == "video" else placed(layout, *image.size) for image in images)
         return text + sum(map(self.text.size, counts)) < self.manifest.max_context
 

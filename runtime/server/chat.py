@@ -27,11 +27,13 @@ from vtx.runtime.server.remote import RemoteImage, fetch
 from vtx.runtime.server.request import ChatRequest, read_request
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.image import image_size
+from vtx.runtime.vision.video import Video
 
 log = logging.getLogger(__name__)
 CLIENT_LEFT = 499  # in the metrics only
 RETRY_SECONDS = 2
 READERS = 2  # threads that parse requests and decode images
+VIDEO_READERS = 1  # threads that decode videos, which takes longer
 FETCHERS = 8  # threads that fetch images
 
 
@@ -50,6 +52,7 @@ class ChatCompletions:
     def __init__(self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = ()) -> None:
         self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
         self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
+        self._video_readers: Executor = ThreadPoolExecutor(VIDEO_READERS, "vtx-serve-video")
         self._loader: Executor = ThreadPoolExecutor(1, "vtx-serve-load")
         self._fetchers: Executor = ThreadPoolExecutor(FETCHERS, "vtx-serve-fetch")
         self._inside = 0
@@ -70,6 +73,7 @@ class ChatCompletions:
     def close(self) -> None:
         """Let go of the threads that read and load."""
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._video_readers.shutdown(wait=False, cancel_futures=True)
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
@@ -108,7 +112,9 @@ class ChatCompletions:
             chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
         engine = await self._engine(chat.model)
         with self._engines.use(engine):
-            prepared = await loop.run_in_executor(self._readers, prepare, engine, chat, self._limits)
+            videos = any(isinstance(image, Video) for image in chat.images)
+            readers = self._video_readers if videos else self._readers
+            prepared = await loop.run_in_executor(readers, prepare, engine, chat, self._limits)
             chat = prepared.chat  # without the images' text, which may be large
             events = _events(engine, prepared, receive, deadline, self._limits.seconds)
             objects = Objects(chat.model, engine.model, chat.options.logprobs)
@@ -146,18 +152,21 @@ def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
 
 
 def prepare(engine: Engine, chat: ChatRequest, limits: Limits) -> Prepared:
-    """Read the images and check what is asked, before anything is computed."""
+    """Read the images and videos and check what is asked, before anything is computed."""
     model = engine.model
     model.policy(chat.k, chat.options, chat.reduce)
     sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
     for image in sources:
+        if isinstance(image, Video):
+            continue  # whose limits are those of `limits.py` in runtime/vision
         width, height = image_size(image, model.image_formats)
         if width * height > limits.pixels:
             raise Refusal(
                 413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in all; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
-    images = model.prepare_all(sources)
+    given = model.prepare_all(sources)
+    images = tuple(given[number] for number in model.text.order(chat.messages))
     model.check_system(chat.messages)
     ids = model.prompt_ids(chat.messages, images)
     return Prepared(replace(chat, images=()), images, ids)

@@ -16,6 +16,7 @@ from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.server.remote import RemoteImage, remote_image
 from vtx.runtime.session.sampling import Sampling
+from vtx.runtime.vision.video import Video
 
 ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_TOKENS = Options().max_new_tokens
@@ -30,14 +31,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One request: `images` in their order, data URLs or still to be fetched; `messages` mark where they stand.
+    """One request: `images` and videos in their order, data URLs or images still to be fetched.
+
+    `messages` mark where they stand.
 
     `reuse`: start from what earlier requests have left.
     """
 
     model: str
     messages: list[Message]
-    images: tuple[str | bytes | RemoteImage, ...]
+    images: tuple[str | bytes | RemoteImage | Video, ...]
     k: K
     reduce: str | None
     options: Options
@@ -185,7 +188,7 @@ def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[
     images, messages = split_images(cleaned)
     if len(images) > limits.images:
         raise Refusal(
-            413, f"{len(images)} images are given, the limit of this server is {limits.images}; send fewer",
+            413, f"{len(images)} images and videos are given, the limit of this server is {limits.images}; send fewer",
             code="too_many_images", param="messages",
         )  # fmt: skip
     return images, messages
@@ -208,10 +211,12 @@ def _part(part: Any, hosts: Collection[str]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind != "image_url":
-        raise RequestError(f"a part of a message must be of type text or image_url; got {part!r:.80}")
-    url = part.get("image_url")
-    url = url.get("url") if isinstance(url, dict) else url
+    if kind not in ("image_url", "video_url"):
+        raise RequestError(f"a part of a message must be of type text, image_url or video_url; got {part!r:.80}")
+    given = part.get(kind)
+    url = given.get("url") if isinstance(given, dict) else given
+    if kind == "video_url":
+        return {"type": "video_url", "video_url": _video(url, given)}
     if hosts and isinstance(url, str) and url[:5].lower() != "data:":
         return {"type": "image", "image": remote_image(url, hosts)}
     if not isinstance(url, str) or url[:5].lower() != "data:":
@@ -220,3 +225,12 @@ def _part(part: Any, hosts: Collection[str]) -> dict[str, Any]:
             "addresses and opens no files"
         )
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _video(url: Any, given: Any) -> dict[str, Any]:
+    if not isinstance(url, str) or url[:5].lower() != "data:":
+        raise RequestError(
+            f"a video must be a data URL, data:video/mp4;base64,...; got {url!r:.80}. This server fetches no videos "
+            "and opens no files"
+        )
+    return {"url": url, "frames": given.get("frames") if isinstance(given, dict) else None}

@@ -22,7 +22,7 @@ from PIL import Image
 
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
-from vtx.runtime.vision.files.source import open_file
+from vtx.runtime.vision.files.source import open_file, read_data_url
 from vtx.runtime.vision.limits import (
     MAX_FRAME_PIXELS,
     MAX_SAMPLED_FRAMES,
@@ -44,7 +44,7 @@ VideoFile: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """A video file by its path or its bytes, or frames [frames, height, width, 3] RGB uint8.
+    """A video file by its path, its bytes or a data URL, or frames [frames, height, width, 3] RGB uint8.
 
     `frames` are sampled evenly from the first to the last; None: as many as the bundle says.
     """
@@ -126,6 +126,9 @@ def load_frames(given: Video, wanted: int, prepare: Callable[[Image.Image], T]) 
 @contextmanager
 def _opened(source: VideoFile) -> Iterator[tuple[str, BinaryIO]]:
     """A name for messages, and the file."""
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        yield "the video in the data URL", BytesIO(read_data_url(source, "video", MAX_VIDEO_BYTES))
+        return
     if isinstance(source, (bytes, bytearray, memoryview)):
         if len(source) > MAX_VIDEO_BYTES:
             raise _too_large("the given video")

@@ -13,7 +13,7 @@ from vtx.exporter.checkpoint.families.llava import in_one_piece
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
 from vtx.exporter.checkpoint.family.processors import ONE_PIECE
-from vtx.exporter.checkpoint.original.known_towers import INTERNVIT, known_tower
+from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336, INTERNVIT, known_tower
 from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -134,13 +134,14 @@ def _points(value: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _tower_name(config: Config) -> str:
+    if "mm_video_tower" in config or "mm_image_tower" in config:
+        raise UnsupportedModelError("this is Video-LLaVA in its authors' layout; take the -hf checkpoint")
     name = config.get("mm_vision_tower", config.get("vision_tower"))
     if not isinstance(name, str) or not name or len(name) > 1024:
         raise CheckpointError(
-            f"config.json: mm_vision_tower is {name!r:.60}, not the name of a vision tower; correct config.json"
+            f"config.json: mm_vision_tower is {name!r:.60}, not the name of a vision tower; write there which one the "
+            f"model has, as {CLIP_L_336}"
         )
-    if "mm_video_tower" in config or "mm_image_tower" in config:
-        raise UnsupportedModelError("this is Video-LLaVA in its authors' layout; take the -hf checkpoint")
     return name
 
 

@@ -68,6 +68,11 @@ def read_llava_like(
         CheckpointError: values that are no sizes of a model.
 
     """
+    if "text_config" not in config and any(key.startswith("mm_") for key in config):
+        raise UnsupportedModelError(
+            "config.json names an architecture of Hugging Face's layout and holds LLaVA's own settings (mm_...); "
+            "take a checkpoint in one of the layouts"
+        )
     text, vision = (config.get(key) or {} for key in ("text_config", "vision_config"))
     check_known("text model", model_type(text, "llama"), TEXT_FAMILIES)
     check_known("vision tower", model_type(vision, "clip_vision_model"), tuple(VISION_FAMILIES))

@@ -20,7 +20,6 @@ from vtx.runtime.vision.limits import MAX_FILE_BYTES
 
 _DATA_URL = re.compile(r"data:([a-z0-9.+/-]{0,80})((?:;[a-z0-9=_.-]{1,80}){0,4}),", re.IGNORECASE | re.ASCII)
 _URL = re.compile(r"([a-z][a-z0-9+.-]{1,20})://", re.IGNORECASE | re.ASCII)
-ENCODED_BYTES = -(-MAX_FILE_BYTES // 3) * 4  # of base64
 _FORMS = "give a path, bytes, a data URL, a binary stream, a PIL image or a uint8 array"
 
 
@@ -45,7 +44,7 @@ def read_bytes(source: Any) -> tuple[str, bytes]:
     """A name for messages, and the whole content of an image file, at most `MAX_FILE_BYTES`."""
     content: bytes | bytearray | memoryview
     if isinstance(source, str) and source[:5].lower() == "data:":
-        name, content = "the image in the data URL", _read_data_url(source)
+        name, content = "the image in the data URL", read_data_url(source, "image", MAX_FILE_BYTES)
     elif isinstance(source, str) and (scheme := _URL.match(source)):
         raise ImageError(f"vtx fetches no {scheme[1].lower()} URLs; give the file's path or its bytes")
     elif isinstance(source, (bytes, bytearray, memoryview)):
@@ -77,15 +76,17 @@ def _array_cure(source: Any) -> str:
     return "; numpy.asarray makes one" if hasattr(source, "__array__") or isinstance(source, list) else ""
 
 
-def _read_data_url(url: str) -> bytes:
+def read_data_url(url: str, wanted: str, limit: int) -> bytes:
+    """The bytes in a data URL of what is `wanted`, "image" or "video", at most `limit`. Raises ImageError."""
     header = _DATA_URL.match(url[:600])
     if header is None or not header[2].lower().endswith(";base64"):
-        raise ImageError("the data URL does not start with data:image/...;base64, as images do; encode it so")
+        raise ImageError(f"the data URL does not start with data:{wanted}/...;base64, as {wanted}s do; encode it so")
     kind = header[1].lower()
-    if kind and not kind.startswith("image/"):
-        raise ImageError(f"the data URL holds {kind}, not an image; give data:image/...;base64,")
-    if len(url) - header.end() > ENCODED_BYTES:
-        raise ImageError(f"the image in the data URL is over {MAX_FILE_BYTES >> 20} MiB, the limit; save it smaller")
+    if kind and not kind.startswith(f"{wanted}/"):
+        article = "an" if wanted == "image" else "a"
+        raise ImageError(f"the data URL holds {kind}, not {article} {wanted}; give data:{wanted}/...;base64,")
+    if len(url) - header.end() > -(-limit // 3) * 4:
+        raise ImageError(f"the {wanted} in the data URL is over {limit >> 20} MiB, the limit; save it smaller")
     try:
         return base64.b64decode(url[header.end() :], validate=True)
     except (binascii.Error, ValueError) as error:

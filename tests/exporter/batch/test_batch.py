@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.exported import Models
 from tests.support.tiny import random_image
 from vtx.cli import batch
@@ -69,6 +70,21 @@ def test_answers_stand_in_the_order_of_the_questions_with_the_ids_of_fresh_runs(
     assert results[1]["reused_image"], "the same image in a row is computed once"
     assert not told
     assert not journal_of(folder / "answers.jsonl").exists()
+
+
+def test_a_line_may_name_videos_beside_images(models: Models, folder: Path) -> None:
+    """The template prints images first, so a video that is named before them stands behind them."""
+    pytest.importorskip("av", reason="the [video] extra is not installed")
+    from tests.runtime.vision.test_video import write as write_video
+
+    model = models(VIDEO_LLAVA, (3, 5))
+    clip = write_video(folder / "clip.mp4", frames=12)
+    lines = [{"image": "one.png", "video": "clip.mp4"}, {"image": ["clip.mp4", "one.png"]}, {"video": "one.png"}]
+    results, told = run(model, write(folder, *({**line, "question": "which?"} for line in lines)))
+    wanted = model.open([folder / "one.png", clip]).ask("which?", 3, HOW.options, reduce="none")
+    assert [result["token_ids"] for result in results[:2]] == 2 * [list(wanted.token_ids)]
+    assert wanted.stats.vision_tokens == 16 + 8 * 17
+    assert "one.png' is not a video" in told[0]
 
 
 def test_bad_lines_are_told_and_stand_as_errors_in_their_place(model: Model, folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import vtx
+from tests.runtime.session.test_videos import NEXT_VIDEO
 from tests.support.bundles import export
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny, random_image
@@ -24,7 +26,7 @@ from vtx.exporter.bench.series import Series, markdown, shown, spread
 from vtx.exporter.bench.stopwatch import split, timed
 from vtx.exporter.bench.work import weights_read
 from vtx.exporter.common.memory import resident
-from vtx.exporter.estimate.flops import attention_macs, encode_flops
+from vtx.exporter.estimate.flops import VisionSize, attention_macs, encode_flops
 from vtx.exporter.estimate.sizes import bundle_size
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -59,6 +61,28 @@ def report(bundle: Path, image: Path, tmp_path_factory: pytest.TempPathFactory) 
     assert done.exit_code == 0, done.stderr
     found: dict[str, Any] = json.loads(target.read_text())
     return found
+
+
+def test_a_video_is_measured_and_the_work_of_its_frames_counted(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """LLaVA-NeXT-Video averages a frame's 16 patches to 4 before the projector."""
+    pytest.importorskip("av", reason="the [video] extra is not installed")
+    from tests.runtime.vision.test_video import write
+
+    folder = export(tiny_checkpoint(NEXT_VIDEO), tmp_path / "bundle").folder
+    clip = write(tmp_path / "clip.mp4", frames=9)
+    done = vtx_bench(folder, "--video", str(clip), "--frames", "6", "--k", "none", "--repeats", "1", "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["workload"]["vision_tokens"] == 6 * 4
+    tower = bundle_size(Bundle.open(folder)).vision
+    assert isinstance(tower, VisionSize)
+    (depth,) = found["depths"]
+    assert depth["vision_flops"] == encode_flops(replace(tower, view_tokens=4), 6)
+    assert depth["ms"]["vision"]["median"] > 0
+    for words in (("--video", str(clip), "--image", "x.png"), ("--frames", "6"), ("--methods", "--video", str(clip))):
+        assert vtx_bench(folder, *words).exit_code == 2
 
 
 # --- figures --------------------------------------------------------------------------------------

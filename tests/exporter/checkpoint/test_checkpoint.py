@@ -414,6 +414,12 @@ def test_a_missing_tensor_is_named_whatever_the_config_holds(tmp_path: Path, par
         checkpoint.require("text.layers.1.mlp.up_proj.weight", (4, 4))
 
 
+def test_a_checkpoint_without_its_vision_tower_is_told_so(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make(tmp_path, weights={Q_PROJ: WEIGHTS[Q_PROJ]})))
+    with pytest.raises(CheckpointError, match="holds no weights of the vision tower; take the whole model"):
+        checkpoint.require("vision.embeddings.class_embedding", (4,))
+
+
 def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
     eights = make(tmp_path / "int8", weights=WEIGHTS | {Q_PROJ: np.ones((4, 4), np.int8)})
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight is stored as I8.*take the unquantised"):

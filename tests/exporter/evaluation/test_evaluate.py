@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.runtime.session.test_tiles import ONEVISION
 from tests.support.exported import Models
 from tests.support.tiny import random_image
 from vtx.cli import evaluate
@@ -17,7 +18,9 @@ from vtx.exporter.bench.methods import Method, Trial
 from vtx.exporter.data.items import read_data
 from vtx.exporter.evaluation import ask
 from vtx.exporter.evaluation.ask import make_methods
+from vtx.exporter.evaluation.questions import TaskQuestion
 from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError
 
 TOKENS = 4
@@ -81,6 +84,18 @@ def test_accuracy_and_costs_are_those_of_fresh_answers(model: Model, data: Path)
     assert report["methods"][0]["difference"] is None
     assert (data.parent / "out" / "pareto.png").stat().st_size > 1000
     assert json.loads((data.parent / "out" / "report.json").read_text()) == report
+
+
+def test_several_images_are_seen_as_in_one_prompt(models: Models, tmp_path: Path) -> None:
+    """LLaVA-OneVision sees one image in tiles, and each of several in one tile."""
+    model = models(ONEVISION, (3, 5))
+    paths = (tmp_path / "wide.png", tmp_path / "high.png")
+    for number, (path, size) in enumerate(zip(paths, ((150, 60), (40, 90)), strict=True)):
+        random_image(number, size).save(path)
+    asker = ask.Asker(model, Options(TOKENS, ignore_eos=True))
+    cost = asker(TaskQuestion(paths, "red?", ("yes",), "both"), [Method(None)], 0)[Method(None)]
+    wanted = model.open(list(paths)).ask("red?", None, max_new_tokens=TOKENS, ignore_eos=True)
+    assert (cost.text, cost.vision_tokens) == (wanted.text, wanted.stats.vision_tokens)
 
 
 def test_flops_are_those_of_vtx_bench(model: Model, data: Path) -> None:

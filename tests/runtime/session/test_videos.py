@@ -56,6 +56,20 @@ def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement
     assert_parity(model, judge, inputs, asked)
 
 
+@pytest.mark.parametrize("tiny", [ONEVISION, pytest.param(VIDEO_LLAVA, marks=slow)], ids=lambda tiny: tiny.family)
+def test_three_turns_about_an_image_and_then_a_video_equal_transformers_and_at_k_the_statement(
+    models: Models, reference: Callable[..., Reference], tiny: Tiny
+) -> None:
+    model, judge, image = models(tiny, (3, 5)), reference(tiny), random_image(0, (40, 60))
+    said = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("a circle", "it is red")]
+    asked = [prompt_messages("what shape?"), prompt_messages("and here?", 0, 1), prompt_messages("how many?", 0)]
+    messages = [*asked[0], said[0], *asked[1], said[1], *asked[2]]
+    inputs = judge.inputs(messages, [image], [torch.from_numpy(model.prepare_video(Video(HIGH)).views)])
+    ours, ids = prompt(model, messages, [image, HIGH]), inputs["input_ids"][0]
+    assert ours.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
+    assert_parity(model, judge, inputs, ours)
+
+
 @pytest.mark.parametrize("k", [None, 5])
 def test_later_questions_about_a_video_equal_fresh_runs(models: Models, k: int | None) -> None:
     assert_later_equal_fresh(models(VIDEO_LLAVA, (3, 5)), [HIGH, random_image(0)], k)

@@ -93,6 +93,9 @@ def test_a_tower_of_another_kind_or_width_is_refused(folder: Path, tmp_path: Pat
 
 
 def test_layouts_do_not_mix(folder: Path) -> None:
+    named = {"architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next"}
+    with pytest.raises(UnsupportedModelError, match=r"Hugging Face's layout and holds LLaVA's own settings \(mm_"):
+        read_config({**config(folder), **named})
     with pytest.raises(UnsupportedModelError, match="mixes the original LLaVA layout with Hugging Face's"):
         open_checkpoint(str(change(folder, vision_config={})))
 
@@ -109,8 +112,11 @@ def test_layouts_do_not_mix(folder: Path) -> None:
         ),
         ({"mm_projector_type": "mlp2x_res2x_gelu"}, "mm_projector_type 'mlp2x_res2x_gelu' is not supported"),
         ({"mm_vision_select_feature": "cls"}, "mm_vision_select_feature 'cls' is not supported"),
-        ({"mm_video_tower": "video"}, "this is Video-LLaVA in its authors' layout"),
-        ({"mm_vision_tower": None}, "mm_vision_tower is None, not the name of a vision tower"),
+        (
+            {"mm_video_tower": "video", "mm_vision_tower": None},
+            "this is Video-LLaVA in its authors' layout",
+        ),
+        ({"mm_vision_tower": None}, "mm_vision_tower is None, not .*; write there which one the model has, as openai/"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 from tests.support.bundles import export_with
-from tests.support.exported import THREADS
+from tests.support.exported import THREADS, Models
 from tests.support.serving import asking, serving, user
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -23,6 +23,7 @@ from vtx.runtime.errors import DeviceError
 from vtx.runtime.server.compute.batching import FAILURES, Batching
 from vtx.runtime.session.sampling import Sampling
 
+LISA = Tiny(family="lisa", context=512)
 DUAL = "mustdrop:gamma=0.011,alpha=1,layers=2/4/6"
 TOLERANCE = 1e-4
 ENGINES = ("cpu", "openvino")
@@ -125,6 +126,25 @@ def test_conversations_of_any_k_and_reduction_that_join_and_leave_answer_as_alon
     decoded = sum(case.tokens - 1 for case in CASES)
     assert decoded - 30 < tokens < decoded, "all but those of the last one that was left, and remainders of one"
     assert tokens / passes > 2.5
+
+
+def test_answers_decoded_together_give_out_the_states_of_their_own_segments(models: Models) -> None:
+    options, batched = Options(max_new_tokens=12, ignore_eos=True), False
+    with load(models(LISA, (3, 5)).bundle.folder, device="cpu", threads=THREADS) as model:
+
+        def started(number: int) -> AnswerStream:
+            return model.open(random_image(number)).stream("red?" * (1 + number), (None, 3, 5)[number % 3], options)
+
+        alone = [started(number).read() for number in range(4)]
+        batching = Batching(model, 4, 16)
+        answers = run(batching, [(started(number), number) for number in range(4)])
+        batched = batching.tokens > 2 * batching.passes
+    assert batched
+    assert sum(bool(answer.stats.seg_states) for answer in alone) > 1, "no two answers held a segment"
+    for answer, wanted in zip(answers, alone, strict=True):
+        assert answer.token_ids == wanted.token_ids
+        for given, state in zip(answer.stats.seg_states or (), wanted.stats.seg_states or (), strict=True):
+            assert given == pytest.approx(state, abs=TOLERANCE)
 
 
 def test_an_answer_that_is_cancelled_or_stopped_leaves_the_others_alone(

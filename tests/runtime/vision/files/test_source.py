@@ -132,9 +132,9 @@ def test_other_urls_are_refused(address, match):
 
 
 def test_a_data_url_over_the_limit_is_refused_before_it_is_decoded(monkeypatch):
-    monkeypatch.setattr(module, "ENCODED_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(module.base64, "b64decode", lambda *_, **__: pytest.fail("decoded"))
-    refused("data:image/png;base64," + "A" * 1001, "over 64 MiB, the limit; save it smaller")
+    refused("data:image/png;base64," + "A" * (-(-(1 << 20) // 3) * 4 + 1), "over 1 MiB, the limit; save it smaller")
 
 
 @pytest.mark.parametrize("kind", [bytearray, memoryview])
