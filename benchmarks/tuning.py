@@ -4,6 +4,9 @@ Two targets by three seeds, then, at the first target and seed, each term of the
 items. All take the same number of steps, so fewer items are seen more often. Every run is judged on items held out, at
 every K, before and after. Runs resume, and one that is done is not done again; `--out`/tuning.json has all of them, the
 table one line each.
+
+A few hundred items held out tell points apart, not halves of one. `--judge QUESTIONS.jsonl` measures the model and what
+each run made of it on the same questions, of scenes that no run has seen: `--out`/judged.json.
 """
 
 from __future__ import annotations
@@ -15,7 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
+from vtx.exporter.calibration.report import CalibrationReport, Choosing, make_report
+from vtx.exporter.calibration.source import open_source
 from vtx.exporter.common.files import write_json
+from vtx.exporter.data.items import read_data
+from vtx.exporter.tuning.judge import MAX_DROP, compared
 from vtx.exporter.tuning.options import Depths, LossWeights, Packing, Schedule, TuneOptions
 from vtx.exporter.tuning.tune import tune
 
@@ -47,6 +55,29 @@ def line(name: str, report: dict[str, Any]) -> str:
     )
 
 
+def judge_all(model: Path, data: Path, out: Path, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each run's merged checkpoint beside the model, on all questions of `data`."""
+    before = _curve(model, data, out / "judged" / "model")
+    for name in names:
+        yield name, compared(before, _curve(out / name / "merged", data, out / "judged" / name))
+
+
+def _curve(model: Path, data: Path, out: Path) -> CalibrationReport:
+    source, questions = open_source(str(model)), read_data(str(data), None, samples=10**6)
+    measured = calibrate(source, questions, CalibrationOptions(k_from=2, max_new_tokens=8), out)
+    return make_report(source, questions.source, measured, Choosing(max_drop=MAX_DROP))
+
+
+def judged_line(name: str, judged: dict[str, Any]) -> str:
+    earliest = judged["earliest_k"]
+    shares = "  ".join(
+        f"{point['k'] or 'none'}:"
+        + "".join(f" {100 * point[when]['right']['share']:.1f}" for when in ("before", "after"))
+        for point in judged["curve"]
+    )
+    return f"{name:24} {judged['items']} questions, earliest K {earliest['before']} -> {earliest['after']}; {shares}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -59,6 +90,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="of each run")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--only", help="runs whose name contains this")
+    parser.add_argument("--judge", type=Path, help="questions with answers, about scenes that --data lacks")
     parser.add_argument("--out", type=Path, default=Path("build/tuning"))
     args = parser.parse_args()
     results: dict[str, Any] = {}
@@ -72,6 +104,12 @@ def main() -> None:
             results[name] = tune(options, args.out / name, lambda *_: None, print)
         print(line(name, results[name]), flush=True)
         write_json(args.out / "tuning.json", results)
+    if args.judge:
+        judged = {}
+        for name, found in judge_all(args.model, args.judge, args.out, list(results)):
+            judged[name] = found
+            print(judged_line(name, found), flush=True)
+            write_json(args.out / "judged.json", judged)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/scenes"))
     parser.add_argument("--scenes", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first scene")
     parser.add_argument("--questions", type=int, default=10, help="about each scene")
     parser.add_argument("--no-answers", action="store_true", help="leave the answers to the teacher")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "questions.jsonl").open("w", encoding="utf-8") as lines:
-        for number in range(args.scenes):
+        for number in range(args.first, args.first + args.scenes):
             rng = random.Random(SEED + number)
             scene = random_scene(rng)
             photograph(scene, rng).save(args.out / f"{number:05d}.png")
