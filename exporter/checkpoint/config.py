@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from vtx.exporter.checkpoint.fields.numbers import MAX_WIDTH, number, size
+from vtx.exporter.checkpoint.fields.rope import Rope, read_rope
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
 
-MAX_WIDTH = 1 << 20
 MAX_POSITIONS = (1 << 24) - 1
-NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}  # text models whose positions have three parts
-SECTIONS = (16, 24, 24)  # of their frequencies, where the configuration does not say
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding: `inverse_frequencies` [head_dim / 2] float32.
-
-    `sections`: how many of them turn by a position's time, its row and its column; empty where it is one number.
-    """
-
-    kind: str
-    theta: float
-    inverse_frequencies: tuple[float, ...]
-    sections: tuple[int, ...] = ()
-
-    def tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cos and sin, each [positions, head_dim / 2] float32."""
-        rates = np.array(self.inverse_frequencies, np.float32)
-        angles = np.arange(positions, dtype=np.float32)[:, None] * rates
-        return np.cos(angles), np.sin(angles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +208,6 @@ def parse(kind: str, config: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"config.json is not a {kind} ({reason}); download it again") from e
 
 
-def size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise CheckpointError(
-            f"config.json: {name} is {value!r:.60}, not a number from 1 to {limit}; correct config.json"
-        )
-    return value
-
-
 def image_token_of(parsed: Any, text: TextConfig, kind: str = "image") -> int:
     """The id of the token of an image, or of another `kind`, which the decoder's vocabulary must have."""
     token = getattr(parsed, f"{kind}_token_id")
@@ -280,7 +247,7 @@ def text_config_of(parsed: Any) -> TextConfig:
         o_bias=family in ("llama", "qwen3") and bool(getattr(config, "attention_bias", False)),
         mlp_bias=family == "llama" and bool(getattr(config, "mlp_bias", False)),
         tied=bool(parsed.tie_word_embeddings),
-        rope=_rope(config, head_dim),
+        rope=read_rope(config, head_dim, three_part=config.model_type in THREE_PART),
         max_positions=min(positions, _window(config) or positions),
         qk_norm=family == "qwen3",
     )
@@ -293,58 +260,6 @@ def _window(config: Any) -> int | None:
         return None
     window = getattr(config, "sliding_window", None)
     return window if isinstance(window, int) and window > 0 else None
-
-
-def _rope(config: Any, head_dim: int) -> Rope:
-    parameters = dict(getattr(config, "rope_parameters", None) or {})
-    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
-    if kind not in ("default", "linear", "llama3"):
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx knows default, linear and llama3")
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedModelError("rope parameters that differ between layers are not supported")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError("partial_rotary_factor is not supported; vtx rotates whole heads")
-    theta = number(parameters, "rope_theta", 10000.0)
-    rates = 1.0 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
-    if kind == "linear":
-        rates = rates / np.float32(number(parameters, "factor"))
-    if kind == "llama3":
-        rates = _llama3(rates, parameters)
-    sections = _sections(parameters, head_dim) if config.model_type in THREE_PART else ()
-    return Rope(kind, theta, tuple(float(r) for r in rates.astype(np.float32)), sections)
-
-
-def _sections(parameters: Mapping[str, Any], head_dim: int) -> tuple[int, ...]:
-    stated = parameters.get("mrope_section", SECTIONS)
-    numbers = isinstance(stated, list | tuple) and all(type(part) is int and part > 0 for part in stated)
-    if not numbers or len(stated) != len(SECTIONS) or 2 * sum(stated) != head_dim:
-        raise CheckpointError(
-            f"config.json: mrope_section {stated!r:.60} does not part the {head_dim // 2} frequencies of a head in "
-            "three; correct config.json"
-        )
-    return tuple(stated)
-
-
-def number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = parameters.get(name, default)
-    low, high = NUMBERS
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise CheckpointError(
-            f"config.json: {name} is {value!r:.60}, not a number from {low:g} to {high:g}; correct config.json"
-        )
-    return float(value)
-
-
-def _llama3(rates: NDArray[np.floating[Any]], parameters: Mapping[str, Any]) -> NDArray[np.floating[Any]]:
-    """Llama 3's rescaling: long waves divided by the factor, short ones kept, those between blended."""
-    factor, low, high = (number(parameters, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
-    if high <= low:
-        raise CheckpointError(f"config.json: rope high_freq_factor {high} is not above low_freq_factor {low}")
-    context = number(parameters, "original_max_position_embeddings")
-    waves = 2 * math.pi / rates
-    blend = (context / waves - low) / (high - low)
-    blended = (1 - blend) * rates / factor + blend * rates
-    return np.where(waves > context / low, rates / factor, np.where(waves < context / high, rates, blended))
 
 
 def vision_config_of(config: Any) -> VisionConfig:
@@ -378,11 +293,11 @@ def feature_layers_of(value: Any, layers: int) -> tuple[int, ...]:
     """`vision_feature_layer`, a number or a list, as indices from 0 (the embeddings) to `layers`."""
     chosen = value if isinstance(value, list | tuple) else [value]
     states = layers + 1
-    for number in chosen:
-        if isinstance(number, bool) or not isinstance(number, int) or not -states <= number < states:
+    for layer in chosen:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not -states <= layer < states:
             raise CheckpointError(
-                f"config.json: vision_feature_layer {number!r:.60} is outside the tower's {states} hidden states"
+                f"config.json: vision_feature_layer {layer!r:.60} is outside the tower's {states} hidden states"
             )
     if not chosen:
         raise CheckpointError("config.json: vision_feature_layer is an empty list")
-    return tuple(number % states for number in chosen)
+    return tuple(layer % states for layer in chosen)

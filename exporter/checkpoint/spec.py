@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, Rope, TextConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig, TextConfig, VisionConfig
+from vtx.exporter.checkpoint.fields.rope import Rope
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
 from vtx.runtime.errors import BundleError
@@ -32,7 +33,7 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
         config.projector_layers,
     )
     sizes = _declared(text, ModelSpec) | {
-        "rope": RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies, rope.sections)
+        "rope": RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies, rope.sections, rope.scale)
     }
     return ModelSpec(**sizes, name=name, intermediate=text.ffn, tower=tower, projector=projector)
 
@@ -45,7 +46,9 @@ def config_of(manifest: Manifest) -> ModelConfig:
 
     """
     m, tower, rope = manifest.model, manifest.model.tower, manifest.model.rope
-    sizes = _configured(m, TextConfig) | {"rope": Rope(rope.kind, rope.theta, rope.frequencies, rope.sections)}
+    sizes = _configured(m, TextConfig) | {
+        "rope": Rope(rope.kind, rope.theta, rope.frequencies, rope.sections, rope.scale)
+    }
     return ModelConfig(
         text=TextConfig(**sizes, ffn=m.intermediate),
         vision=VisionConfig(**_configured(tower, VisionConfig), ffn=tower.intermediate),

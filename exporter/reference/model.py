@@ -388,8 +388,9 @@ def _rotate(c: TextConfig, x: Tensor, positions: Tensor) -> Tensor:
     else:
         places = positions[:, None]
     angles = places.float() * torch.tensor(c.rope.inverse_frequencies)
+    cos, sin = angles.cos() * c.rope.scale, angles.sin() * c.rope.scale
     a, b = x.chunk(2, -1)
-    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def _activate(x: Tensor, name: str) -> Tensor:

@@ -163,9 +163,10 @@ class WithdrawingDecoder(nn.Module):
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cos and sin [1, n, head_dim] of positions [n]."""
-        rates = torch.tensor(self.text.rope.inverse_frequencies, device=positions.device)
+        rope = self.text.rope
+        rates = torch.tensor(rope.inverse_frequencies, device=positions.device)
         angles = (positions[:, None].float() * rates).repeat(1, 2)[None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)
 
     @torch.no_grad()
     def greedy(

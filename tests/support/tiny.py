@@ -114,7 +114,7 @@ class Tiny:
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
-    rope: Literal["default", "linear", "llama3", "yarn"] = "default"
+    rope: Literal["default", "linear", "llama3", "yarn", "dynamic"] = "default"
     theta: float = 10_000.0
     context: int = 256
     vision: Literal["clip", "siglip", "internvl"] = "clip"
@@ -266,6 +266,7 @@ def _rope(tiny: Tiny) -> dict[str, Any]:
             "original_max_position_embeddings": 64,
         },
         "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+        "dynamic": {"factor": 2.0},
     }
     return {"rope_type": tiny.rope, **more[tiny.rope]}
 

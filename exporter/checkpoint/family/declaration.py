@@ -17,12 +17,12 @@ from vtx.exporter.checkpoint.config import (
     feature_layers_of,
     image_token_of,
     model_type,
-    number,
     parse,
     text_config_of,
     vision_config_of,
 )
 from vtx.exporter.checkpoint.family.processors import ImageProcessor
+from vtx.exporter.checkpoint.fields.numbers import number
 from vtx.exporter.checkpoint.original.parts import OriginalLayout
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout

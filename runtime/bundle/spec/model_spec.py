@@ -19,17 +19,19 @@ class RopeSpec:
     """Rotary embedding: the kind, its base, and the frequencies [head_dim / 2] from which the tables were made.
 
     `sections`: how many of the frequencies, one after the other, turn by a position's time, its row and its column;
-    empty where a position is one number. A text token's three parts are equal.
+    empty where a position is one number. A text token's three parts are equal. `scale`: what the tables' cos and sin
+    were multiplied by (YaRN's attention factor).
     """
 
     kind: str
     theta: float
     frequencies: tuple[float, ...]
     sections: tuple[int, ...] = later(())
+    scale: float = later(1.0)
 
     def __post_init__(self) -> None:
         _check_sizes("model.rope", self)
-        if not all(map(math.isfinite, self.frequencies)):
+        if not all(map(math.isfinite, (*self.frequencies, self.scale))):
             raise BundleError("vtx.json: a frequency of model.rope is not a number; export again")
         sections = self.sections
         if sections and (len(sections) != PARTS or min(sections) < 1 or sum(sections) != len(self.frequencies)):

@@ -263,7 +263,7 @@ def test_a_quantised_bundle_is_refused_with_its_checkpoint_named(
         open_source("demo", bundle)
 
 
-@pytest.mark.parametrize("tiny", [GQA, Tiny(vision="siglip", tied=True), Tiny(rope="llama3")])
+@pytest.mark.parametrize("tiny", [GQA, Tiny(vision="siglip", tied=True), Tiny(rope="yarn")])
 def test_a_bundle_is_measured_by_the_configuration_that_it_declares(
     tiny: Tiny, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from vtx.exporter.tuning.options import Learning, Packing
 from vtx.exporter.tuning.packing import Row, pack, read_questions
 
 GQA, MHA = Tiny(layers=4), Tiny(layers=4, kv_heads=4)
-QWEN2 = Tiny(layers=4, text="qwen2", tied=True, rope="llama3")
+QWEN2 = Tiny(layers=4, text="qwen2", tied=True, rope="yarn")
 QWEN3 = Tiny(layers=4, text="qwen3")
 CPU = torch.device("cpu")
 QUESTIONS = ("red?", "how many circle shapes are there?", "describe the left square")

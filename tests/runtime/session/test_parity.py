@@ -49,8 +49,10 @@ VARIANTS = {
     "qwen2-siglip-tied-mha": Tiny(text="qwen2", vision="siglip", select="full", tied=True, kv_heads=4, shards=2),
     "vipllava-names-as-saved": Tiny(family="vipllava", feature_layer=(-2, -1, 1), names="saved"),
     "vipllava-mha": Tiny(family="vipllava", feature_layer=(-1, 2), kv_heads=4),
-    "qwen3-clip-biases": Tiny(text="qwen3", attention_bias=True, head_dim=24),
-    "qwen2-siglip-three-layers": Tiny(text="qwen2", vision="siglip", feature_layer=(1, 2, -1), vision_act="gelu"),
+    "qwen3-clip-biases": Tiny(text="qwen3", attention_bias=True, head_dim=24, rope="yarn"),
+    "qwen2-siglip-three-layers": Tiny(
+        text="qwen2", vision="siglip", feature_layer=(1, 2, -1), vision_act="gelu", rope="dynamic"
+    ),
 }  # fmt: skip
 PROMPTS = {
     "one-image": (1, "What is the colour of the square in the picture?"),

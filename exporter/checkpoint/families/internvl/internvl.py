@@ -17,12 +17,12 @@ from vtx.exporter.checkpoint.config import (
     image_token_of,
     model_type,
     parse,
-    size,
     text_config_of,
     tower_of,
 )
 from vtx.exporter.checkpoint.family.declaration import Family
 from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.fields.numbers import size
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.tiles import Tiles
 

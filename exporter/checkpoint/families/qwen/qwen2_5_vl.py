@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import TextConfig, VisionConfig, size
+from vtx.exporter.checkpoint.config import TextConfig, VisionConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, native_tower, read_qwen
 from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.fields.numbers import size
 from vtx.runtime.errors import CheckpointError
 
 

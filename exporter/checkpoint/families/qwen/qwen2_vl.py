@@ -14,11 +14,11 @@ from vtx.exporter.checkpoint.config import (
     check_layers,
     image_token_of,
     parse,
-    size,
     text_config_of,
 )
 from vtx.exporter.checkpoint.family.declaration import Family
 from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.fields.numbers import size
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native

@@ -27,6 +27,7 @@ void read_rope(const Json& value, int64_t head_dim) {
          "load the bundle with Python");
   fields.text("kind");
   positive(fields, "theta");
+  if (fields.has("scale")) positive(fields, "scale");  // the tables hold it
   const Json::Array& frequencies = fields.list("frequencies");
   for (const Json& item : frequencies)
     if (!std::isfinite(fields.number_of(item, "frequencies")))
