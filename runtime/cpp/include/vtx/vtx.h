@@ -2,7 +2,8 @@
  *
  * Every call that can fail returns a vtx_status; vtx_last_error() then has one line for a person. No call throws. Texts
  * are UTF-8 and end with a zero; those that go in are copied. Handles belong to whoever got them and are freed by the
- * function named beside them; freeing NULL does nothing.
+ * function named beside them. A handle that is NULL, was freed, or is of another kind is refused with VTX_REQUEST, and
+ * freeing it does nothing.
  *
  * Threads: a model may be used from any number of threads. A conversation computes one answer at a time, and a second
  * thread gets VTX_BUSY; vtx_cancel may be called from any thread. An answer does not change and may be read by all.
@@ -100,14 +101,14 @@ typedef struct vtx_image {
   const void* data2;
   size_t bytes; /* of a VTX_FILE */
   int32_t width, height;
-  size_t stride; /* bytes from one row to the next */
+  size_t stride; /* bytes from one row to the one below it */
   vtx_pixel_format format;
 } vtx_image;
 
 VTX_API void vtx_image_init(vtx_image* image, size_t size);
 
 /* Opens images, none too, for questions about them. `system`: a system prompt, or NULL. Costs reading and resizing; the
- * vision graph runs with the first question. Free with vtx_conversation_free, not while it answers. */
+ * vision graph runs with the first question. Free with vtx_conversation_free; while it answers, that cancels the answer. */
 VTX_API vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, const char* system,
                             vtx_conversation** conversation);
 VTX_API void vtx_conversation_free(vtx_conversation* conversation);

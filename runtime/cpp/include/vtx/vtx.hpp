@@ -43,6 +43,14 @@ inline void check(vtx_status status) {
   if (status != VTX_OK) throw Error(status, vtx_last_error());
 }
 
+// A text as C takes it, which ends at the first zero: one that goes on behind it would be cut short there.
+inline const char* text_of(const std::string& text) {
+  if (text.find('\0') != std::string::npos) throw Error(VTX_REQUEST, "a text holds a zero byte; leave it out");
+  return text.c_str();
+}
+
+inline const char* text_or_null(const std::string& text) { return text.empty() ? nullptr : text_of(text); }
+
 struct LoadOptions {
   std::string device = "auto", library, fit, compute;
   int threads = 0, max_tiles = 0;
@@ -87,14 +95,14 @@ class Image {
   }
   vtx_image raw() const {
     vtx_image image = image_;
-    image.path = path_.empty() ? nullptr : path_.c_str();
+    image.path = path_ ? text_of(*path_) : nullptr;
     return image;
   }
 
  private:
   Image() { vtx_image_init(&image_, sizeof image_); }
   vtx_image image_;
-  std::string path_;
+  std::optional<std::string> path_;
 };
 
 class Answer {
@@ -132,13 +140,13 @@ class Conversation {
   explicit Conversation(vtx_conversation* conversation) : conversation_(conversation) {}
   Answer ask(const std::string& question, const AskOptions& options = {}, const OnText& on_text = {}) {
     return run(options, on_text, [&](const vtx_ask_options* raw, vtx_answer** out) {
-      return vtx_ask(conversation_.get(), question.c_str(), raw, out);
+      return vtx_ask(conversation_.get(), text_of(question), raw, out);
     });
   }
   // The next turn of a chat.
   Answer chat(const std::string& question, const AskOptions& options = {}, const OnText& on_text = {}) {
     return run(options, on_text, [&](const vtx_ask_options* raw, vtx_answer** out) {
-      return vtx_chat(conversation_.get(), question.c_str(), raw, out);
+      return vtx_chat(conversation_.get(), text_of(question), raw, out);
     });
   }
   // A prompt in token ids, each image standing as one image token.
@@ -171,15 +179,15 @@ class Conversation {
   static Answer run(const AskOptions& options, const OnText& on_text, Call call) {
     vtx_ask_options raw;
     vtx_ask_options_init(&raw, sizeof raw);
-    raw.k = options.k.empty() ? nullptr : options.k.c_str();
-    raw.reduce = options.reduce.empty() ? nullptr : options.reduce.c_str();
+    raw.k = text_or_null(options.k);
+    raw.reduce = text_or_null(options.reduce);
     raw.max_new_tokens = options.max_new_tokens;
     raw.temperature = options.temperature, raw.top_p = options.top_p, raw.top_k = options.top_k;
     raw.has_seed = options.seed.has_value(), raw.seed = options.seed.value_or(0);
     raw.repetition_penalty = options.repetition_penalty, raw.gate_threshold = options.gate_threshold;
     raw.timeout = options.timeout, raw.ignore_eos = options.ignore_eos, raw.logprobs = options.logprobs;
     std::vector<const char*> stop;
-    for (const std::string& text : options.stop) stop.push_back(text.c_str());
+    for (const std::string& text : options.stop) stop.push_back(text_of(text));
     raw.stop = stop.data(), raw.stop_count = stop.size();
     Stream stream{on_text, nullptr};
     if (on_text) raw.on_token = on_token, raw.user = &stream;
@@ -202,21 +210,21 @@ class Model {
   explicit Model(const std::string& bundle, const LoadOptions& options = {}) {
     vtx_load_options raw;
     vtx_load_options_init(&raw, sizeof raw);
-    raw.device = options.device.c_str();
-    raw.library = options.library.empty() ? nullptr : options.library.c_str();
-    raw.fit = options.fit.empty() ? nullptr : options.fit.c_str();
+    raw.device = text_of(options.device);
+    raw.library = text_or_null(options.library);
+    raw.fit = text_or_null(options.fit);
     raw.threads = options.threads, raw.max_tiles = options.max_tiles;
-    raw.require_signature = options.require_signature ? options.require_signature->c_str() : nullptr;
-    raw.compute = options.compute.empty() ? nullptr : options.compute.c_str();
+    raw.require_signature = options.require_signature ? text_of(*options.require_signature) : nullptr;
+    raw.compute = text_or_null(options.compute);
     vtx_model* model = nullptr;
-    check(vtx_load(bundle.c_str(), &raw, &model));
+    check(vtx_load(text_of(bundle), &raw, &model));
     model_.reset(model);
   }
   Conversation open(const std::vector<Image>& images = {}, const std::optional<std::string>& system = {}) {
     std::vector<vtx_image> raw;
     for (const Image& image : images) raw.push_back(image.raw());
     vtx_conversation* conversation = nullptr;
-    check(vtx_open(model_.get(), raw.data(), raw.size(), system ? system->c_str() : nullptr, &conversation));
+    check(vtx_open(model_.get(), raw.data(), raw.size(), system ? text_of(*system) : nullptr, &conversation));
     return Conversation(conversation);
   }
   std::string json() const { return vtx_model_json(model_.get()); }

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "api/model.hpp"
+#include "base/utf8.hpp"
 
 namespace vtxcore {
 namespace {
@@ -100,14 +101,20 @@ Json timings_of(const Timings& t) {
 
 }  // namespace
 
+void check_stop_count(size_t count) {
+  if (count > 16) fail(Kind::request, "stop holds ", count, " strings; at most 16 are allowed");
+}
+
 void Options::check() const {
   sampling.check();
   if (max_new_tokens < 1) fail(Kind::request, "max_new_tokens is ", max_new_tokens, "; it must be at least 1");
   if (!(gate_threshold >= 0 && gate_threshold <= 1))
     fail(Kind::request, "the gate threshold is ", python_repr(gate_threshold), "; it must be a probability from 0 to 1");
-  if (stop.size() > 16) fail(Kind::request, "stop holds ", stop.size(), " strings; at most 16 are allowed");
-  for (const std::string& text : stop)
+  check_stop_count(stop.size());
+  for (const std::string& text : stop) {
     if (text.empty()) fail(Kind::request, "a stop string is empty; leave it out");
+    if (first_invalid_utf8(text) != std::string::npos) fail(Kind::request, "a stop string is not UTF-8; convert it");
+  }
   if (!(timeout >= 0 && timeout <= 1e6))
     fail(Kind::request, "timeout is ", python_repr(timeout), "; it must be a number of seconds up to 1e6, 0 for none");
 }

@@ -15,6 +15,8 @@ namespace vtxcore {
 // Gets each token with the text that is certain with it, maybe none; false ends the answer.
 using OnToken = std::function<bool(int64_t id, const std::string& text)>;
 
+void check_stop_count(size_t count);  // throws Error(request)
+
 // Limits and sampling of one answer.
 struct Options {
   std::string k = "default", reduce = "default";

@@ -3,6 +3,8 @@
 #include <new>
 
 #include "api/conversation.hpp"
+#include "api/handles.hpp"
+#include "base/utf8.hpp"
 #include "vtx/vtx.h"
 
 struct vtx_model {
@@ -11,6 +13,8 @@ struct vtx_model {
 };
 
 struct vtx_conversation {
+  template <typename... Parts>
+  explicit vtx_conversation(Parts&&... parts) : conversation(std::forward<Parts>(parts)...) {}
   vtxcore::Conversation conversation;
 };
 
@@ -25,7 +29,10 @@ thread_local std::string last_error;
 
 vtx_status failed(vtx_status status, const char* message) noexcept {
   try {
-    last_error = message;
+    // A path or a spec of the caller's may stand in it, whatever its bytes.
+    last_error = vtxcore::first_invalid_utf8(message) == std::string::npos
+                     ? message
+                     : vtxcore::encode_utf8(vtxcore::decode_utf8(message));
   } catch (...) {
     last_error.clear();
   }
@@ -67,6 +74,26 @@ void require(Pointer pointer, const char* what) {
   if (!pointer) vtxcore::fail(vtxcore::Kind::request, what, " is NULL; give one");
 }
 
+// What a handle stands for, held for as long as the call takes. Throws Error(request).
+template <typename Object>
+std::shared_ptr<Object> living(const Object* handle, const char* what) {
+  require(handle, what);
+  std::shared_ptr<Object> found = vtxcore::Handles<Object>::all().find(handle);
+  if (!found) vtxcore::fail(vtxcore::Kind::request, what, " was freed, or never made; give one that is there");
+  return found;
+}
+
+// The same for calls without a status: null where there is none.
+template <typename Object>
+std::shared_ptr<Object> found(const Object* handle) {
+  return vtxcore::Handles<Object>::all().find(handle);
+}
+
+template <typename Object>
+Object* handed_out(std::shared_ptr<Object> object) {
+  return vtxcore::Handles<Object>::all().add(std::move(object));
+}
+
 std::string text_or(const char* text, const char* otherwise) { return text ? text : otherwise; }
 
 // Writes the defaults into a struct of the caller's header, of which `size` bytes are there.
@@ -85,7 +112,7 @@ Struct known(const Struct* given, void (*init)(Struct*, size_t)) {
   Struct out;
   init(&out, sizeof out);
   if (!given) return out;
-  if (given->size < sizeof(size_t) || given->size > 1 << 16)
+  if (given->size < sizeof(size_t) || given->size > 1 << 16 || given->size % alignof(Struct) != 0)
     vtxcore::fail(vtxcore::Kind::request, "a struct's size is ", given->size, "; fill it with its _init function first");
   auto bytes = reinterpret_cast<const unsigned char*>(given);
   for (size_t i = sizeof out; i < given->size; ++i)
@@ -107,6 +134,7 @@ vtxcore::Options options_of(const vtx_ask_options* given) {
   out.gate_threshold = o.gate_threshold, out.timeout = o.timeout;
   out.ignore_eos = o.ignore_eos != 0, out.logprobs = o.logprobs != 0;
   if (o.stop_count) require(o.stop, "stop");
+  vtxcore::check_stop_count(o.stop_count);
   for (size_t i = 0; i < o.stop_count; ++i) out.stop.push_back(text_or(o.stop[i], ""));
   if (o.on_token)
     out.on_token = [o](int64_t token, const std::string& text) {
@@ -117,9 +145,13 @@ vtxcore::Options options_of(const vtx_ask_options* given) {
 
 vtxcore::Picture picture_of(const vtx_image& given) {
   vtx_image image = known(&given, vtx_image_init);
+  unsigned number = 0;  // read as a number: a value that the enumeration lacks is none of its values
+  static_assert(sizeof number == sizeof image.format);
+  std::memcpy(&number, &image.format, sizeof number);
+  if (number > VTX_YUYV) vtxcore::fail(vtxcore::Kind::request, "the pixel format ", number, " is unknown; see vtx.h");
   if (image.path) return vtxcore::read_picture(image.path);
   auto data = static_cast<const uint8_t*>(image.data);
-  if (image.format == VTX_FILE) {
+  if (number == VTX_FILE) {
     require(data, "the image's data");
     if (image.bytes > static_cast<size_t>(vtxcore::names::kMaxFileBytes))
       vtxcore::fail(vtxcore::Kind::image, "the image holds ", image.bytes, " bytes, the limit is ",
@@ -129,16 +161,13 @@ vtxcore::Picture picture_of(const vtx_image& given) {
   static constexpr vtxcore::PixelFormat kFormats[] = {
       vtxcore::PixelFormat::rgb8,  vtxcore::PixelFormat::bgr8, vtxcore::PixelFormat::rgba8, vtxcore::PixelFormat::bgra8,
       vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::nv12, vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::yuyv};
-  if (image.format < 0 || image.format > VTX_YUYV) vtxcore::fail(vtxcore::Kind::request, "the pixel format is unknown");
   auto second = static_cast<const uint8_t*>(image.data2);
-  return vtxcore::from_buffer(data, second, image.width, image.height, image.stride, kFormats[image.format]);
+  return vtxcore::from_buffer(data, second, image.width, image.height, image.stride, kFormats[number]);
 }
 
 vtx_answer* answer_of(vtxcore::Answer answer) {
-  auto* out = new vtx_answer{std::move(answer), ""};
-  std::unique_ptr<vtx_answer> held(out);
-  out->json = out->answer.json.dump();
-  return held.release();
+  std::string json = answer.json.dump();
+  return handed_out(std::make_shared<vtx_answer>(vtx_answer{std::move(answer), std::move(json)}));
 }
 
 std::string model_json(const vtxcore::Model& model) {
@@ -164,9 +193,9 @@ template <typename Ask>
 vtx_status asked(vtx_conversation* conversation, const vtx_ask_options* options, vtx_answer** answer, Ask ask) {
   if (answer) *answer = nullptr;
   return guarded([&] {
-    require(conversation, "the conversation");
+    std::shared_ptr<vtx_conversation> held = living(conversation, "the conversation");
     require(answer, "the place for the answer");
-    *answer = answer_of(ask(options_of(options)));
+    *answer = answer_of(ask(held->conversation, options_of(options)));
   });
 }
 
@@ -205,89 +234,105 @@ vtx_status vtx_load(const char* bundle, const vtx_load_options* given, vtx_model
                                  o.max_tiles,
                                  {}};
     if (o.require_signature) options.require_signature = o.require_signature;
-    auto out = std::make_unique<vtx_model>();
+    auto out = std::make_shared<vtx_model>();
     out->model = std::make_shared<vtxcore::Model>(bundle, options);
     out->json = model_json(*out->model);
-    *model = out.release();
+    *model = handed_out(std::move(out));
   });
 }
 
-void vtx_model_free(vtx_model* model) { delete model; }
-const char* vtx_model_json(const vtx_model* model) { return model ? model->json.c_str() : "null"; }
+void vtx_model_free(vtx_model* model) { vtxcore::Handles<vtx_model>::all().take(model); }
+
+const char* vtx_model_json(const vtx_model* model) {
+  auto held = found(model);
+  return held ? held->json.c_str() : "null";
+}
 
 vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, const char* system,
                     vtx_conversation** conversation) {
   if (conversation) *conversation = nullptr;
   return guarded([&] {
-    require(model, "the model");
+    std::shared_ptr<vtx_model> held = living(model, "the model");
     require(conversation, "the place for the conversation");
     if (count) require(images, "the list of images");
     std::vector<vtxcore::PreparedImage> prepared;
     const char* next = reinterpret_cast<const char*>(images);
     for (size_t i = 0; i < count; ++i) {
       auto image = reinterpret_cast<const vtx_image*>(next);
-      prepared.push_back(model->model->prepare(picture_of(*image), "", count));
+      prepared.push_back(held->model->prepare(picture_of(*image), "", count));
       next += image->size;  // of the caller's header
     }
     std::optional<std::string> prompt;
     if (system) prompt = system;
-    *conversation = new vtx_conversation{{model->model, std::move(prepared), std::move(prompt)}};
+    *conversation = handed_out(std::make_shared<vtx_conversation>(held->model, std::move(prepared), std::move(prompt)));
   });
 }
 
-void vtx_conversation_free(vtx_conversation* conversation) { delete conversation; }
+void vtx_conversation_free(vtx_conversation* conversation) {
+  if (auto held = vtxcore::Handles<vtx_conversation>::all().take(conversation)) held->conversation.cancel();
+}
 
 vtx_status vtx_ask(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
                    vtx_answer** answer) {
-  return asked(conversation, options, answer, [&](const vtxcore::Options& o) {
+  return asked(conversation, options, answer, [&](vtxcore::Conversation& held, const vtxcore::Options& o) {
     require(question, "the question");
-    return conversation->conversation.ask(question, o);
+    return held.ask(question, o);
   });
 }
 
 vtx_status vtx_chat(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
                     vtx_answer** answer) {
-  return asked(conversation, options, answer, [&](const vtxcore::Options& o) {
+  return asked(conversation, options, answer, [&](vtxcore::Conversation& held, const vtxcore::Options& o) {
     require(question, "the question");
-    return conversation->conversation.chat(question, o);
+    return held.chat(question, o);
   });
 }
 
 vtx_status vtx_chat_restart(vtx_conversation* conversation) {
-  return guarded([&] {
-    require(conversation, "the conversation");
-    conversation->conversation.restart_chat();
-  });
+  return guarded([&] { living(conversation, "the conversation")->conversation.restart_chat(); });
 }
 
 vtx_status vtx_ask_ids(vtx_conversation* conversation, const int64_t* ids, size_t count, const vtx_ask_options* options,
                        vtx_answer** answer) {
-  return asked(conversation, options, answer, [&](const vtxcore::Options& o) {
+  return asked(conversation, options, answer, [&](vtxcore::Conversation& held, const vtxcore::Options& o) {
     if (count) require(ids, "the list of ids");
-    return conversation->conversation.ask_ids(vtxcore::Ids(ids, ids + count), o);
+    return held.ask_ids(vtxcore::Ids(ids, ids + count), o);
   });
 }
 
 void vtx_cancel(vtx_conversation* conversation) {
-  if (conversation) conversation->conversation.cancel();
+  if (auto held = found(conversation)) held->conversation.cancel();
 }
 
-const char* vtx_answer_text(const vtx_answer* answer) { return answer ? answer->answer.text.c_str() : ""; }
+const char* vtx_answer_text(const vtx_answer* answer) {
+  auto held = found(answer);
+  return held ? held->answer.text.c_str() : "";
+}
 
 const int64_t* vtx_answer_ids(const vtx_answer* answer, size_t* count) {
-  if (count) *count = answer ? answer->answer.token_ids.size() : 0;
-  return answer ? answer->answer.token_ids.data() : nullptr;
+  auto held = found(answer);
+  if (count) *count = held ? held->answer.token_ids.size() : 0;
+  return held ? held->answer.token_ids.data() : nullptr;
 }
 
 const float* vtx_answer_seg_states(const vtx_answer* answer, size_t* count, size_t* hidden) {
-  const vtxcore::Rows* states = answer ? &answer->answer.seg_states : nullptr;
+  auto held = found(answer);
+  const vtxcore::Rows* states = held ? &held->answer.seg_states : nullptr;
   if (count) *count = states ? states->count() : 0;
   if (hidden) *hidden = states ? states->width : 0;
   return states && states->count() > 0 ? states->data.data() : nullptr;
 }
 
-const char* vtx_answer_stopped(const vtx_answer* answer) { return answer ? answer->answer.stopped.c_str() : ""; }
-const char* vtx_answer_json(const vtx_answer* answer) { return answer ? answer->json.c_str() : "null"; }
-void vtx_answer_free(vtx_answer* answer) { delete answer; }
+const char* vtx_answer_stopped(const vtx_answer* answer) {
+  auto held = found(answer);
+  return held ? held->answer.stopped.c_str() : "";
+}
+
+const char* vtx_answer_json(const vtx_answer* answer) {
+  auto held = found(answer);
+  return held ? held->json.c_str() : "null";
+}
+
+void vtx_answer_free(vtx_answer* answer) { vtxcore::Handles<vtx_answer>::all().take(answer); }
 
 }  // extern "C"

@@ -247,6 +247,10 @@ void dump_to(std::string& out, const Json& value) {
 
 }  // namespace
 
+Json::Value Json::copied(const Value& value) {
+  return std::visit([](auto copy) { return Value(std::move(copy)); }, value);
+}
+
 const Json* Json::find(std::string_view key) const {
   const Object* members = object();
   if (members == nullptr) return nullptr;

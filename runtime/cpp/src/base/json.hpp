@@ -28,6 +28,12 @@ class Json {
   Json(std::string value) : value_(std::move(value)) {}
   Json(Array value) : value_(std::move(value)) {}
   Json(Object value) : value_(std::move(value)) {}
+  // By hand: where memory ends while a variant is copied, libstdc++ (12) destroys what was never made.
+  Json(const Json& other) : value_(copied(other.value_)) {}
+  Json& operator=(const Json& other) { return *this = Json(other); }
+  Json(Json&&) noexcept = default;
+  Json& operator=(Json&&) noexcept = default;
+  ~Json() = default;
 
   bool is_null() const { return std::holds_alternative<std::monostate>(value_); }
   const bool* boolean() const { return std::get_if<bool>(&value_); }
@@ -49,7 +55,9 @@ class Json {
   std::string dump() const;
 
  private:
-  std::variant<std::monostate, bool, int64_t, double, std::string, Array, Object> value_;
+  using Value = std::variant<std::monostate, bool, int64_t, double, std::string, Array, Object>;
+  static Value copied(const Value& value);
+  Value value_;
 };
 
 // Parses UTF-8 JSON; `what` names it in messages. Refuses what Python's reader refuses: a key given twice, NaN,

@@ -6,6 +6,9 @@
 namespace vtxcore {
 namespace {
 
+// So that a negative number that became a size_t is none, and no offset wraps around.
+constexpr size_t kMaxStride = size_t{1} << 30;
+
 uint8_t clip(int value) { return static_cast<uint8_t>(std::clamp(value, 0, 255)); }
 
 // BT.601, limited range, in fixed point of 8 bits.
@@ -42,6 +45,9 @@ Picture from_buffer(const uint8_t* data, const uint8_t* second, int width, int h
   if (stride < each * static_cast<size_t>(width))
     fail(Kind::image, "the buffer's rows are ", stride, " bytes apart, ", width, " pixels take ",
          each * static_cast<size_t>(width), "; give the stride in bytes");
+  if (stride > kMaxStride)
+    fail(Kind::image, "the buffer's rows are ", stride, " bytes apart, the limit is ", kMaxStride,
+         "; give the stride in bytes, from the upper row to the next below");
   if (format == PixelFormat::nv12 && (width % 2 || height % 2))
     fail(Kind::image, "an NV12 frame of ", width, "x", height, " has an odd side; crop it to even ones");
   if (format == PixelFormat::yuyv && width % 2)

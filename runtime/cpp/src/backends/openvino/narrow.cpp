@@ -49,8 +49,8 @@ void multiply_in_bfloat16(const NodePtr& widened) {
   for (const auto& reader : widened->output(0).get_target_inputs()) {
     auto product = ov::as_type_ptr<ops::MatMul>(reader.get_node()->shared_from_this());
     auto rows = std::make_shared<ops::Convert>(product->input_value(0), ov::element::bf16);
-    auto narrow = std::make_shared<ops::MatMul>(rows, widened->input_value(0), product->get_transpose_a(),
-                                                product->get_transpose_b());
+    auto narrow =
+        std::make_shared<ops::MatMul>(rows, widened->input_value(0), product->get_transpose_a(), product->get_transpose_b());
     auto wide = std::make_shared<ops::Convert>(narrow, ov::element::f32);
     wide->output(0).get_tensor().set_names(product->output(0).get_names());  // of a graph's output
     for (auto& end : product->output(0).get_target_inputs()) end.replace_source_output(wide->output(0));
@@ -130,7 +130,8 @@ void keep_narrow(ov::Model& model, const std::string& compute) {
         multiply_in_bfloat16(node);
       else
         node->get_rt_info()[kMark] = "";
-    } else if (type == "Gather" && is_narrow_matrix(node->input_value(0)) && readers(node) == std::set<std::string>{"Convert"})
+    } else if (type == "Gather" && is_narrow_matrix(node->input_value(0)) &&
+               readers(node) == std::set<std::string>{"Convert"})
       widen_table(node);
     else if (type == "MatMul" && kind(node->input_value(0)) == "Reshape" && kind(node->input_value(1)) == "Multiply")
       multiply_unshaped(node);
