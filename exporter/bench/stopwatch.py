@@ -15,8 +15,8 @@ from vtx.runtime.backends.backend import Backend
 class Call:
     """One call of a backend, or of the cache of stage number `stage` (from 0).
 
-    `append` ran `tokens` on top of `filled` KV slots; `vision` computed `tokens` image tokens, `video` those of a
-    frame; `text_tower` read `tokens` of a question.
+    `append` ran `tokens` on top of `filled` KV slots, `spared` of them not through the last layer's MLP; `vision`
+    computed `tokens` image tokens, `video` those of a frame; `text_tower` read `tokens` of a question.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Call:
     stage: int | None = None
     tokens: int = 0
     filled: int = 0
+    spared: int = 0
 
 
 class Stopwatch:
@@ -31,7 +32,7 @@ class Stopwatch:
 
     __slots__ = ("_calls", "_inner", "_stage")
 
-    def __init__(self, inner: object, calls: list[Call], stage: int | None = None) -> None:
+    def __init__(self, inner: Any, calls: list[Call], stage: int | None = None) -> None:
         self._inner, self._calls, self._stage = inner, calls, stage
 
     def __getattr__(self, name: str) -> Any:
@@ -45,7 +46,8 @@ class Stopwatch:
         result = call(*args, **named)
         ms = 1000 * (time.perf_counter() - start)
         tokens = len(result.rows) + result.idle if name in ("vision", "video") else tokens
-        self._calls.append(Call(name, ms, self._stage, tokens, filled))
+        spared = tokens - len(result) if name == "append" and self._inner.spares_rows else 0
+        self._calls.append(Call(name, ms, self._stage, tokens, filled, spared))
         return Stopwatch(result, self._calls, args[0]) if name == "stage" else result
 
 

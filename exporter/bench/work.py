@@ -51,9 +51,10 @@ class WorkCounter:
 
     def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> WorkCount:
         """The work of one question, from its calls."""
-        appends = [(c.stage, c.tokens, c.filled) for c in prefill if c.stage is not None and c.tokens]
+        appends = [(self._stages[c.stage].layers, c) for c in prefill if c.stage is not None and c.tokens]
         flops = [
-            append_flops(self.decoder, self._stages[stage].layers, tokens, filled) for stage, tokens, filled in appends
+            append_flops(self.decoder, layers, c.tokens, c.filled) - 2 * c.spared * self.decoder.row_macs
+            for layers, c in appends
         ]
         return WorkCount(
             vision_flops=self.count_vision(prefill),

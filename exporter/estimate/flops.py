@@ -48,6 +48,11 @@ class DecoderSize:
         return attention + 3 * self.hidden * self.ffn
 
     @property
+    def row_macs(self) -> int:
+        """Those of one layer behind its attention."""
+        return self.hidden * self.head_dim * self.heads + 3 * self.hidden * self.ffn
+
+    @property
     def head_macs(self) -> int:
         return self.vocab * self.hidden
 

@@ -20,10 +20,15 @@ class StageCache(Protocol):
 
     length: int
     capacity: int
+    spares_rows: bool  # whether hidden states that `append` is not asked for cost less
 
-    def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
+    def append(
+        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+    ) -> HiddenStates:
         """Run hidden states [n, hidden] at their positions; their K/V fill the next n slots. Returns [n, hidden].
 
+        `rows` [m], rising: return these rows' alone, [m, hidden], and not with `query`. Of the others the stage's last
+        layer needs K and V only, and an engine may leave out the rest of it.
         Positions are [n], or [n, 3] where the manifest's rotary embedding has sections: time, row and column.
         `query`: keep the queries of the stage's last layer for `attention`; only where the manifest says that the
         stage gives them.

@@ -13,15 +13,19 @@ class SlotCounter(ABC):
     Slots are forgotten by being counted no longer.
     """
 
+    spares_rows = False
+
     def __init__(self, capacity: int) -> None:
         self.length, self.capacity = 0, capacity
 
-    def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
-        """Run hidden states [n, hidden] at their positions; their K/V fill the next n slots. Returns [n, hidden]."""
+    def append(
+        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+    ) -> HiddenStates:
+        """As `StageCache` says."""
         count = len(hidden)
         if self.length + count > self.capacity:
             raise AssertionError(f"{self.length} + {count} tokens in a cache of {self.capacity} slots")
-        out = self._run(hidden, positions, query=query)
+        out = self._run(hidden, positions, query=query) if rows is None else self._run_for(rows, hidden, positions)
         self.length += count
         return out
 
@@ -33,3 +37,7 @@ class SlotCounter(ABC):
     @abstractmethod
     def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         """Run the stage; K/V go into the slots from `length` on, which are counted afterwards."""
+
+    def _run_for(self, rows: Ids, hidden: HiddenStates, positions: Ids) -> HiddenStates:
+        """`_run`, and of the hidden states those of `rows`; an engine that need not compute the others has its own."""
+        return self._run(hidden, positions, query=False)[rows]

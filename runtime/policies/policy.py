@@ -52,6 +52,12 @@ class Policy:
         return {cut for part in self.reductions for cut in part.needs().cuts}
 
     @property
+    def exit(self) -> int | None:
+        """The layer before which the whole image leaves whatever is asked; None where a question decides, or never."""
+        cuts = (cut for part in self.parts if part.whole and part.fixed for cut in part.needs().cuts)
+        return next(cuts, None)
+
+    @property
     def renumbers(self) -> bool:
         return any(part.renumbers for part in self.parts)
 

@@ -36,6 +36,8 @@ class PrefixCaches:
         self.prefix = self._empty_prefix()
         self._pruned_prefix: PrunedPrefix | None = None  # what `pruned` holds of the prefix
         self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
+        self._exit = len(self.stages)  # the stage before which all image tokens leave for certain
+        self._spares = True  # whether hidden states that only another K would read are left out
 
     def cache(self, number: int) -> StageCache:
         """The cache in which the suffix runs through stage `number`."""
@@ -80,7 +82,11 @@ class PrefixCaches:
         self._restore()
         cuts = policy.row_cuts
         self._holding = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
+        self._exit = next((n for n, stage in enumerate(self.stages) if stage.first == policy.exit), len(self.stages))
         lacking = [number for number in self._holding if not self.prefix.held(number)]
+        if self.prefix.depth < self._exit and not self.prefix.held(self.prefix.depth):
+            lacking.append(self.prefix.depth)  # image tokens were to leave there, and now go on
+            self._spares = False  # who changes K once may do so again
         if lacking:
             self.prefix = self.prefix.rewound(min(lacking))
         self.first_pruned = len(self.stages)
@@ -111,7 +117,9 @@ class PrefixCaches:
         cache = self.full[number]
         cache.keep(0)
         last = prefix.boundaries[-1]
-        hidden = cache.append(last, prefix.positions).copy() if prefix.size else last
+        leaves = cache.spares_rows and self._spares and number + 1 == self._exit and number + 1 not in self._holding
+        rows = np.flatnonzero(~prefix.is_vision) if leaves else None
+        hidden = cache.append(last, prefix.positions, rows=rows).copy() if prefix.size else last
         self.prefix = prefix.deeper(hidden, hold=number in self._holding)
 
     def remove(self, number: int, removal: Removal) -> PrunedPrefix:

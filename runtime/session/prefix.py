@@ -56,10 +56,10 @@ class SavedKV:
 class Prefix:
     """The prefix with all its image tokens, and how deep into the decoder it has come.
 
-    `boundaries` hold its hidden states after 0, 1, 2, ... stages: the first and the last [size, hidden], those between
-    likewise where tokens may leave there, else those of the text only. `saved_kv` is what full stages' caches lack.
-    `positions` [size] are its tokens', `next_position` is the suffix's first; [size, 3] where images have positions of
-    three parts.
+    `boundaries` hold its hidden states after 0, 1, 2, ... stages: the first [size, hidden], the last likewise unless
+    the image leaves there, those between where tokens may leave there, else those of the text only. `saved_kv` is what
+    full stages' caches lack. `positions` [size] are its tokens', `next_position` is the suffix's first; [size, 3] where
+    images have positions of three parts.
     """
 
     key: Key

@@ -82,6 +82,8 @@ def _first(session: Any, inputs: Tensors) -> NDArray[np.float32]:
 class _Cache:
     """What the caches have in common: a run takes `_kv`, the pasts by name, and leaves the presents there."""
 
+    spares_rows = False
+
     def __init__(self, backend: DialectBackend, spec: StageSpec, session: Any, capacity: int) -> None:
         self._backend, self._session, self.capacity = backend, session, capacity
         self._layers = range(spec.first, spec.last + 1)
@@ -102,22 +104,25 @@ class _Cache:
         """What the dialect tells a stage of slots."""
         raise NotImplementedError
 
-    def append(self, rows: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
-        assert self.length + len(rows) <= self.capacity
+    def append(
+        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+    ) -> HiddenStates:
+        assert self.length + len(hidden) <= self.capacity
         rope = self._backend.rope
         if positions.ndim > 1:  # tables of these tokens alone, as long as the bundle's
             cos, sin = tables_at((rope[names.COS], rope[names.SIN]), self._sections, positions)
-            room = ((0, len(rope[names.COS]) - len(rows)), (0, 0))
-            rope, positions = {names.COS: np.pad(cos, room), names.SIN: np.pad(sin, room)}, np.arange(len(rows))
-        inputs = {names.HIDDEN: rows, names.POSITIONS: positions[None], **rope, **self._kv}
-        found = _run(self._session, inputs | self.told(len(rows)))
+            room = ((0, len(rope[names.COS]) - len(hidden)), (0, 0))
+            rope, positions = {names.COS: np.pad(cos, room), names.SIN: np.pad(sin, room)}, np.arange(len(hidden))
+        inputs = {names.HIDDEN: hidden, names.POSITIONS: positions[None], **rope, **self._kv}
+        found = _run(self._session, inputs | self.told(len(hidden)))
         for n in self._layers:
             self._kv[names.past_key(n)] = found[names.present_key(n)]
             self._kv[names.past_value(n)] = found[names.present_value(n)]
         if query:
             self._query = found[names.QUERY]
-        self.length += len(rows)
-        return found[names.HIDDEN_OUT]
+        self.length += len(hidden)
+        out: HiddenStates = found[names.HIDDEN_OUT]
+        return out if rows is None else out[rows]
 
     def attention(self, *, last_only: bool = False) -> Scores:
         query = self._query[-1:] if last_only else self._query

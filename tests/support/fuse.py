@@ -56,10 +56,16 @@ class FusedCache:
     def capacity(self) -> int:
         return self._cache.capacity
 
-    def append(self, rows: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
+    @property
+    def spares_rows(self) -> bool:
+        return self._cache.spares_rows
+
+    def append(
+        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+    ) -> HiddenStates:
         before = self._cache.length
         found: HiddenStates = self._backend.fuse.run(
-            lambda: self._cache.append(rows, positions, query=query), lambda: self._cache.keep(before)
+            lambda: self._cache.append(hidden, positions, query=query, rows=rows), lambda: self._cache.keep(before)
         )
         return found
 

@@ -22,6 +22,7 @@ from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext, OpenvinoSt
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, Ports, StageGraph
 from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
 from vtx.runtime.backends.openvino.paged import page_caches
+from vtx.runtime.backends.openvino.rows import choose_rows
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
@@ -143,6 +144,7 @@ class OpenvinoBackend:
     def _compile_stage(self, spec: StageSpec, file: str) -> StageGraph:
         model = self._read(file, contract.stage(self._manifest, spec, DIALECT))
         page_caches(model, range(spec.first, spec.last + 1), self._manifest.model.heads)
+        choose_rows(model)
         with letting_go(model, at_once=not self._roomy):
             stage = StageGraph(file, self._engine(file, model))
             OpenvinoStageCache(self._context, stage, spec, 1).append(self._row, np.zeros(1, np.int64))

@@ -14,6 +14,7 @@ from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.openvino.cache import KV_ARRAYS, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
+from vtx.runtime.backends.openvino.rows import ROWS
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids
@@ -52,6 +53,7 @@ class OpenvinoStageBatch:
             BLOCKS: np.concatenate(blocks),
             BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
             FILLED: np.array(past.max() + 1, np.int32),
+            ROWS: np.arange(len(hidden), dtype=np.int32),
         }
         with self._lock, run_failures(ENGINE, self._stage.name):
             for name, array in inputs.items():

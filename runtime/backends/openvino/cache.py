@@ -16,6 +16,7 @@ from vtx.runtime.backends.failures import run_failures
 from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request, run_row
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
+from vtx.runtime.backends.openvino.rows import ROWS
 from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
@@ -75,6 +76,8 @@ class OpenvinoStageCache(SlotCounter):
     has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
     """
 
+    spares_rows = True
+
     def __init__(
         self,
         context: OpenvinoCacheContext,
@@ -103,19 +106,36 @@ class OpenvinoStageCache(SlotCounter):
             self._set(name, context.shared(array))
         self._row, self._row_out = np.zeros((1, model.hidden), np.float32), np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
-        self._row_tensors = self._tensors(self._row, self._row_position, self._row_out)
+        self._row_tensors = self._tensors(self._row, self._row_position, np.zeros(1, np.int32), self._row_out)
         self._query = np.zeros((0, 0), np.float32)
         self._bound: Any = None
 
-    def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
+    def append(
+        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+    ) -> HiddenStates:
         """As `StageCache` says; many hidden states in runs of nearly the same size, which gives the same ones."""
         runs = 1 if query or not self._context.most_rows else -(-len(hidden) // self._context.most_rows)
         if runs < 2:
-            return super().append(hidden, positions, query=query)
-        parts = zip(np.array_split(hidden, runs), np.array_split(positions, runs), strict=True)
-        return np.concatenate([super(OpenvinoStageCache, self).append(*part) for part in parts])
+            return super().append(hidden, positions, query=query, rows=rows)
+        found, first = [], 0
+        for part, at in zip(np.array_split(hidden, runs), np.array_split(positions, runs), strict=True):
+            mine = None if rows is None else rows[(first <= rows) & (rows < first + len(part))] - first
+            found.append(super().append(part, at, rows=mine))
+            first += len(part)
+        return np.concatenate(found)
 
     def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
+        out = self._compute(hidden, positions, np.arange(len(hidden), dtype=np.int32))
+        if query:
+            self._query = self._request.get_tensor(names.QUERY).data.copy()
+        return out
+
+    def _run_for(self, rows: Ids, hidden: HiddenStates, positions: Ids) -> HiddenStates:
+        one = rows if len(rows) else np.zeros(1, np.int64)  # where none is asked for: engines differ in empty products
+        return self._compute(hidden, positions, one.astype(np.int32))[: len(rows)]
+
+    def _compute(self, hidden: HiddenStates, positions: Ids, rows: NDArray[np.int32]) -> HiddenStates:
+        """Run the stage; the hidden states of `rows`, at least one."""
         self._stage.check_open()
         count, rope = len(hidden), self._context.rope
         if positions.ndim > 1:
@@ -126,8 +146,8 @@ class OpenvinoStageCache(SlotCounter):
             self._row[:], self._row_position[:] = hidden, positions
             tensors, out = self._row_tensors, self._row_out
         else:
-            out = np.empty_like(hidden)
-            tensors = self._tensors(np.ascontiguousarray(hidden), positions[None].copy(), out)
+            out = np.empty((len(rows), hidden.shape[1]), np.float32)
+            tensors = self._tensors(np.ascontiguousarray(hidden), positions[None].copy(), rows, out)
         with run_failures(ENGINE, self._stage.name), self._rotating_by(rope):
             self._bind(tensors)
             self._place(count)
@@ -135,8 +155,6 @@ class OpenvinoStageCache(SlotCounter):
                 run_row(self._request, out)
             else:
                 run_request(self._request)
-        if query:
-            self._query = self._request.get_tensor(names.QUERY).data.copy()
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
@@ -193,10 +211,10 @@ class OpenvinoStageCache(SlotCounter):
         self._request.set_tensor(name, tensor)
 
     def _tensors(
-        self, hidden: HiddenStates, positions: NDArray[np.int64], out: HiddenStates
+        self, hidden: HiddenStates, positions: NDArray[np.int64], rows: NDArray[np.int32], out: HiddenStates
     ) -> tuple[tuple[str, Any], ...]:
         """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""
-        arrays = ((names.HIDDEN, hidden), (names.POSITIONS, positions), (names.HIDDEN_OUT, out))
+        arrays = ((names.HIDDEN, hidden), (names.POSITIONS, positions), (ROWS, rows), (names.HIDDEN_OUT, out))
         return tuple((name, self._context.shared(array)) for name, array in arrays)
 
     def _bind(self, tensors: tuple[tuple[str, Any], ...]) -> None:

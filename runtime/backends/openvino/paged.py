@@ -42,7 +42,7 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
     """
     from openvino import opset13 as ops
 
-    said = {name: _parameter(model, name, sizes, "i32") for name, sizes in _SIZES.items()}
+    said = {name: add_parameter(model, name, sizes, "i32") for name, sizes in _SIZES.items()}
     said[SCORED] = ops.multiply(said[PAST], np.int32(0))
     softmaxes = [node for node in model.get_ordered_ops() if node.get_type_name() == "Softmax"]
     if len(softmaxes) != len(layers):
@@ -100,10 +100,11 @@ def _cache(model: Any, past: str, present: str) -> tuple[Any, Any]:
     _, rows = _inputs(grown, "Concat")
     model.remove_result(result)
     model.remove_parameter(given)
-    return rows, _parameter(model, past, [-1, -1, -1, -1], "dynamic")
+    return rows, add_parameter(model, past, [-1, -1, -1, -1], "dynamic")
 
 
-def _parameter(model: Any, name: str, sizes: list[int], kind: str) -> Any:
+def add_parameter(model: Any, name: str, sizes: list[int], kind: str) -> Any:
+    """A new input of the model."""
     from openvino import PartialShape, Type
     from openvino import opset13 as ops
 

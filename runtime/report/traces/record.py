@@ -55,14 +55,20 @@ class PositionedCache:
         return self._cache.capacity
 
     @property
+    def spares_rows(self) -> bool:
+        return self._cache.spares_rows
+
+    @property
     def positions(self) -> Ids:
         """[length]: of the filled slots."""
         return self._positions[: self.length].copy()
 
-    def append(self, hidden: HiddenStates, positions: Ids, *, query: bool = False) -> HiddenStates:
+    def append(
+        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+    ) -> HiddenStates:
         self._use(self)
         self._positions[self.length : self.length + len(hidden)] = positions
-        return self._cache.append(hidden, positions, query=query)
+        return self._cache.append(hidden, positions, query=query, rows=rows)
 
     def attention(self, *, last_only: bool = False) -> Scores:
         return self._cache.attention(last_only=last_only)

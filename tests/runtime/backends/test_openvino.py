@@ -297,6 +297,38 @@ def test_many_rows_run_in_parts_of_nearly_the_same_size_and_give_the_same(
         assert ran[3:] == [1]
 
 
+def test_rows_that_nobody_asks_for_fill_their_slots_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one run and in several, of which some are asked for nothing."""
+    hidden, asked = np.random.default_rng(9).standard_normal((90, 64), np.float32), np.array([0, 3, 4, 70, 89])
+    usual = model.backend.stage(1, 100)
+    whole, follows = usual.append(hidden, np.arange(90)), usual.append(hidden[:1], np.arange(90, 91)).copy()
+    for most in (100, 30, 20):
+        monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {("fp32", "f32"): most})
+        with load(model.bundle.folder, device="openvino", threads=THREADS) as other:
+            cache = other.backend.stage(1, 100)
+            found = cache.append(hidden, np.arange(90), rows=asked)
+            assert found.shape == (5, 64)
+            np.testing.assert_allclose(found, whole[asked], atol=SAME, rtol=0)
+            assert np.array_equal(cache.read(np.arange(90)), usual.read(np.arange(90)))
+            np.testing.assert_allclose(cache.append(hidden[:1], np.arange(90, 91)), follows, atol=SAME, rtol=0)
+            cache.keep(0)
+            assert cache.append(hidden, np.arange(90), rows=np.zeros(0, np.int64)).shape == (0, 64)
+
+
+def test_the_image_s_hidden_states_end_before_its_k_until_another_one_reads_them(
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+) -> None:
+    session, first = Session(model.backend, model.manifest), KS[0]
+    text = int((~prompts[1].is_vision[: prompts[1].prefix_length]).sum())
+    for k, layers, rows in ((first, 0, text), (first, first - 1, text), (None, 0, None), (first, first - 1, None)):
+        done = session.prefill(prompts[1], policy(k))
+        np.testing.assert_allclose(done.logits, fresh[1, k][0], atol=SAME, rtol=0)
+        assert done.reused_layers == layers
+        if rows is not None:
+            assert len(session.caches.prefix.boundaries[-1]) == rows
+    assert len(session.caches.prefix.boundaries[-1]) == session.caches.prefix.size
+
+
 def stage_specs(model: Model) -> Sequence[Any]:
     return model.manifest.stages
 
