@@ -129,7 +129,7 @@ class _FactorSearch:
 
     def __init__(self, plan: Plan, samples: Sequence[Sample], read: Callable[..., Tensor]) -> None:
         self._config, self._stored, self._read = plan.config.text, plan.weights.stored, read
-        self._precision = plan.precisions.decoder
+        self._precision, self._block = plan.precisions.decoder, plan.precisions.block
         is_vision = [sample.ids == plan.config.image_token_id for sample in samples]
         self._shares, self._drawn = shares(is_vision), drawn(is_vision)
         self._taken: dict[str, _Taken] = {}
@@ -161,7 +161,7 @@ class _FactorSearch:
         matrices = [self._read(name, tried(self._stored[name].shape[0])).numpy() for name in group.readers]
         for name, matrix in zip(group.readers, matrices, strict=True):
             check_finite(matrix, name)
-        storage = scheme(self._precision, matrices[0].shape)
+        storage = scheme(self._precision, matrices[0].shape, self._block)
         assert storage is not None
         return find_factors(group, sizes, np.concatenate(taken.inputs), matrices, storage)
 

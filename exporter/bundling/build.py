@@ -28,6 +28,7 @@ from vtx.exporter.graphs.text_tower import build_text_tower
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.graphs.vision import build_vision, of_video
 from vtx.exporter.weights.journal import JOURNAL, PROBE, ExportJournal
+from vtx.exporter.weights.quantize import BLOCK
 from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
@@ -285,6 +286,7 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
             "dialects": list(plan.options.dialects),
             "chat_template": plan.options.template is not None,
             **({"text_tower": plan.options.text_tower} if plan.options.text_tower else {}),
+            **({"int4_block": plan.precisions.block} if plan.precisions.block != BLOCK else {}),
             **({"tower": plan.options.tower} if plan.options.tower else {}),
             **({"allow_pickle": True} if plan.options.allow_pickle else {}),
         },

@@ -13,6 +13,7 @@ from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.data.items import Data, image_tokens
 from vtx.exporter.weights.precision import FULL, Precisions
+from vtx.exporter.weights.quantize import BLOCK
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError
 
@@ -48,7 +49,7 @@ class ExportOptions:
     tokens, the first one the default; `retain` is the number of tokens that its thresholds are to keep. `aware` holds
     the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
-    `allow_pickle` has weights read that are pickles.
+    `allow_pickle` has weights read that are pickles. `int4_block`: the most weights that share a scale in int4.
     """
 
     model: str = DEMO
@@ -68,6 +69,7 @@ class ExportOptions:
     text_tower: str | None = None
     tower: str | None = None
     allow_pickle: bool = False
+    int4_block: int = BLOCK
 
     def __post_init__(self) -> None:
         precisions = self.precisions()
@@ -86,7 +88,8 @@ class ExportOptions:
 
     def precisions(self) -> Precisions:
         """The precisions named, with defaults for the others."""
-        return Precisions.choose(self.precision, self.vision_precision, self.head_precision, self.kv_precision)
+        parts = self.precision, self.vision_precision, self.head_precision, self.kv_precision
+        return Precisions.choose(*parts, block=self.int4_block)
 
     def measured_tokens(self, config: ModelConfig) -> tuple[int, ...]:
         """Approximate number of tokens of each prompt whose activations are measured."""

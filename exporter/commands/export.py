@@ -74,6 +74,10 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     "--head-precision", type=precision_type(),
     help="Of the output matrix [default: as --precision; int8 beside int8 and int4].",
 )  # fmt: skip
+@click.option(
+    "--int4-block", type=click.Choice(["64", "128"]), default="64", show_default=True,
+    help="Weights that share a scale in int4; 128: smaller and faster, a little coarser.",
+)  # fmt: skip
 @click.option("--kv-precision", help="Of K and V: fp32, fp16 or int8 [default: fp16; fp32 beside fp32].")
 @click.option(
     "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own]."
@@ -131,7 +135,7 @@ def export(
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
     gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
     retain: float | None, max_memory: int | None, force: bool, as_json: bool, activation_aware: bool,
-    sign: Path | None, text_tower: str | None, tower: str | None, allow_pickle: bool,
+    sign: Path | None, text_tower: str | None, tower: str | None, allow_pickle: bool, int4_block: str,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
     end_on_sigterm()
@@ -159,7 +163,7 @@ def export(
     ks = (chosen["k"],) if chosen else ks
     options = library.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
-        head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle,
+        head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")

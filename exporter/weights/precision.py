@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vtx.exporter.weights.quantize import Scheme, scheme
+from vtx.exporter.weights.quantize import BLOCK, BLOCKS, Scheme, scheme
 from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import RequestError
 
@@ -15,12 +15,16 @@ EMBEDDING = "text.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Of the decoder's layers, of the towers with their projections, of the output matrix, and of K and V."""
+    """Of the decoder's layers, of the towers with their projections, of the output matrix, and of K and V.
+
+    `block`: the most weights of a row that share a scale in int4.
+    """
 
     decoder: str
     vision: str
     head: str
     kv: str
+    block: int = BLOCK
 
     def __post_init__(self) -> None:
         for part, precision in (("", self.decoder), ("vision-", self.vision), ("head-", self.head)):
@@ -28,9 +32,15 @@ class Precisions:
                 raise RequestError(f"--{part}precision {precision!r} is not among {', '.join(PRECISIONS)}")
         if self.kv not in KV_TYPES:
             raise RequestError(f"--kv-precision {self.kv!r} is not among {', '.join(KV_TYPES)}")
+        if self.block not in BLOCKS:
+            raise RequestError(f"--int4-block {self.block} is not among {', '.join(map(str, BLOCKS))}")
+        if self.block != BLOCK and "int4" not in (self.decoder, self.vision, self.head):
+            raise RequestError(f"--int4-block {self.block} is for int4 weights; add --precision int4, or leave it out")
 
     @classmethod
-    def choose(cls, decoder: str, vision: str | None, head: str | None, kv: str | None) -> Precisions:
+    def choose(
+        cls, decoder: str, vision: str | None, head: str | None, kv: str | None, block: int = BLOCK
+    ) -> Precisions:
         """The precisions named; a quantised decoder has an int8 tower and head by default."""
         quantised = decoder in PRECISIONS and decoder not in FULL
         return cls(
@@ -38,6 +48,7 @@ class Precisions:
             vision or ("int8" if quantised else decoder),
             head or ("int8" if quantised else decoder),
             kv or ("fp32" if decoder == "fp32" else "fp16"),
+            block,
         )
 
     @property
@@ -65,7 +76,7 @@ class Precisions:
         precision = self.of(name)
         if precision in FULL:
             return FULL[precision], None
-        quantised = scheme(precision, shape) if is_matrix(name, shape) else None
+        quantised = scheme(precision, shape, self.block) if is_matrix(name, shape) else None
         half = source if source in ("F16", "BF16") else "F16"
         return ("I4" if quantised.bits == 4 else "I8", quantised) if quantised else (half, None)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vtx.runtime.errors import ExportError
 
 BLOCK = 64
+BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
 MIN_BLOCK = 16
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
@@ -41,17 +42,18 @@ class Scheme:
         return width * self.bits // 8
 
 
-def scheme(precision: str, shape: tuple[int, ...]) -> Scheme | None:
+def scheme(precision: str, shape: tuple[int, ...], block: int = BLOCK) -> Scheme | None:
     """The scheme of a matrix [out, in] at a precision, or None where it cannot be quantised.
 
-    A row's width must be a multiple of 16: onnxruntime's kernels read whole blocks of a power of two.
+    `block`: the most weights that share a scale in int4. A row's width must be a multiple of 16: onnxruntime's kernels
+    read whole blocks of a power of two.
     """
     width = shape[-1]
     if width % MIN_BLOCK or not all(shape):
         return None
     if precision == "int8":
         return Scheme(8, width)
-    return Scheme(4, power_of_two_in(width, BLOCK))
+    return Scheme(4, power_of_two_in(width, block))
 
 
 def power_of_two_in(width: int, most: int) -> int:

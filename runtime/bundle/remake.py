@@ -15,6 +15,7 @@ VALUES = {
     "max_context": "--max-context",
     "text_tower": "--text-tower",
     "tower": "--tower",
+    "int4_block": "--int4-block",
 }
 MAX_COMMAND = 2000  # characters
 

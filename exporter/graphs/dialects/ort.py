@@ -14,7 +14,7 @@ from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
 from vtx.exporter.weights.quantize import INT8_ACTIVATIONS, power_of_two_in
 from vtx.runtime.bundle.spec import names
 
-LARGEST_BLOCK = 64  # of a row that is quantised, and of a matrix with one scale a row
+LARGEST_BLOCK = {8: 64, 4: 128}  # of a row that is quantised, by the bits of its matrix; int8 has one scale a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Ort:
         assert where.scales is not None
         (rows, width), bits = where.shape, 8 if where.dtype == "I8" else 4
         apart = where.scales.shape[1]
-        block = power_of_two_in(width // apart, LARGEST_BLOCK)
+        block = power_of_two_in(width // apart, LARGEST_BLOCK[bits])
         octets = b.octets(weight, rows, width // block, block * bits // 8)
         unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))
         scales = b.scales(weight, FLOAT, rows, apart)

@@ -20,7 +20,7 @@ from vtx.runtime.backends.memory import KEPT, NARROWED
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, Ports, StageGraph
-from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
+from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, letting_go
 from vtx.runtime.backends.openvino.paged import page_caches
 from vtx.runtime.backends.openvino.rows import choose_rows
 from vtx.runtime.bundle.bundle import Bundle
@@ -34,8 +34,8 @@ from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, Imag
 
 DIALECT = "plain"
 KV_TYPES = {"float32": "f32", "float16": "f16", "int8": "u8"}  # numpy's and OpenVINO's
-# Values of a hidden state that share a scale in products of integers, as onnxruntime does it too.
-QUANTISED_ROWS = {"int8": 128, "int4": 64}
+# Values of a hidden state that share a scale in products of integers; with int4 no fewer than weights that share one.
+QUANTISED_ROWS = {"int8": 128, "int4": LEAST_BLOCK}
 # The most hidden states that a stage takes in one run where more were measured to be slower (docs/performance.md), by
 # the weights and the arithmetic.
 ROWS_OF_A_RUN = {("int4", "f32"): 256, ("int4", "bf16"): 256, ("int8", "bf16"): 256}
@@ -50,11 +50,15 @@ def load_openvino() -> Any:
     return openvino
 
 
-def arithmetic(compute: str, precision: str, threads: int) -> dict[str, Any]:
-    """The engine's settings for products with weights stored in `precision`, in `compute` arithmetic."""
+def arithmetic(compute: str, precision: str, threads: int, int4_block: int = LEAST_BLOCK) -> dict[str, Any]:
+    """The engine's settings for products with weights stored in `precision`, in `compute` arithmetic.
+
+    `int4_block`: of the weights of int4, how many share a scale.
+    """
+    rows = QUANTISED_ROWS.get(precision, 0)
     return {
         "INFERENCE_PRECISION_HINT": compute,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": QUANTISED_ROWS.get(precision, 0),
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": max(rows, int4_block) if precision == "int4" else rows,
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,  # or the graphs of two processes fight over the same cores
@@ -151,7 +155,7 @@ class OpenvinoBackend:
         return stage
 
     def _engine(self, name: str, model: Any, precision: str | None = None) -> Any:
-        computing = arithmetic(self.compute, precision or self._manifest.precision, self.threads)
+        computing = arithmetic(self.compute, precision or self._manifest.precision, self.threads, int4_block(model))
         try:
             return self._core.compile_model(model, "CPU", {**self._kept, **computing})
         except (RuntimeError, MemoryError) as e:

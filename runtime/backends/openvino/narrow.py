@@ -11,6 +11,7 @@ from typing import Any
 
 MARK = "decompression_0"  # the plugin leaves a conversion that bears this to the operator that reads it
 NARROW = ("f16", "bf16")
+LEAST_BLOCK = 64  # of int4 weights, for which activations get a scale of their own
 _MADV_DONTNEED = 4
 _SECONDS = 0.02  # between two looks: little is read anew meanwhile
 
@@ -34,6 +35,18 @@ def keep_narrow(model: Any, compute: str) -> None:
         elif kind == "MatMul" and {_kind(value) for value in node.input_values()} == {"Reshape", "Multiply"}:
             _multiply_unshaped(node)
     model.validate_nodes_and_infer_types()
+
+
+def int4_block(model: Any) -> int:
+    """How many int4 weights of a row share a scale: the least of its matrices, and no less than `LEAST_BLOCK`.
+
+    A matrix [out, in] is split into blocks by a reshape, [out, in / block, block].
+    """
+    constants = (node for node in model.get_ordered_ops() if node.get_type_name() == "Constant")
+    matrices = (node for node in constants if node.get_element_type().get_type_name() == "i4")
+    apart = [reader.get_node() for node in matrices for reader in node.output(0).get_target_inputs()]
+    blocks = [node.get_output_partial_shape(0)[-1].get_length() for node in apart if node.get_type_name() == "Reshape"]
+    return min((block for block in blocks if block >= LEAST_BLOCK), default=LEAST_BLOCK)
 
 
 def _widen_table(gather: Any) -> None:

@@ -551,6 +551,33 @@ def test_quantised_weights_answer_as_on_onnxruntime_and_stay_narrow(
         assert {n.get_output_element_type(0).bitwidth for n in matrices} == {8 if precision == "int8" else 4}
 
 
+@pytest.mark.parametrize("block", [64, 128])
+def test_int4_in_blocks_of_either_size_computes_what_its_stored_weights_say(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, block: int
+) -> None:
+    checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64))
+    plan = plan_export(ExportOptions(str(checkpoint), (3,), "int4", int4_block=block))
+    made = run_export(plan, tmp_path / "b", force=False, report=lambda *_: None)
+    tensors = {
+        k: v
+        for name in made.manifest.files
+        if name.startswith("weights/")
+        for k, v in made.header(name).tensors.items()
+    }
+    matrix = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
+    assert tensors[f"{matrix}.scales"].shape == (256, 384 // block)
+    for device in ("cpu", "openvino"):
+        with load(made.folder, device=device, threads=THREADS) as model:
+            checks = list(check_golden(model))
+            assert len(checks) == 5
+            assert all(check.difference <= check.limit for check in checks), checks
+            stages = getattr(model.backend, "stages", [])
+            groups = {
+                int(s.compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE")) for s in stages if device == "openvino"
+            }
+            assert groups == ({block} if device == "openvino" else set())
+
+
 def is_matrix(node: Any) -> bool:
     """Whether this is a constant of as many values as one of the decoder's projections has."""
     shape = node.get_output_partial_shape(0)
