@@ -16,6 +16,7 @@ import click
 
 from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
 from vtx.exporter.common.demo import about
+from vtx.runtime.process import without_collections
 from vtx.runtime.terminal.console import Group, command, note, require_signature_option, say, say_json, table
 from vtx.runtime.terminal.depth import DepthType
 from vtx.runtime.terminal.last import last_bundle
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
     'cat image.jpg | vtx-run - "Is there a red star?"\n'
     'vtx-run a.jpg --image b.jpg "Which picture shows a star?"\n'
     'vtx-run clip.mp4 "What happens?" --frames 16\n'
-    'vtx-run --text-only "Who are you?"'
+    'vtx-run --text-only "Who are you?"',
+    leaves=True,
 )
 @click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
 @bundle_option
@@ -125,21 +127,22 @@ def run(
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
-    from vtx.exporter.commands.export import find_bundle
-    from vtx.runtime.api.load import load
-    from vtx.runtime.api.options import Options
-    from vtx.runtime.session.sampling import Sampling
-
-    sampling = Sampling(temperature, top_p, top_k, seed)
-    options = Options(max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup)
     names = [*images, *more, *videos]
     formats = image_formats.split(",")
-    pictures = _read([*images, *more], videos, formats, reduce, frames)
-    folder = find_bundle(bundle, (k,))
-    model = load(
-        folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature,
-        fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, image_formats=formats,
-    )  # fmt: skip
+    with without_collections():
+        from vtx.exporter.commands.export import find_bundle
+        from vtx.runtime.api.load import load
+        from vtx.runtime.api.options import Options
+        from vtx.runtime.session.sampling import Sampling
+
+        sampling = Sampling(temperature, top_p, top_k, seed)
+        options = Options(max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup)
+        pictures = _read([*images, *more], videos, formats, reduce, frames)
+        folder = find_bundle(bundle, (k,))
+        model = load(
+            folder, device=device, compute=compute, threads=threads, force=force, require_signature=require_signature,
+            fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, image_formats=formats,
+        )  # fmt: skip
     source = {"image": names, "bundle": str(folder)}
     with model.open(pictures) as conversation:
         if show_tokens:

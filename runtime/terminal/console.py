@@ -15,17 +15,29 @@ from typing import Any
 import click
 
 from vtx.runtime.errors import VtxError, printable
-from vtx.runtime.process import own_process
+from vtx.runtime.process import leave_on_success, own_process, succeed
 
 INTERRUPTED = 130
 
 
 class Program(click.Command):
-    """A click command that knows when it is a process of its own: called, as scripts do, and not by `main`."""
+    """A click command that knows when it is a process of its own: called, as scripts do, and not by `main`.
+
+    Where it `leaves`, the process ends without being taken apart (`leave_on_success`).
+    """
+
+    leaves = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own_process()
-        return super().__call__(*args, **kwargs)
+        if self.leaves:
+            leave_on_success()
+        try:
+            return super().__call__(*args, **kwargs)
+        except SystemExit as end:
+            if end.code in (None, 0):
+                succeed()
+            raise
 
 
 class Group(Program, click.Group):
@@ -91,13 +103,18 @@ def _let_go_of_stdout() -> None:
         return
 
 
-def command(*, epilog: str) -> Callable[[Callable[..., None]], click.Command]:
-    """A vtx command: help with `epilog` as its examples, `--version`, and errors as `Command` ends them."""
+def command(*, epilog: str, leaves: bool = False) -> Callable[[Callable[..., None]], click.Command]:
+    """A vtx command: help with `epilog` as its examples, `--version`, and errors as `Command` ends them.
+
+    `leaves`: as in `Program`.
+    """
 
     def make(function: Callable[..., None]) -> click.Command:
         version = click.version_option(package_name="vtx-edge", message="%(prog)s %(version)s")
         settings = {"help_option_names": ["-h", "--help"]}
-        return click.command(cls=Command, context_settings=settings, epilog=epilog)(version(function))
+        made = click.command(cls=Command, context_settings=settings, epilog=epilog)(version(function))
+        made.leaves = leaves
+        return made
 
     return make
 
