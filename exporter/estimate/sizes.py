@@ -135,15 +135,31 @@ def find_size(model: str) -> ModelSize:
         from vtx.runtime.bundle.bundle import Bundle
 
         return bundle_size(Bundle.open(path))
-    from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object, read_settings
+    from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object
 
     config = path / "config.json" if path.is_dir() else path
     if not os.path.lexists(config):
         raise RequestError(
             f"{model!r} is not a known model ({', '.join(KNOWN)}) or a directory with a config.json or a bundle"
         )
-    settings = read_settings(path, "config.json") if path.is_dir() else read_json_object(config, MAX_CONFIG)
-    return config_size(settings, config.absolute().parent.name)
+    if path.is_dir():
+        return model_size(_folder_config(path), path.absolute().name)
+    return config_size(read_json_object(config, MAX_CONFIG), config.absolute().parent.name)
+
+
+def _folder_config(folder: Path) -> ModelConfig:
+    """What a checkpoint's configuration and, where it is there, its image processor's file say of a model."""
+    from vtx.exporter.checkpoint.families.registry import find_family
+    from vtx.exporter.checkpoint.loader import read_settings
+    from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
+
+    settings = read_settings(folder, "config.json")
+    family = find_family(settings)
+    parts = family.original.folders if family.original else {}
+    own = {key: read_settings(folder, f"{part}/config.json") for key, part in parts.items()}
+    config = family.read({**settings, **own})
+    told = any(os.path.lexists(folder / name) for name in (ALONE, "processor_config.json"))
+    return config if family.adjust is None or not told else family.adjust(config, read_image_processor(folder))
 
 
 def config_size(config: Mapping[str, Any], name: str) -> ModelSize:

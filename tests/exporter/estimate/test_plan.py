@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.runtime.session.test_qwen import QWEN25
+from tests.runtime.session.test_tiles import SMOLVLM
+from tests.runtime.session.test_vila import VILA
 from tests.support.bundles import export, export_with
 from tests.support.tiny import Tiny
 from vtx import cli
+from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.estimate.flops import encode_flops
 from vtx.exporter.estimate.plan import Workload, find_profile, make_plan, spread_ks
-from vtx.exporter.estimate.sizes import KNOWN, ModelSize, bundle_size, find_size
+from vtx.exporter.estimate.sizes import KNOWN, ModelSize, bundle_size, find_size, model_size
 from vtx.exporter.estimate.weights import all_weights, precisions_of, resident, stored_bytes
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -197,6 +201,14 @@ TINIES = {
     "siglip-tied": Tiny(text="qwen2", vision="siglip", select="full", tied=True, tokenizer="bytes", names="new"),
     "sharded": Tiny(text="mistral", shards=3, names="saved", projector_bias=False, tokenizer="bytes"),
 }
+
+
+@pytest.mark.parametrize("tiny", [SMOLVLM, QWEN25, VILA], ids=lambda tiny: tiny.family)
+def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_checkpoint: Make, tiny: Tiny) -> None:
+    """The image processor's file says how many tiles or pixels there are; VILA's parts have files of their own."""
+    folder = tiny_checkpoint(tiny)
+    source = plan_export(ExportOptions(str(folder))).source()
+    assert find_size(str(folder)) == model_size(source.config, folder.name)
 
 
 @pytest.mark.sampled(3)

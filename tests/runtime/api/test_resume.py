@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.session.test_qwen import QWEN25
+from tests.runtime.session.test_tiles import ONEVISION, SMOLVLM
 from tests.support.exported import Models
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.answer import Answer
@@ -53,6 +55,20 @@ def test_a_chat_sent_whole_each_time_gives_the_ids_of_fresh_runs(model: Model, k
         answer = ask(conversation, turns(*texts), k, reduce)
         same(answer, fresh(model, turns(*texts), k, reduce))
         texts += [answer.text, question]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiny", [QWEN25, SMOLVLM, ONEVISION], ids=lambda tiny: tiny.family)
+def test_a_chat_of_other_layouts_sent_whole_each_time_gives_the_ids_of_fresh_runs(models: Models, tiny: Tiny) -> None:
+    """Positions of three parts go on behind an image; text stands among the tokens of tiles; images share a prompt."""
+    model, images, texts = models(tiny, (3, 5)), [random_image(0, (150, 60)), random_image(1, (40, 90))], ["red?"]
+    conversation = model.open(images)
+    for question in ("how many?", ""):
+        asked = turns(*texts, images=2)
+        answer = ask(conversation, asked, 5)
+        same(answer, fresh(model, asked, 5, images=images))
+        texts += [answer.text, question]
+    assert answer.stats.reused_tokens > answer.stats.vision_tokens
 
 
 def test_a_fixed_policy_runs_only_the_tokens_that_are_new(model: Model) -> None:

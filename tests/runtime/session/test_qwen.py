@@ -17,6 +17,7 @@ from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
+from vtx.exporter.tensorrt.lint import dialect_graphs
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
@@ -170,3 +171,5 @@ def test_graphs_of_other_dialects_compute_the_same(models: Models, dialect: str)
 def test_tensorrt_is_refused_by_name(models: Models) -> None:
     with pytest.raises(DeviceError, match="at their own resolution"):
         load(models(QWEN25, (3, 5)).bundle.folder, device="tensorrt")
+    with pytest.raises(RequestError, match="at their own resolution"):
+        dialect_graphs(models(QWEN25, (3, 5)).bundle, "trt")

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import export
-from tests.support.exported import Models
+from tests.support.dialects import DialectBackend
+from tests.support.exported import Models, greedy, prompt
 from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
@@ -98,6 +100,18 @@ def test_reductions_equal_the_statement(
     assert found.kept == wanted.kept
     assert list(found.done.slots) == wanted.slots
     assert min(wanted.vision) < sum(image.placeholders for image in wanted.images), "nothing left"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["plain", "trt"])
+def test_graphs_of_other_dialects_compute_the_same(models: Models, dialect: str) -> None:
+    """SmolVLM's tower ends in a norm, and its projector stands behind a pixel shuffle."""
+    model, images = models(SMOLVLM, (3, 5)), [random_image(0, WIDE), random_image(1, HIGH)]
+    other, messages = Model(model.bundle, DialectBackend(model.bundle, dialect), 0), prompt_messages(QUESTION, 2)
+    for k in (None, 5):
+        wanted, found = (greedy(m, prompt(m, messages, images), k, STEPS) for m in (model, other))
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits, atol=1e-4, rtol=0)
 
 
 def test_fastv_ranks_the_tokens_of_all_marked_tiles(models: Models, reference: Callable[..., Reference]) -> None:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
+from tests.runtime.session.test_qwen import QWEN25
+from tests.runtime.session.test_tiles import SMOLVLM
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS, Models
 from tests.support.serving import asking, serving, user
@@ -128,23 +130,28 @@ def test_conversations_of_any_k_and_reduction_that_join_and_leave_answer_as_alon
     assert tokens / passes > 2.5
 
 
-def test_answers_decoded_together_give_out_the_states_of_their_own_segments(models: Models) -> None:
-    options, batched = Options(max_new_tokens=12, ignore_eos=True), False
-    with load(models(LISA, (3, 5)).bundle.folder, device="cpu", threads=THREADS) as model:
+@pytest.mark.parametrize(
+    "tiny", [LISA, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (QWEN25, SMOLVLM))],
+    ids=lambda tiny: tiny.family,
+)  # fmt: skip
+def test_answers_of_other_families_decoded_together_are_those_of_each_alone(models: Models, tiny: Tiny) -> None:
+    """Those of LISA with the states of their own segments."""
+    options = Options(max_new_tokens=12, ignore_eos=True, logprobs=True)
+    with load(models(tiny, (3, 5)).bundle.folder, device="cpu", threads=THREADS) as model:
 
         def started(number: int) -> AnswerStream:
-            return model.open(random_image(number)).stream("red?" * (1 + number), (None, 3, 5)[number % 3], options)
+            image = random_image(number, (150, 60) if number % 2 else (40, 90))
+            return model.open(image).stream("red?" * (1 + number), (None, 3, 5)[number % 3], options)
 
         alone = [started(number).read() for number in range(4)]
         batching = Batching(model, 4, 16)
         answers = run(batching, [(started(number), number) for number in range(4)])
-        batched = batching.tokens > 2 * batching.passes
-    assert batched
-    assert sum(bool(answer.stats.seg_states) for answer in alone) > 1, "no two answers held a segment"
+        assert batching.tokens > 2 * batching.passes
     for answer, wanted in zip(answers, alone, strict=True):
-        assert answer.token_ids == wanted.token_ids
+        same(answer, wanted)
         for given, state in zip(answer.stats.seg_states or (), wanted.stats.seg_states or (), strict=True):
             assert given == pytest.approx(state, abs=TOLERANCE)
+    assert tiny is not LISA or sum(bool(answer.stats.seg_states) for answer in alone) > 1, "too few segments"
 
 
 def test_an_answer_that_is_cancelled_or_stopped_leaves_the_others_alone(
