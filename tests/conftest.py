@@ -91,11 +91,14 @@ def reference(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Models:
-    """`models(tiny, ks, precision, reductions)`: that bundle on the CPU."""
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
+) -> Models:
+    """`models(tiny, ks, precision, reductions)`: that bundle on the CPU, in the dialects that the file names."""
     from tests.support.exported import Models
 
-    return Models(tmp_path_factory.mktemp("bundles"), tiny_checkpoint)
+    marker = request.node.get_closest_marker("dialects")
+    return Models(tmp_path_factory.mktemp("bundles"), tiny_checkpoint, marker.args if marker else ("ort",))
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,10 @@ Checkpoints = Callable[..., Path]
 
 
 class Models:
-    """`models(tiny, ks, precision, reductions)`: that bundle, loaded; each is made once."""
+    """`models(tiny, ks, precision, reductions)`: that bundle, loaded; each is made once, with these dialects."""
 
-    def __init__(self, folder: Path, checkpoints: Checkpoints) -> None:
-        self._folder, self._checkpoints = folder, checkpoints
+    def __init__(self, folder: Path, checkpoints: Checkpoints, dialects: tuple[str, ...]) -> None:
+        self._folder, self._checkpoints, self._dialects = folder, checkpoints, dialects
         self._made = 0
         self._get = cache(self._make)
 
@@ -46,7 +46,9 @@ class Models:
         self._made += 1
         folder = self._folder / f"bundle-{self._made}"
         checkpoint = self._checkpoints(tiny)
-        bundle = export(checkpoint, folder, ks, precision, reductions=reductions, allow_pickle=tiny.pickled)
+        bundle = export(
+            checkpoint, folder, ks, precision, reductions=reductions, allow_pickle=tiny.pickled, dialects=self._dialects
+        )
         return load(bundle.folder, device="cpu", threads=THREADS)
 
 

@@ -76,7 +76,7 @@ def original_tokenizer(folder: Path, name: str, *, own_image_token: bool = False
 def _proto(path: Path) -> Any:
     from transformers.convert_slow_tokenizer import import_protobuf
 
-    proto = import_protobuf().ModelProto()  # type: ignore[no-untyped-call]
+    proto = import_protobuf().ModelProto()
     proto.ParseFromString(path.read_bytes())
     return proto
 

@@ -56,7 +56,7 @@ Get = Callable[..., Model]
 @pytest.fixture(scope="module")
 def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Get:
     """`models(dialect, tiny, precision)`: that bundle, run in that dialect."""
-    models = Models(tmp_path_factory.mktemp("dialects"), tiny_checkpoint)
+    models = Models(tmp_path_factory.mktemp("dialects"), tiny_checkpoint, DIALECTS)
 
     @cache
     def get(dialect: str, tiny: Tiny = Tiny(), precision: str = "fp32") -> Model:  # noqa: B008 - frozen

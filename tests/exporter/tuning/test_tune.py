@@ -19,6 +19,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tests.support.bundles import ORT
 from tests.support.exported import Models, greedy, prompt
 from tests.support.faults import Disk, failing
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -133,7 +134,7 @@ def test_bundle_transformers_and_adapters_agree_on_the_tuned_model(
 
     from tests.support.reference import Reference
 
-    model = Models(tmp_path, lambda _: whole / "merged")(TINY, (2, 3))
+    model = Models(tmp_path, lambda _: whole / "merged", ORT)(TINY, (2, 3))
     merged, adapted = Reference(whole / "merged"), Reference(Path(options.model))
     loaded = PeftModel.from_pretrained(adapted.model, str(whole / "adapter"))
     original = Reference(Path(options.model))

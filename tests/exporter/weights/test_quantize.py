@@ -127,7 +127,7 @@ def test_a_bundle_computes_what_its_stored_weights_say(
     """With rows of 8 bits within the tolerance of that, with rows of float32 as closely as an fp16 bundle."""
     for level, limit in ((4, 0.15), (1, 1e-2)):
         monkeypatch.setattr(ort, "INT8_ACTIVATIONS", level)
-        made = bundles.export(tiny_checkpoint(tiny), tmp_path / f"{level}", (3,), precision)
+        made = bundles.export(tiny_checkpoint(tiny), tmp_path / f"{level}", (3,), precision, dialects=bundles.ORT)
         checks = list(check_golden(vtx.load(made.folder, threads=1)))
         assert len(checks) == 5
         assert all(check.difference <= min(check.limit, limit) for check in checks), checks
@@ -156,7 +156,7 @@ def test_a_quantised_decoder_goes_with_an_int8_tower_and_head(tiny_checkpoint: M
 
 def test_a_tied_head_keeps_the_table_s_precision_and_another_is_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
     folder = tiny_checkpoint(Tiny(tied=True, dtype="bfloat16"))
-    made = bundles.export(folder, tmp_path / "b", (), "int4")
+    made = bundles.export(folder, tmp_path / "b", (), "int4", dialects=bundles.ORT)
     assert made.manifest.head_precision == "bf16"
     with pytest.raises(RequestError, match=r"--head-precision int8 would store a weight twice"):
         plan_export(ExportOptions(str(folder), (), "int4", head_precision="int8"))
@@ -183,7 +183,7 @@ def test_stored_integers_stand_for_the_checkpoint_s_weights(tiny_checkpoint: Mak
 
     folder = tiny_checkpoint(Tiny(dtype=dtype, shards=3))
     plan = plan_export(ExportOptions(str(folder), (), "int4"))
-    made = bundles.export(folder, tmp_path / "b", (), "int4")
+    made = bundles.export(folder, tmp_path / "b", (), "int4", dialects=bundles.ORT)
     stored, source = BundleWeights(made.folder, plan.weights.stored), CheckpointWeights(open_checkpoint(str(folder)))
     quantised = [name for name, tensor in plan.weights.stored.items() if tensor.scales]
     layers = [name for name in quantised if name.startswith("text.")]
@@ -205,13 +205,13 @@ def test_nan_and_infinity_are_refused_before_they_are_quantised(
     name = "text.layers.4.mlp.up_proj.weight"
     folder = alter(tiny_checkpoint(), tmp_path / "ck", name, value)
     with pytest.raises(CheckpointError, match=f"{name}.*NaN or infinity"):
-        bundles.export(folder, tmp_path / "out", (), "int4")
+        bundles.export(folder, tmp_path / "out", (), "int4", dialects=bundles.ORT)
 
 
 def test_a_quantised_bundle_is_smaller_by_what_its_bits_say(tiny_checkpoint: Make, tmp_path: Path) -> None:
     sizes = {}
     for precision in ("fp16", "int8", "int4"):
-        made = bundles.export(tiny_checkpoint(), tmp_path / precision, (), precision)
+        made = bundles.export(tiny_checkpoint(), tmp_path / precision, (), precision, dialects=bundles.ORT)
         sizes[precision] = sum(path.stat().st_size for path in (made.folder / "weights").iterdir())
     matrices = 8 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3)
     assert sizes["int8"] - sizes["int4"] == pytest.approx(matrices / 2, rel=0.15)
@@ -219,7 +219,7 @@ def test_a_quantised_bundle_is_smaller_by_what_its_bits_say(tiny_checkpoint: Mak
 
 
 def test_the_predicted_disk_is_the_bundle_s(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    made = bundles.export(tiny_checkpoint(), tmp_path / "b", (), "int4")
+    made = bundles.export(tiny_checkpoint(), tmp_path / "b", (), "int4", dialects=bundles.ORT)
     planned = plan_export(ExportOptions(str(tiny_checkpoint()), (), "int4")).weights
     real = {path.name: path.stat().st_size for path in (made.folder / "weights").iterdir()}
     assert {Path(file.name).name: file.size for file in planned.files} == real

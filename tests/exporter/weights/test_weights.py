@@ -104,9 +104,9 @@ def test_a_value_beyond_fp16_is_named_with_the_cure(tiny_checkpoint: Make, tmp_p
     name = "text.layers.4.mlp.up_proj.weight"
     folder = alter(tiny_checkpoint(), tmp_path / "ck", name, value)
     with pytest.raises(ExportError, match=r"text\.layers\.4\.mlp\.up_proj.*65504.*--precision fp32"):
-        bundles.export(folder, tmp_path / "out", (), "fp16")
+        bundles.export(folder, tmp_path / "out", (), "fp16", dialects=bundles.ORT)
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
-    bundles.export(folder, tmp_path / "out", (), "fp32")
+    bundles.export(folder, tmp_path / "out", (), "fp32", dialects=bundles.ORT)
 
 
 def test_the_largest_values_of_fp16_are_fine(tiny_checkpoint: Make, tmp_path: Path) -> None:
@@ -123,14 +123,14 @@ def test_nan_and_infinity_are_named_and_nothing_is_left(
 ) -> None:
     folder = alter(tiny_checkpoint(), tmp_path / "ck", name, value)
     with pytest.raises(CheckpointError, match=f"{name}.*NaN or infinity"):
-        bundles.export(folder, tmp_path / "out", (), precision)
+        bundles.export(folder, tmp_path / "out", (), precision, dialects=bundles.ORT)
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
 def test_nan_in_an_as_is_fp16_checkpoint_is_found_too(tiny_checkpoint: Make, tmp_path: Path) -> None:
     folder = alter(tiny_checkpoint(Tiny(dtype="float16")), tmp_path / "ck", "head.weight", float("nan"))
     with pytest.raises(CheckpointError, match=r"head\.weight.*NaN"):
-        bundles.export(folder, tmp_path / "out", (), "fp16")
+        bundles.export(folder, tmp_path / "out", (), "fp16", dialects=bundles.ORT)
 
 
 # ---- each weight once ------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_files_of_the_wanted_type_are_linked_not_written(
     tiny_checkpoint: Make, tmp_path: Path, dtype: Any, precision: str
 ) -> None:
     folder = tiny_checkpoint(Tiny(dtype=dtype, shards=2))
-    made = bundles.export(folder, tmp_path / "out", (3,), precision)
+    made = bundles.export(folder, tmp_path / "out", (3,), precision, dialects=bundles.ORT)
     sources = sorted(folder.glob("*.safetensors"))
     assert [p.stat().st_ino for p in sorted((made.folder / "weights").iterdir())] == [p.stat().st_ino for p in sources]
     assert plan_export(ExportOptions(str(folder), (), precision)).prediction.linked == sum(
@@ -157,7 +157,7 @@ def test_where_links_fail_the_file_is_copied(
 
     monkeypatch.setattr(os, "link", across)
     folder = tiny_checkpoint()
-    made = bundles.export(folder, tmp_path / "out")
+    made = bundles.export(folder, tmp_path / "out", dialects=bundles.ORT)
     (copy,) = (made.folder / "weights").iterdir()
     assert not copy.is_symlink()
     assert copy.stat().st_ino != (folder / "model.safetensors").stat().st_ino
@@ -168,7 +168,7 @@ def test_a_linked_checkpoint_file_is_followed(tiny_checkpoint: Make, tmp_path: P
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
     (folder / "model.safetensors").rename(folder / "blob")
     (folder / "model.safetensors").symlink_to("blob")
-    made = bundles.export(folder, tmp_path / "out")
+    made = bundles.export(folder, tmp_path / "out", dialects=bundles.ORT)
     (file,) = (made.folder / "weights").iterdir()
     assert not file.is_symlink()
     assert file.stat().st_ino == (folder / "blob").stat().st_ino
@@ -176,8 +176,8 @@ def test_a_linked_checkpoint_file_is_followed(tiny_checkpoint: Make, tmp_path: P
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tied_head_is_stored_once(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
-    tied = bundles.export(tiny_checkpoint(Tiny(tied=True, dtype=dtype)), tmp_path / "tied")
-    free = bundles.export(tiny_checkpoint(Tiny(dtype=dtype)), tmp_path / "free")
+    tied = bundles.export(tiny_checkpoint(Tiny(tied=True, dtype=dtype)), tmp_path / "tied", dialects=bundles.ORT)
+    free = bundles.export(tiny_checkpoint(Tiny(dtype=dtype)), tmp_path / "free", dialects=bundles.ORT)
     apart = weight_bytes(free.folder) - weight_bytes(tied.folder)
     assert abs(apart - 320 * 64 * 4) < 512 if dtype == "bfloat16" else apart > 320 * 64 * 4 - 512
 
@@ -189,8 +189,8 @@ def weight_bytes(folder: Path) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_four_depths_share_one_set_of_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
     folder = tiny_checkpoint(Tiny(dtype=dtype))
-    one = bundles.export(folder, tmp_path / "one", ())
-    four = bundles.export(folder, tmp_path / "four", (2, 3, 5, 8))
+    one = bundles.export(folder, tmp_path / "one", (), dialects=bundles.ORT)
+    four = bundles.export(folder, tmp_path / "four", (2, 3, 5, 8), dialects=bundles.ORT)
     assert weight_bytes(four.folder) == weight_bytes(one.folder)
     assert {p.name: p.read_bytes() for p in (four.folder / "weights").iterdir()} == {
         p.name: p.read_bytes() for p in (one.folder / "weights").iterdir()
@@ -202,7 +202,7 @@ def test_four_depths_share_one_set_of_weights(tiny_checkpoint: Make, tmp_path: P
 def test_no_weight_stands_in_a_graph(tiny_checkpoint: Make, tmp_path: Path) -> None:
     import onnx
 
-    made = bundles.export(tiny_checkpoint(Tiny(dtype="bfloat16")), tmp_path / "out")
+    made = bundles.export(tiny_checkpoint(Tiny(dtype="bfloat16")), tmp_path / "out", dialects=bundles.ORT)
     ranges: dict[tuple[str, int, int], str] = {}
     for path in made.folder.glob("*.ort.onnx"):
         for tensor in onnx.load_model(path, load_external_data=False).graph.initializer:
@@ -272,7 +272,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
 def test_a_disk_that_fills_up_leaves_the_old_bundle(
     tiny_checkpoint: Make, tmp_path: Path, full_disk: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = bundles.export(tiny_checkpoint(), tmp_path / "out")
+    old = bundles.export(tiny_checkpoint(), tmp_path / "out", dialects=bundles.ORT)
     plan_ = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(dtype="bfloat16"))), (2,), "fp16"))
     full_disk(400_000)
     with pytest.raises(ExportError, match="No space left"):
@@ -302,14 +302,14 @@ def test_a_disk_too_small_is_told_before_anything_is_written(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(predict.shutil, "disk_usage", lambda _: usage(10, 10, 12_345))
     with pytest.raises(ExportError, match=r"12\.3 kB free"):
-        bundles.export(tiny_checkpoint(), tmp_path / "out")
+        bundles.export(tiny_checkpoint(), tmp_path / "out", dialects=bundles.ORT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_predicted_disk_covers_the_bundle(tiny_checkpoint: Make, tmp_path: Path) -> None:
     for number, tiny in enumerate((Tiny(), Tiny(dtype="bfloat16", shards=3))):
         forecast = plan_export(ExportOptions(str(tiny_checkpoint(tiny)), (3,), "fp16")).prediction
-        made = bundles.export(tiny_checkpoint(tiny), tmp_path / f"{number}", (3,), "fp16")
+        made = bundles.export(tiny_checkpoint(tiny), tmp_path / f"{number}", (3,), "fp16", dialects=bundles.ORT)
         real = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
         assert real <= forecast.disk <= real + 256_000
 
@@ -377,7 +377,7 @@ def test_the_bundle_of_a_bf16_checkpoint_answers(tiny_checkpoint: Make, tmp_path
     folder = tiny_checkpoint(Tiny(dtype="bfloat16"))
     ids = []
     for precision in ("fp32", "fp16"):
-        bundles.export(folder, tmp_path / precision, (), precision)
+        bundles.export(folder, tmp_path / precision, (), precision, dialects=bundles.ORT)
         with vtx.load(tmp_path / precision, threads=1).open(random_image(0)) as image:
             ids.append(image.ask("what is it?", options=vtx.Options(max_new_tokens=8)).token_ids)
     assert ids[0] == ids[1]

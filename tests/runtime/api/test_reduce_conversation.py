@@ -27,6 +27,8 @@ from vtx.runtime.policies.make import check_provided
 from vtx.runtime.session.reduction_report import ReductionReport
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens
 
+pytestmark = pytest.mark.dialects("ort", "trt")
+
 OPTIONS = Options(max_new_tokens=6, ignore_eos=True)
 TINY = Tiny(image=126, context=512)  # 9 x 9 patches, so 9 windows
 PATCHES = 81

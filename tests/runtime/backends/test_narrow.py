@@ -24,7 +24,7 @@ NARROW = {"fp16": {"f16"}, "bf16": {"bf16"}}
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Callable[[str], Bundle]:
-    made = Models(tmp_path_factory.mktemp("narrow"), tiny_checkpoint)
+    made = Models(tmp_path_factory.mktemp("narrow"), tiny_checkpoint, ("ort", DIALECT))
     return lambda precision: made(precision=precision).bundle
 
 

@@ -58,7 +58,7 @@ Logits = NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def bundle_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
-    return Models(tmp_path_factory.mktemp("openvino"), tiny_checkpoint)
+    return Models(tmp_path_factory.mktemp("openvino"), tiny_checkpoint, ("ort", "plain"))
 
 
 @pytest.fixture(scope="module")

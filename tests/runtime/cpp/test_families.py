@@ -17,7 +17,7 @@ from tests.runtime.session.test_lisa import GROUPED as LISA
 from tests.runtime.session.test_original import ANYRES, PAD
 from tests.runtime.session.test_videos import NEXT_VIDEO
 from tests.runtime.session.test_vila import VILA
-from tests.support.bundles import export
+from tests.support.bundles import ORT, export
 from tests.support.cpp import ask, needs_cpp, output, write_pictures
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.families.registry import FAMILIES as REGISTERED
@@ -58,7 +58,7 @@ def made(
         folder = tmp_path_factory.mktemp("internvl-chat")
         checkpoint = Path(shutil.copytree(tiny_checkpoint(tiny), folder / "checkpoint"))
         with_internvit(checkpoint)
-        return load(export(checkpoint, folder / "bundle", (3,)).folder, device="cpu", threads=1)
+        return load(export(checkpoint, folder / "bundle", (3,), dialects=ORT).folder, device="cpu", threads=1)
 
     return make
 

@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.cpp.test_run import expected
 from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, SMOLVLM, TINY
 from tests.runtime.session.test_videos import VIDEO_LLAVA
-from tests.support.bundles import export
+from tests.support.bundles import ORT, export
 from tests.support.cpp import ask, needs_cpp, output, run, write_pictures
 from tests.support.tiny import Tiny
 from vtx.runtime.api.model import Model
@@ -98,7 +98,7 @@ def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model
 def test_a_family_that_libvtx_does_not_answer_for_is_refused_by_name(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path], tiny: Tiny, named: str
 ) -> None:
-    folder = export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,)).folder
+    folder = export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,), dialects=ORT).folder
     done = run("run", "--bundle", folder, pictures[0], "red?")
     assert done.returncode == 1
     assert named in done.stderr.decode()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.bundles import export
+from tests.support.bundles import ORT, export
 from tests.support.exported import Models, prompt
 from tests.support.internvl_chat import ADDED, counterpart
 from tests.support.original import write_json
@@ -112,7 +112,7 @@ def test_fused_matrices_are_stored_as_separate_ones_are(
     """The bundle of InternVL's own layout and that of Hugging Face's have the same decoder."""
     answers = []
     for name, tiny in (("own", INTERNLM), ("hf", counterpart(INTERNLM))):
-        folder = export(tiny_checkpoint(tiny), tmp_path / name, (3,), precision).folder
+        folder = export(tiny_checkpoint(tiny), tmp_path / name, (3,), precision, dialects=ORT).folder
         with load(folder, device="cpu", threads=1) as model:
             images, ids = [random_image(0, WIDE)], np.arange(4, 40)
             answers.append(model.prepare(images[0]).encode(model.backend).rows)

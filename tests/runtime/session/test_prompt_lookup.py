@@ -17,6 +17,8 @@ from vtx.runtime.prompt.lookup import PromptLookup
 from vtx.runtime.session.generate import generate
 from vtx.runtime.session.session import Prompt, Session
 
+pytestmark = pytest.mark.dialects("ort", "plain")
+
 MUSTDROP = "mustdrop:gamma=0.05,alpha=1,tau=off,key=0.1,layers=2/4/6"
 KS, TOKENS = (3, 5), 48
 TOLERANCE = 5e-5  # one row and several run in different kernels

@@ -21,8 +21,11 @@ from vtx.exporter.tensorrt.lint import dialect_graphs
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import ContextError, DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
+
+pytestmark = pytest.mark.dialects(*DIALECTS)
 
 WIDE, HIGH = (150, 60), (40, 90)  # 5 x 2 tokens and 1 x 3
 QWEN2 = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")

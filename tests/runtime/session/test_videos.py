@@ -18,6 +18,8 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, ImageError, RequestError
 from vtx.runtime.vision.video import Video, load_frames, sampled, video
 
+pytestmark = pytest.mark.dialects("ort", "plain")
+
 QUESTION = "What is the colour of the square in the picture?"
 VIDEO_LLAVA = Tiny(family="video_llava", context=768)
 NEXT_VIDEO = Tiny(family="llava_next_video", context=512)
