@@ -67,7 +67,7 @@ cpp: $(READY) ## libvtx, the C++ runtime, its tools and examples, into build/cpp
 	else \
 		export PATH="$$PATH:$$PWD/$(BIN)"; \
 		command -v cmake > /dev/null && command -v ninja > /dev/null || $(BIN)/python -m pip install --quiet cmake ninja; \
-		cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON $(OPENVINO_CMAKE) > /dev/null && \
+		cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_UNITY=ON -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON $(OPENVINO_CMAKE) > /dev/null && \
 		ninja -C build/cpp --quiet; \
 	fi
 
@@ -79,7 +79,7 @@ cpp-sanitize: $(READY) ## the tests of libvtx under AddressSanitizer and Undefin
 cpp-lint: $(READY) ## clang-format and clang-tidy on libvtx, both from the package index; minutes
 	$(BIN)/python -m pip install --quiet clang-format==23.1.5 clang-tidy==23.1.4
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.hpp')
-	cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON > /dev/null
+	cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_UNITY=OFF -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON > /dev/null
 	$(BIN)/clang-tidy -p build/cpp --quiet $$(git ls-files 'runtime/cpp/src/*.cpp' | grep -v backends/openvino) runtime/cpp/tools/*.cpp
 
 cpp-threads: $(READY) ## many threads on one model of libvtx, under ThreadSanitizer

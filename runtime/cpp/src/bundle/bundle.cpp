@@ -8,7 +8,6 @@ namespace vtxcore {
 namespace {
 
 constexpr char kManifest[] = "vtx.json";
-constexpr char kCure[] = "copy the bundle again, or export it again";
 
 // The content of vtx.json.
 std::string read_manifest(const Folder& folder, const PublicKey* key) {
@@ -19,11 +18,11 @@ std::string read_manifest(const Folder& folder, const PublicKey* key) {
     fail(Kind::bundle, folder.path(), " holds no ", kManifest, ", so it is not a bundle; make one with vtx-export");
   if (key == nullptr && !folder.exists(std::string(kManifest) + kChecksum))
     parse_manifest(folder.read(kManifest, names::kMaxManifest, false));  // an older format says so
-  return read_sealed(folder, kManifest, names::kMaxManifest, kCure, key);
+  return read_sealed(folder, kManifest, names::kMaxManifest, kCopyAgain, key);
 }
 
 [[noreturn]] void altered(const std::string& name) {
-  fail(Kind::bundle, name, " was altered after the export (its SHA-256 differs); ", kCure);
+  fail(Kind::bundle, name, " was altered after the export (its SHA-256 differs); ", kCopyAgain);
 }
 
 }  // namespace
@@ -39,7 +38,7 @@ File Bundle::open(const std::string& name, int64_t limit) const {
   int64_t wanted = manifest_.files.at(name).bytes;
   File file = folder_.open(name, limit);
   if (file.size() != wanted)
-    fail(Kind::bundle, name, " holds ", grouped(file.size()), " bytes, the manifest says ", grouped(wanted), "; ", kCure);
+    fail(Kind::bundle, name, " holds ", grouped(file.size()), " bytes, the manifest says ", grouped(wanted), "; ", kCopyAgain);
   return file;
 }
 
@@ -51,7 +50,7 @@ void Bundle::check(const std::string& name) {
 }
 
 std::string Bundle::read(const std::string& name, int64_t limit) const {
-  if (manifest_.files.count(name) == 0) fail(Kind::bundle, name, " is missing from the bundle ", folder(), "; ", kCure);
+  if (manifest_.files.count(name) == 0) fail(Kind::bundle, name, " is missing from the bundle ", folder(), "; ", kCopyAgain);
   std::string content = open(name, limit).read_all();
   if (sha256_hex(content) != manifest_.files.at(name).sha256) altered(name);
   return content;

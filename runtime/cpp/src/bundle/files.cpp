@@ -18,7 +18,6 @@
 namespace vtxcore {
 namespace {
 
-constexpr char kCure[] = "copy the bundle again, or export it again";
 constexpr size_t kBlock = size_t{1} << 20;
 
 std::string resolved(const std::string& path) {
@@ -130,8 +129,8 @@ File Folder::open(const std::string& name, int64_t limit, bool links) const {
   int found = name.find('\0') == std::string::npos ? descriptor(name, links) : -1;
   if (found < 0) {
     int problem = errno;
-    if (problem == ENOENT && !exists(name)) fail(Kind::bundle, name, " is missing from the bundle ", path_, "; ", kCure);
-    fail(Kind::bundle, name, " cannot be read (", std::strerror(problem), "); ", kCure);
+    if (problem == ENOENT && !exists(name)) fail(Kind::bundle, name, " is missing from the bundle ", path_, "; ", kCopyAgain);
+    fail(Kind::bundle, name, " cannot be read (", std::strerror(problem), "); ", kCopyAgain);
   }
   File file(found, name, Kind::bundle);
   if (limit >= 0 && file.size() > limit)

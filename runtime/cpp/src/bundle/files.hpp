@@ -11,6 +11,8 @@
 
 namespace vtxcore {
 
+inline constexpr char kCopyAgain[] = "copy the bundle again, or export it again";
+
 // What tells a file from another one of the same name, and from itself before it was written to.
 struct Identity {
   uint64_t device = 0, inode = 0;

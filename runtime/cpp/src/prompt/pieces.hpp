@@ -9,6 +9,9 @@
 
 namespace vtxcore {
 
+// A string, and an empty one where there is none.
+inline std::string text_of(const Json* value) { return value && value->string() ? *value->string() : std::string(); }
+
 // One step of a normalizer.
 struct Normalize {
   enum Type { form, lower, replace, runs, spaces, prepend, strip } type;

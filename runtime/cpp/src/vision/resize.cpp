@@ -69,7 +69,7 @@ Weights weights_of(int in, int out, const Filter& filter) {
   return weights;
 }
 
-uint8_t clip(int sum) { return static_cast<uint8_t>(std::clamp(sum >> kBits, 0, 255)); }
+uint8_t unscaled(int sum) { return static_cast<uint8_t>(std::clamp(sum >> kBits, 0, 255)); }
 
 Picture across(const Picture& in, int width, const Filter& filter) {
   Picture out(width, in.height);
@@ -81,7 +81,7 @@ Picture across(const Picture& in, int width, const Filter& filter) {
       int sums[3] = {1 << (kBits - 1), 1 << (kBits - 1), 1 << (kBits - 1)};
       for (size_t i = 0; i < values.size(); ++i)
         for (size_t c = 0; c < 3; ++c) sums[c] += from[3 * i + c] * values[i];
-      for (int c = 0; c < 3; ++c) out.pixel(x, y)[c] = clip(sums[c]);
+      for (int c = 0; c < 3; ++c) out.pixel(x, y)[c] = unscaled(sums[c]);
     }
   return out;
 }
@@ -98,7 +98,7 @@ Picture down(const Picture& in, int height, const Filter& filter) {
     for (size_t i = 0; i < values.size(); ++i, from += row)
       for (size_t x = 0; x < row; ++x) sums[x] += from[x] * values[i];
     uint8_t* to = out.pixel(0, y);
-    for (size_t x = 0; x < row; ++x) to[x] = clip(sums[x]);
+    for (size_t x = 0; x < row; ++x) to[x] = unscaled(sums[x]);
   }
   return out;
 }
