@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.shared import Shared
 from tests.support.tiny import Tiny, make
 
 if TYPE_CHECKING:
@@ -55,6 +56,19 @@ def no_waiting_for_the_disk() -> Iterator[None]:
     """Nothing that a test writes need survive a power failure, and a small export waits for the disk 40 times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_resolved_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A confined child takes a second of processor time; what it makes of the same files serves every worker."""
+    from vtx.exporter.checkpoint import text
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "resolved"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_known", Shared(folder))
         yield
 
 

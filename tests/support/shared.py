@@ -1,0 +1,30 @@
+"""A dictionary that processes share by a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+
+class Shared(UserDict[str, Any]):
+    """JSON by name, a file each: what another process has set is here too. Nothing is ever removed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.data or (self._folder / str(key)).exists()
+
+    def __missing__(self, key: str) -> Any:
+        self.data[key] = json.loads((self._folder / key).read_text(encoding="utf-8"))
+        return self.data[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.data[key] = value
+        whole = self._folder / f"{key}.{os.getpid()}"
+        whole.write_text(json.dumps(value), encoding="utf-8")
+        whole.replace(self._folder / key)
