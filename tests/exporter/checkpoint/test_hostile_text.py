@@ -71,6 +71,7 @@ def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("template", "limits", "message"),
     [
