@@ -68,7 +68,7 @@ def tokenizers_resolved_once(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "resolved"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "_known", Shared(folder))
+        patch.setattr(text, "RESOLVED", Shared(folder))
         yield
 
 

@@ -111,18 +111,18 @@ def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Chil
         )
 
 
-_known: dict[str, Any] = {}  # by digest: an export that tries two precisions resolves the same files twice
+RESOLVED: dict[str, Any] = {}  # by digest: an export that tries two precisions resolves the same files twice
 
 
 def _resolved(request: dict[str, Any], limits: ChildLimits, subject: str) -> Any:
     files = sorted(Path(request["folder"]).iterdir())
     contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     key = hashlib.sha256(json.dumps([contents, {**request, "folder": "", "name": ""}]).encode()).hexdigest()
-    if key not in _known:
-        _known[key] = confine(
+    if key not in RESOLVED:
+        RESOLVED[key] = confine(
             "vtx.exporter.checkpoint.resolving:resolve", request, subject=subject, limits=limits, cure=_CURE
         )
-    return _known[key]
+    return RESOLVED[key]
 
 
 def read_template(folder: Path) -> str:

@@ -20,7 +20,7 @@ from vtx.runtime.prompt.text import Text
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resolve here, where a test is about what is resolved and has many cases; a child takes two seconds."""
     monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-    monkeypatch.setattr("vtx.exporter.checkpoint.text._known", {})  # others get what a child made
+    monkeypatch.setattr("vtx.exporter.checkpoint.text.RESOLVED", {})  # others get what a child made
 
 
 @pytest.mark.sampled(5)
