@@ -19,11 +19,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.bundles import copy, export
+from tests.support.bundles import copy, export, export_with, write_gate
+from tests.support.clip import make_clip
 from tests.support.cpp import BUILD, needs_cpp, run
 from tests.support.exported import THREADS
 from tests.support.gpu_standin import build_all
+from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.tensorrt.releases import TENSORRT, Release
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle import fingerprint
@@ -40,6 +43,7 @@ RELEASES = {
 }
 BUILT = [release for release in RELEASES if (BUILD / f"libvtx-standin-{release}.so").exists()]
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2,key=0.1"
+TOWER = "cdpruner:keep=20,text=tower"
 REDUCTIONS = (DUAL, "fastv:k=2", "cls:keep=0.5+dart:keep=8,k=2", "cdpruner:keep=5")
 
 pytestmark = [
@@ -89,19 +93,48 @@ def everything_given_back(report: dict[str, int]) -> bool:
     return not any(report[key] for key in ("device", "host", "queued", "graphs", "engines", "contexts"))
 
 
+def meets(bundle: Path, traces: Path, folder: Path) -> int:
+    """The number of questions compared, and one; fails with what differs."""
+    done = run("traces", bundle, traces, folder, "tensorrt")
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    checks = list(compare_traces(traces, folder, logits_limit(Bundle.open(bundle).manifest, "f32")))
+    assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
+    return len(checks)
+
+
 @pytest.mark.parametrize("release", BUILT)
 def test_every_release_meets_the_traces(
     release: str, exported: Path, traces: Path, machine: Callable[[str], Callable[[], dict[str, int]]], tmp_path: Path
 ) -> None:
     report = machine(release)
-    done = run("traces", exported, traces, tmp_path / "cpp", "tensorrt")
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    limit = logits_limit(Bundle.open(exported).manifest, "f32")
-    checks = list(compare_traces(traces, tmp_path / "cpp", limit))
-    assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
-    assert len(checks) > 60
+    assert meets(exported, traces, tmp_path / "cpp") > 60
     assert everything_given_back(report())
     assert (report().get("cudaGraphLaunch", 0) > 0) == (RELEASES[release][2] == "trt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", BUILT[-1:])
+def test_half_precision_a_gate_and_clip_s_text_tower_meet_the_traces(
+    release: str,
+    tiny_checkpoint: Callable[..., Path],
+    reference: Callable[..., Reference],
+    machine: Callable[[str], Callable[[], dict[str, int]]],
+    tmp_path: Path,
+) -> None:
+    tiny = Tiny(image=126, context=768)
+    clip = make_clip(tmp_path / "clip", reference(tiny))
+    options = ExportOptions(
+        str(tiny_checkpoint(tiny)), (3,), "fp16", dialects=("ort", "trt"), reductions=(TOWER, "cls:keep=0.5"),
+        gates=write_gate(tmp_path, 168), text_tower=str(clip),
+    )  # fmt: skip
+    bundle = export_with(options, tmp_path / "bundle").folder
+    write_traces(load(bundle, device="cpu", threads=THREADS), tmp_path / "python")
+    target, _, dialect = RELEASES[release]
+    major, minor = map(int, release.split("."))
+    build_all(bundle, target, Release(TENSORRT, (major, minor)), dialect, f"{release}.0")
+    report = machine(release)
+    assert meets(bundle, tmp_path / "python", tmp_path / "cpp") > 20
+    assert everything_given_back(report())
 
 
 def ask(bundle: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[bytes]:
