@@ -85,8 +85,9 @@ class OpenvinoBackend : public Backend {
   }
 
   Floats text_tower(const Ids& ids) override {
-    OpenvinoGraph& graph =
-        once(text_tower_, [&] { return load(m_.dialects.at(kDialect).text_tower.value(), text_tower_io(m_), m_.vision_precision); });
+    OpenvinoGraph& graph = once(text_tower_, [&] {
+      return load(m_.dialects.at(kDialect).text_tower.value(), text_tower_io(m_), m_.vision_precision);
+    });
     OpenvinoInput in{names::kIds, Type::i64, {static_cast<int64_t>(ids.size())}, ids.data()};
     return graph.rows(in, m_.text_tower.value().width).data;
   }
@@ -142,8 +143,8 @@ class OpenvinoBackend : public Backend {
     auto [height, width] = m_.image.output();
     loading(name, [&] { model->reshape(names::kPixels, {1, 3, height, width}); });
     auto dropping = model->letting_go();
-    return std::make_unique<OpenvinoGraph>(
-        name, loading(name, [&] { return model->compile(settings(m_.vision_precision)); }), io);
+    return std::make_unique<OpenvinoGraph>(name,
+                                           loading(name, [&] { return model->compile(settings(m_.vision_precision)); }), io);
   }
 
   void compile_stage(const std::string& file, const StageSpec& spec) {

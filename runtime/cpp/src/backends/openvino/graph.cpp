@@ -94,8 +94,7 @@ std::string OpenvinoLibrary::obstacle(const std::string& path) {
 
 std::string OpenvinoLibrary::described() const { return cat("openvino ", core_->version(), " (", where_, ")"); }
 
-std::unique_ptr<openvino::Model> OpenvinoLibrary::read(const Bundle& bundle, const std::string& name,
-                                                       const GraphIO& io,
+std::unique_ptr<openvino::Model> OpenvinoLibrary::read(const Bundle& bundle, const std::string& name, const GraphIO& io,
                                                        const std::string& compute) const {
   bundle.check_still(name);
   auto model = loading(name, [&] { return core_->read(bundle.path(name)); });
