@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from tests.support.tiny import random_image
 from vtx.runtime.server.limits import Limits
 
 IMAGE = random_image(1)
-LIMITS = Limits(body=60_000, pixels=10_000, images=2, new_tokens=200, body_seconds=2.0)
+LIMITS = Limits(body=60_000, pixels=10_000, images=2, new_tokens=200)
 GOOD = asking(user("red?"))
 
 
@@ -114,8 +117,9 @@ def test_a_body_beyond_the_limit_is_refused_also_without_a_length(served: Served
         assert b" 413 " in connection.recv(100)
 
 
-def test_a_body_that_does_not_arrive_is_given_up(served: Served) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), WAIT) as connection:
+def test_a_body_that_does_not_arrive_is_given_up(tiny_bundle: Path) -> None:
+    hasty = serving({"tiny": tiny_bundle}, Limits(body_seconds=0.5))
+    with hasty as served, socket.create_connection(("127.0.0.1", served.port), WAIT) as connection:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: 1000\r\n\r\n{")
         assert b" 408 " in connection.recv(100)
@@ -190,16 +194,37 @@ def test_a_host_that_is_not_this_machine_is_refused_unless_served_to_others(serv
 # --- full, slow and gone --------------------------------------------------------------------------
 
 
+@contextmanager
+def held(served: Served) -> Iterator[None]:
+    """An answer begins within the block and stops at its second token, however long the block takes."""
+    assert served.chat(GOOD).status == 200
+    backend, released = served.engines.loaded[0].model.backend, threading.Event()
+    head, calls = backend.head, count()
+
+    def wait(*args: Any) -> Any:
+        assert not next(calls) or released.wait(WAIT), "never released"
+        return head(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "head", wait)
+        try:
+            yield
+        finally:
+            released.set()
+
+
 def test_a_full_queue_says_when_to_come_back(tiny_bundle: Path) -> None:
     limits = Limits(parallel=1, queue=1)
     body = asking(user("red?"), max_tokens=200, stream=True)
-    with serving({"tiny": tiny_bundle}, limits) as served, served.open_chat(body) as first, served.open_chat(body):
-        until(lambda: served.metrics()["vtx_requests_waiting"] == 1, "the second request waits")
-        response = served.chat(GOOD)
+    with serving({"tiny": tiny_bundle}, limits) as served:
+        with held(served), served.open_chat(body), served.open_chat(body):
+            until(lambda: served.metrics()["vtx_requests_waiting"] == 1, "the second request waits")
+            response = served.chat(GOOD)
         assert response.status == 429
         assert int(response.headers["retry-after"]) > 0
         assert response.json["error"]["code"] == "queue_full"
-        assert b" 200 " in first.recv(100)
+        until(lambda: served.metrics()["vtx_requests_active"] == 0, "both have ended")
+        assert served.chat(GOOD).status == 200
 
 
 def test_an_answer_that_takes_too_long_is_ended(tiny_bundle: Path) -> None:
@@ -213,18 +238,21 @@ def test_an_answer_that_takes_too_long_is_ended(tiny_bundle: Path) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_answer(tiny_bundle: Path, stream: bool) -> None:
     with serving({"tiny": tiny_bundle}) as served:
-        connection = served.open_chat(asking(user("red?"), max_tokens=230, stream=stream))
-        until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
-        connection.close()
+        with held(served):
+            counted = served.metrics()["vtx_completion_tokens_total"]
+            connection = served.open_chat(asking(user("red?"), max_tokens=230, stream=stream))
+            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
+            connection.close()
         until(lambda: served.metrics()["vtx_cancelled_total"] == 1, "the answer is cancelled")
         until(lambda: served.metrics()["vtx_requests_active"] == 0, "the engine is free")
-        assert served.metrics()["vtx_completion_tokens_total"] == 0
+        assert served.metrics()["vtx_completion_tokens_total"] == counted
         assert served.chat(GOOD).status == 200
 
 
 def test_a_client_that_leaves_while_it_waits_is_not_computed(tiny_bundle: Path) -> None:
     with serving({"tiny": tiny_bundle}, Limits(parallel=1)) as served:
-        with served.open_chat(asking(user("red?"), max_tokens=200, stream=True)):
+        with held(served), served.open_chat(asking(user("red?"), max_tokens=200, stream=True)):
+            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the first answer begins")
             served.open_chat(asking(user("which?"), max_tokens=200)).close()
             until(lambda: served.metrics()["vtx_cancelled_total"] == 1, "the one that waits is cancelled")
         until(lambda: served.metrics()["vtx_requests_active"] == 0, "both have ended")
