@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.exporter.weights.writing import write_weights
+from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.bundle import seal_manifest, sha256
 from vtx.runtime.bundle.safetensors import read_header, write_safetensors
 from vtx.runtime.bundle.spec import names
@@ -60,6 +62,9 @@ from vtx.runtime.vision.layout_spec import spec_of
 
 GATES = "gates.safetensors"
 KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int8": ir.DataType.INT8}
+# Bytes of a bundle above which the reference gives back each matrix's memory when it is done with it, as the forecast
+# counts. Where matrices are small that would only take time.
+LARGE = 256 << 20
 Report = Callable[[str, int, int], None]
 
 
@@ -85,7 +90,8 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> No
         newline = BundleWeights(folder, plan.weights.stored).read(IMAGE_NEWLINE).numpy()
         write_safetensors(folder / NEWLINE, {NEWLINE_TENSOR: newline}, None)
     if not journal.golden:
-        _write_golden(folder, plan, report)
+        with returning_memory() if plan.prediction.disk > LARGE else nullcontext():
+            _write_golden(folder, plan, report)
         journal.add_golden()
     manifest = _manifest(folder, plan, records, _record(plan, started, factors), report)
     journal.remove()

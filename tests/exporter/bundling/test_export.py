@@ -12,10 +12,12 @@ import vtx
 from tests.exporter.bundling.exporting import Make, interrupted, is_whole, names, plan, run
 from tests.support import bundles
 from tests.support.tiny import random_image
-from vtx.exporter.bundling import predict
+from vtx.exporter.bundling import build, predict
 from vtx.exporter.bundling.export import check_memory, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec.manifest import GOLDEN
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -52,6 +54,21 @@ def test_a_context_that_does_not_fit_is_refused(tiny_checkpoint: Make, context: 
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(RequestError, match="int7"):
         ExportOptions(precision="int7")
+
+
+def test_a_large_models_reference_gives_its_memory_back_and_computes_the_same(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(name: str) -> bytes:
+        return (run(plan(tiny_checkpoint(), (3,)), tmp_path / name).folder / GOLDEN).read_bytes()
+
+    asked: list[str] = []
+    monkeypatch.setattr(build, "returning_memory", lambda: asked.append("held") or returning_memory())
+    small = export("small")
+    assert not asked
+    monkeypatch.setattr(build, "LARGE", 0)
+    assert export("large") == small
+    assert asked == ["held"]
 
 
 def test_the_record_says_how_the_bundle_was_made(tiny_checkpoint: Make, tmp_path: Path) -> None:
