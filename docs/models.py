@@ -30,7 +30,10 @@ them.
 Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's, Qwen's.
 Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
 tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
-for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*.
+for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; engines of
+TensorRT-RTX were built of random models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila` and
+`internvl_chat` *(built without a GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM,
+`vtx-tune` on SmolVLM and LLaVA-OneVision *(run on a CPU, random models of eight layers)*.
 """
 # The shapes of published checkpoints, most with a CLIP tower: what a cell asks is asked about these.
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,

@@ -168,7 +168,7 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
     """Raise UnsupportedModelError for a model that is not tuned; `original`: in its authors' layout."""
     if original:
         raise UnsupportedModelError(
-            f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; take its -hf checkpoint"
+            f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; take one in that layout"
         )
     if config.text.rope.sections:
         raise UnsupportedModelError(

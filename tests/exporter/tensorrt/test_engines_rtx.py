@@ -13,6 +13,7 @@ import pytest
 from onnx import TensorProto
 from onnx.helper import make_tensor_value_info
 
+from tests.runtime.session.test_tiles import SMOLVLM
 from tests.support.bundles import IGNORE, export
 from tests.support.engine_graphs import Graph
 from vtx.exporter.bundling.prepare import demo_checkpoint
@@ -76,6 +77,17 @@ def test_a_bundle_for_reductions_becomes_engines(dialect: str, precision: str, t
     outcomes = list(build_engines(plan(bundle, "sm89", dialect), IGNORE))
     assert all(outcome.built is not None for outcome in outcomes)
     assert {graphs.vision, graphs.score} <= set(fingerprint.read_engines(bundle, "sm89").engines)
+
+
+@pytest.mark.slow
+def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """SmolVLM's vision graph ends in a norm, a pixel shuffle and one matrix, and takes one tile."""
+    bundle = export(tiny_checkpoint(SMOLVLM), tmp_path / "bundle", (3,), "fp16")
+    outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects["trt"].all}
 
 
 @pytest.mark.sampled(3)
