@@ -28,9 +28,12 @@ bool in_libvtx(const void* caller) {
 }
 
 void* allocate(size_t bytes, const void* caller) {
-  if (left >= 0 && in_libvtx(caller) && left-- == 0) {
-    ++failed;
-    throw std::bad_alloc();
+  if (left >= 0 && in_libvtx(caller)) {
+    --left;
+    if (left < 0) {
+      ++failed;
+      throw std::bad_alloc();
+    }
   }
   void* memory = std::malloc(bytes ? bytes : 1);
   if (!memory) throw std::bad_alloc();
@@ -141,7 +144,7 @@ int frees_its_conversation(void* user, int64_t, const char*, size_t) {
 // Freed by the callback, then by another thread, at any moment of an answer.
 void freed_while_it_answers(vtx_model* model, const std::string& picture) {
   vtx_conversation* conversation = opened(model, picture);
-  vtx_ask_options options = asking(frees_its_conversation, &conversation);
+  vtx_ask_options options = asking(frees_its_conversation, static_cast<void*>(&conversation));
   vtx_answer* answer = nullptr;
   require(vtx_ask(conversation, "red?", &options, &answer) == VTX_OK, "a conversation freed by its callback");
   require(std::string(vtx_answer_stopped(answer)) == "cancelled", "what is freed while it answers is cancelled");
@@ -200,7 +203,7 @@ void throws_error(vtx_status wanted, const char* word, Work work) {
 }
 
 void frames(vtx::Model& model) {
-  std::vector<uint8_t> pixels(64 * 64 * 4, 128);
+  std::vector<uint8_t> pixels(size_t{64} * 64 * 4, 128);
   auto open = [&](int width, int height, size_t stride, int format) {
     return [&model, &pixels, width, height, stride, format] {
       model.open({vtx::Image::pixels(pixels.data(), width, height, stride, static_cast<vtx_pixel_format>(format))});

@@ -26,7 +26,7 @@ class Handles {
   }
 
   Object* add(std::shared_ptr<Object> object) {
-    auto* handle = reinterpret_cast<Object*>(next_handle());  // never followed
+    auto* handle = reinterpret_cast<Object*>(next_handle());  // NOLINT(performance-no-int-to-ptr): never followed
     std::lock_guard<std::mutex> lock(mutex_);
     objects_.emplace(handle, std::move(object));
     return handle;
