@@ -20,7 +20,9 @@ def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
     from vtx.exporter.bundling.options import ExportOptions
 
     stored, _, ks = precision.partition("/")
-    plan = plan_export(ExportOptions(str(checkpoint), tuple(map(int, ks.split(","))) if ks else (), stored))
+    block = 128 if stored == "int4" else 64  # as OpenVINO GenAI's conversions
+    options = ExportOptions(str(checkpoint), tuple(map(int, ks.split(","))) if ks else (), stored, int4_block=block)
+    plan = plan_export(options)
     run_export(plan, folder / BUNDLE, force=False, report=lambda *_: None)
 
 
