@@ -119,6 +119,8 @@ def _video(_: Family, config: ModelConfig) -> str:
 def _cpp(family: Family, config: ModelConfig) -> str:
     """Whether libvtx reads the manifest: what it does not know it refuses by name."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
+    if spec.rope.sections:
+        return "no: positions of three parts (`sections`) are refused by name"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: the layout `{layout.name}` is refused by name"
@@ -332,7 +334,8 @@ eight layers with grouped queries, tied and untied: `tests/runtime/session/test_
   statement *(run: the same tests)*. What looks at single patches or the class token (`cls`, `lsm`, `mustdrop` with key
   tokens or merging) is refused, and so is `positions=renumber`.
 - onnxruntime and OpenVINO answer alike *(run on a CPU)*. Graphs of the `trt` dialect compute the same *(run on
-  onnxruntime)*, but `vtx-build` and TensorRT refuse these models, and libvtx refuses them by the layout's name.
+  onnxruntime)*, but `vtx-build` and TensorRT refuse these models, and libvtx refuses them, naming
+  `sections`.
 - Refused by name: videos, `vtx-tune`, rotary scaling of the text model (YaRN), other merges than 2 x 2, and
   `--show-tokens`.
 
@@ -352,6 +355,8 @@ models of eight layers: `tests/runtime/session/test_tiles.py`)*.
 - What looks at single patches is refused, for a token is of several, and so is what leaves out tokens before the
   decoder (`cdpruner`, `dart:k=0`), for text stands among them. `fastv` and `dart` behind a layer see one image of many
   tokens.
+- libvtx gives Python's pixels bit for bit, and its ids, text and slots *(run on a CPU:
+  `tests/runtime/cpp/test_marked.py`)*.
 - Videos, image processors that do not split, and towers whose patch positions transformers rounds (grids other than 26,
   27 and powers of two) are refused by name.
 

@@ -16,7 +16,7 @@ from vtx.runtime.bundle.tensors import final_norm, newline
 from vtx.runtime.prompt import messages, text
 from vtx.runtime.session import sampling
 from vtx.runtime.vision import limits, tokens
-from vtx.runtime.vision.layouts import anyres
+from vtx.runtime.vision.layouts import anyres, marked
 
 FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
 HEAD = """\
@@ -66,6 +66,7 @@ def header() -> str:
         "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS,
         "MAX_TILES": anyres.MAX_TILES,
+        "MAX_MARKED_SIDE": marked.MAX_SIDE,
         "NEWLINE": tokens.NEWLINE,
         "CLASS_TOKEN": names.CLASS_TOKEN,
         "GONE": names.GONE,

@@ -77,40 +77,40 @@ def load_library() -> c.CDLL:
 
 
 class Loaded:
-    """A bundle on one engine. `close` frees it."""
+    """A bundle on one engine: `handle`, a model of `library`. `close` frees it."""
 
     def __init__(self, bundle: Path, device: str, threads: int = 1) -> None:
-        self._vtx, self._model, options = load_library(), c.c_void_p(), LoadOptions()
-        self._vtx.vtx_load_options_init(c.byref(options), c.sizeof(options))
+        self.library, self.handle, options = load_library(), c.c_void_p(), LoadOptions()
+        self.library.vtx_load_options_init(c.byref(options), c.sizeof(options))
         options.device, options.threads = device.encode(), threads
         options.library = (openvino() if device == "openvino" else onnxruntime()).encode()
-        self._check(self._vtx.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self._model)))
+        self._check(self.library.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self.handle)))
 
     def ask(self, pictures: Sequence[Path], questions: Sequence[str], **fields: Any) -> list[dict[str, Any]]:
         """The answers to questions about the same pictures, as `vtx-run --json` prints them."""
         images, conversation, options = (VtxImage * len(pictures))(), c.c_void_p(), AskOptions()
         for image, picture in zip(images, pictures, strict=True):
-            self._vtx.vtx_image_init(c.byref(image), c.sizeof(image))
+            self.library.vtx_image_init(c.byref(image), c.sizeof(image))
             image.path = os.fsencode(picture)
-        self._vtx.vtx_ask_options_init(c.byref(options), c.sizeof(options))
+        self.library.vtx_ask_options_init(c.byref(options), c.sizeof(options))
         for name, value in fields.items():
             setattr(options, name, value)
-        self._check(self._vtx.vtx_open(self._model, images, len(images), None, c.byref(conversation)))
+        self._check(self.library.vtx_open(self.handle, images, len(images), None, c.byref(conversation)))
         found = [self._ask(conversation, question, options) for question in questions]
-        self._vtx.vtx_conversation_free(conversation)
+        self.library.vtx_conversation_free(conversation)
         return found
 
     def _ask(self, conversation: c.c_void_p, question: str, options: AskOptions) -> dict[str, Any]:
         answer = c.c_void_p()
-        self._check(self._vtx.vtx_ask(conversation, question.encode(), c.byref(options), c.byref(answer)))
-        facts: dict[str, Any] = json.loads(self._vtx.vtx_answer_json(answer))
-        facts["stopped"] = self._vtx.vtx_answer_stopped(answer).decode()
-        self._vtx.vtx_answer_free(answer)
+        self._check(self.library.vtx_ask(conversation, question.encode(), c.byref(options), c.byref(answer)))
+        facts: dict[str, Any] = json.loads(self.library.vtx_answer_json(answer))
+        facts["stopped"] = self.library.vtx_answer_stopped(answer).decode()
+        self.library.vtx_answer_free(answer)
         return facts
 
     def _check(self, status: int) -> None:
-        assert status == OK, self._vtx.vtx_last_error().decode()
+        assert status == OK, self.library.vtx_last_error().decode()
 
     def close(self) -> None:
-        self._vtx.vtx_model_free(self._model)
-        self._model = c.c_void_p()
+        self.library.vtx_model_free(self.handle)
+        self.handle = c.c_void_p()

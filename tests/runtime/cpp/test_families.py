@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.cpp.test_layouts import COMPARED as TILED
+from tests.runtime.cpp.test_marked import IDEFICS, SMOLVLM
 from tests.runtime.cpp.test_run import expected
 from tests.runtime.session.test_internvl_chat import INTERNLM
 from tests.runtime.session.test_internvl_chat_1 import TINY as INTERNVL_CHAT
@@ -27,7 +28,7 @@ from vtx.runtime.api.model import Model
 pytestmark = needs_cpp
 
 QUESTIONS = ("What is  the picture?", "red?")
-REFUSED = {"qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm"}  # by name: test_layouts
+REFUSED = {"qwen2_vl", "qwen2_5_vl"}  # by name: test_layouts
 SIZES = ((60, 60), (150, 60), (40, 90))
 FAMILIES = {
     "vila": VILA,
@@ -64,7 +65,7 @@ def made(
 
 
 def test_every_family_is_compared_here_or_where_images_have_tiles() -> None:
-    here = {tiny.family for tiny in FAMILIES.values()} | {LISA.family}  # test_segments
+    here = {tiny.family for tiny in (*FAMILIES.values(), LISA, SMOLVLM, IDEFICS)}  # test_segments, test_marked
     assert {family.model_type for family in REGISTERED} - REFUSED == here | {tiny.family for tiny in TILED}
 
 

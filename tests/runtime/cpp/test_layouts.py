@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.cpp.test_run import expected
-from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, SMOLVLM, TINY
+from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.bundles import ORT, export
 from tests.support.cpp import ask, needs_cpp, output, run, write_pictures
@@ -89,10 +89,7 @@ def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model
 
 @pytest.mark.parametrize(
     ("tiny", "named"),
-    [
-        (Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes"), "sections"),
-        (SMOLVLM, "marked"),
-    ],
+    [(Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes"), "sections")],
     ids=lambda value: value if isinstance(value, str) else value.family,
 )
 def test_a_family_that_libvtx_does_not_answer_for_is_refused_by_name(

@@ -152,7 +152,8 @@ VTX_API vtx_status vtx_chat(vtx_conversation* conversation, const char* question
                             vtx_answer** answer);
 VTX_API vtx_status vtx_chat_restart(vtx_conversation* conversation);
 
-/* A prompt in token ids, for programs with a tokenizer of their own; each image stands as one image token. */
+/* A prompt in token ids, for programs with a tokenizer of their own; each image stands as one image token, for which
+ * libvtx puts all that its layout has, text among tiles too. */
 VTX_API vtx_status vtx_ask_ids(vtx_conversation* conversation, const int64_t* ids, size_t count,
                                const vtx_ask_options* options, vtx_answer** answer);
 

@@ -39,7 +39,7 @@ Conversation::Conversation(std::shared_ptr<const Model> model, std::vector<Prepa
       session_(model_->backend(), model_->manifest()) {
   if (!system_) return;
   std::vector<Message> with = opening("?"), without(with.begin() + 1, with.end());
-  if (model_->text().prompt(with, image_counts()) == model_->text().prompt(without, image_counts()))
+  if (model_->text().prompt(with, placed(images_)) == model_->text().prompt(without, placed(images_)))
     fail(Kind::request, "this model's chat template has no place for a system prompt; leave it out, or export with a ",
          "--chat-template that prints it");
 }
@@ -52,16 +52,10 @@ std::vector<Message> Conversation::opening(const std::string& question) const {
   return out;
 }
 
-Ids Conversation::image_counts() const {
-  Ids out;
-  for (const PreparedImage& image : images_) out.push_back(image.tokens);
-  return out;
-}
-
 Answer Conversation::ask(const std::string& question, const Options& options) {
   Running running(*this);
   std::vector<Message> messages = opening(question);
-  return answer({&messages, model_->text().prompt(messages, image_counts()), nullptr}, options);
+  return answer({&messages, model_->text().prompt(messages, placed(images_)), nullptr}, options);
 }
 
 Answer Conversation::chat(const std::string& question, const Options& options) {
@@ -71,7 +65,7 @@ Answer Conversation::chat(const std::string& question, const Options& options) {
     messages = opening(question);
   else
     messages.push_back({"user", {{false, question}}});
-  Ids ids = model_->text().prompt(messages, image_counts());
+  Ids ids = model_->text().prompt(messages, placed(images_));
   Answer found = answer({&messages, ids, selection_ ? &*selection_ : nullptr}, options);
   if (found.stopped == "cancelled" || found.stopped == "timeout") return found;  // this turn does not count
   messages.push_back({"assistant", {{false, found.text}}});
@@ -99,13 +93,18 @@ Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
   return answer({nullptr, ids, nullptr}, options);
 }
 
-Ids Conversation::expanded(const Ids& ids, const Ids& counts) const {
+Ids Conversation::expanded(const Ids& ids, const std::vector<MarkedImage>& images) const {
   Ids out;
-  size_t image = 0;
+  size_t number = 0;
   for (int64_t id : ids) {
     bool is_image = id == model_->manifest().text.image_token_id;
-    out.insert(out.end(), is_image ? static_cast<size_t>(counts[image]) : 1, id);
-    image += is_image;
+    Ids own{id};
+    if (is_image && images[number].has_text())
+      own = model_->text().image_ids(images[number]);
+    else if (is_image)
+      own.assign(static_cast<size_t>(images[number].spans.front()), id);
+    out.insert(out.end(), own.begin(), own.end());
+    number += is_image;
   }
   return out;
 }
@@ -113,9 +112,11 @@ Ids Conversation::expanded(const Ids& ids, const Ids& counts) const {
 Prompt Conversation::prompt(const Turn& turn, const Policy& policy, Timings& timings) {
   int64_t image_id = model_->manifest().text.image_token_id;
   auto expand = [&](const Ids& counts) {
-    return turn.messages ? model_->text().prompt(*turn.messages, counts) : expanded(turn.ids, counts);
+    std::vector<MarkedImage> images;
+    for (int64_t count : counts) images.push_back(MarkedImage::plain(count));
+    return turn.messages ? model_->text().prompt(*turn.messages, images) : expanded(turn.ids, images);
   };
-  Ids ids = turn.messages ? turn.ids : expand(image_counts());
+  Ids ids = turn.messages ? turn.ids : expanded(turn.ids, placed(images_));
   auto embeddings = [&] {
     if (!turn.messages)
       fail(Kind::request,

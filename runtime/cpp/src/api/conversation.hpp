@@ -37,8 +37,7 @@ class Conversation {
   class Running;
 
   std::vector<Message> opening(const std::string& question) const;
-  Ids image_counts() const;
-  Ids expanded(const Ids& ids, const Ids& counts) const;
+  Ids expanded(const Ids& ids, const std::vector<MarkedImage>& images) const;
   Answer answer(const Turn& turn, const Options& options);
   Prompt prompt(const Turn& turn, const Policy& policy, Timings& timings);
   void generate(Answer& answer, const Options& options, const Prompt& prompt);

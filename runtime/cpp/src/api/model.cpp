@@ -51,7 +51,13 @@ const Text& Model::text() const {
 PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among) const {
   ImageSettings settings = settings_for(*layout_, manifest().image, fit.empty() ? fit_ : fit);
   LayoutPtr layout = layout_of(layout_, among);
-  PreparedImage out{layout->views(picture, settings), "", 0, picture.width, picture.height, nullptr};
+  PreparedImage out{layout->views(picture, settings),
+                    "",
+                    0,
+                    picture.width,
+                    picture.height,
+                    nullptr,
+                    layout->placed(picture.width, picture.height)};
   Sha256 hash;
   for (const Floats& view : out.views) hash.update(view.data(), view.size() * sizeof(float));
   out.key = hash.hex();
@@ -67,13 +73,16 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
 void Model::check_room(const Ids& ids, const std::vector<PreparedImage>& images) const {
   auto count = static_cast<int64_t>(ids.size()), room = manifest().max_context - 1;
   if (layout_->max_views() == 1 || count <= room) return;
-  int64_t vision = 0;
-  for (const PreparedImage& image : images) vision += image.tokens;
+  auto size = [this](const MarkedImage& image) {
+    return image.has_text() ? static_cast<int64_t>(text().image_ids(image).size()) : image.spans.front();
+  };
+  int64_t vision = 0, others = count;
+  for (const PreparedImage& image : images) vision += image.tokens, others -= size(image.placed);
   std::string cure;
   for (int64_t tiles = layout_->max_views() - 1; tiles > 0 && cure.empty(); --tiles) {
     LayoutPtr fewer = layout_of(layout_->limited(tiles), images.size());
-    int64_t total = count - vision;
-    for (const PreparedImage& image : images) total += fewer->count(image.width, image.height);
+    int64_t total = others;
+    for (const PreparedImage& image : images) total += size(fewer->placed(image.width, image.height));
     if (total <= room) cure = cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits, or ");
   }
   fail(Kind::context, "the prompt takes ", count, " tokens, ", vision, " of them for images, and ", room,
@@ -98,7 +107,13 @@ Policy Model::policy(const Options& options) const {
   if (reduce == "default") reduce = m.reductions.empty() ? "none" : m.reductions.front();
   auto odds = [this](int64_t layer, const Rows& rows) { return backend_->gate(layer, rows); };
   auto norm = [this] { return read_final_norm(bundle_); };
-  return make_policy(k, reduce, m, backend_->dialect, odds, options.gate_threshold, norm);
+  Policy policy = make_policy(k, reduce, m, backend_->dialect, odds, options.gate_threshold, norm);
+  for (const MethodPtr& part : policy.reductions())
+    if (layout_->has_marks() && part->entry())
+      fail(Kind::request, part->name(),
+           " leaves out tokens before the decoder, and this model's tiles have text among them; ",
+           "use fastv, dart behind a layer, or mustdrop:...,tau=off,key=0");
+  return policy;
 }
 
 }  // namespace vtxcore

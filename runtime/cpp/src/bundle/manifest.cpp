@@ -227,6 +227,7 @@ TextSettings read_text(const Json& value) {
   Fields fields(value, "vtx.json: text");
   TextSettings t;
   t.image_token = fields.text("image_token");
+  if (t.image_token.empty()) fields.wrong<int>("image_token", "a string that is not empty");
   t.image_token_id = fields.whole("image_token_id", 0, names::kMaxId);
   if (fields.has("video_token")) fields.text_or_null("video_token");
   if (fields.has("video_token_id") && !fields.get("video_token_id").is_null())

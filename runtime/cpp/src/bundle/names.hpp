@@ -72,6 +72,7 @@ inline constexpr int64_t kMaxInputSide = 2048;
 inline constexpr int64_t kQuickBytes = 67108864;
 inline constexpr int64_t kMaxResolutions = 128;
 inline constexpr int64_t kMaxTiles = 64;
+inline constexpr int64_t kMaxMarkedSide = 8;
 inline constexpr int64_t kNewline = -2;
 inline constexpr int64_t kClassToken = -1;
 inline constexpr int64_t kGone = -1;

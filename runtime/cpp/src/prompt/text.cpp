@@ -29,12 +29,55 @@ std::string Text::render(const std::vector<Message>& messages) const {
   return *text;
 }
 
-Ids Text::prompt(const std::vector<Message>& messages, const Ids& image_tokens) const {
-  size_t images = check_messages(messages);
+void Text::check_printed(size_t printed, size_t images) const {
+  if (printed != images)
+    fail(Kind::templates, "the prompt forms print ", m_.text.image_token, " ", printed, " times for ", images, " images");
+}
+
+// `rendered` with the text of each image for its image token.
+std::string Text::with_marks(const std::string& rendered, const std::vector<MarkedImage>& images) const {
+  const std::string& token = m_.text.image_token;
+  std::string out;
+  size_t at = 0, printed = 0;
+  for (size_t found; (found = rendered.find(token, at)) != std::string::npos; at = found + token.size()) {
+    out += rendered.substr(at, found - at);
+    if (printed < images.size()) out += images[printed].text(token);
+    ++printed;
+  }
+  check_printed(printed, images.size());
+  return out + rendered.substr(at);
+}
+
+Ids Text::image_ids(const MarkedImage& image) const {
+  Ids ids;
+  for (const TokenAt& token : tokenizer_.encode(image.text(m_.text.image_token))) ids.push_back(token.id);
+  return expanded(ids, image.spans);
+}
+
+// `ids` with one image token after the other repeated as often as `spans` say.
+Ids Text::expanded(const Ids& ids, const Ids& spans) const {
+  Ids out;
+  size_t span = 0;
+  for (int64_t id : ids) {
+    if (id >= m_.model.vocab)
+      fail(Kind::bundle, "the tokenizer gives token ", id, ", the model has ", grouped(m_.model.vocab),
+           " tokens, numbered from 0; export again with the tokenizer that belongs to the model");
+    bool is_image = id == m_.text.image_token_id;
+    out.insert(out.end(), is_image && span < spans.size() ? static_cast<size_t>(spans[span]) : 1, id);
+    span += is_image;
+  }
+  check_printed(span, spans.size());
+  return out;
+}
+
+Ids Text::prompt(const std::vector<Message>& messages, std::vector<MarkedImage> images) const {
+  images.resize(check_messages(messages), MarkedImage::plain(1));
   check_length(messages);
   Marks marks;
   std::vector<Message> masked = m_.text.forms ? mask(messages, tokenizer_, m_.text, marks) : messages;
   std::string rendered = render(masked);
+  if (std::any_of(images.begin(), images.end(), [](const MarkedImage& image) { return image.has_text(); }))
+    rendered = with_marks(rendered, images);
   Ids ids;
   if (marks.empty())
     for (const TokenAt& token : tokenizer_.encode(rendered)) ids.push_back(token.id);
@@ -45,20 +88,9 @@ Ids Text::prompt(const std::vector<Message>& messages, const Ids& image_tokens) 
     ids.insert(ids.begin(), m_.text.ids_before.begin(), m_.text.ids_before.end());
     ids.insert(ids.end(), m_.text.ids_after.begin(), m_.text.ids_after.end());
   }
-  Ids out;
-  size_t image = 0;
-  for (int64_t id : ids) {
-    if (id >= m_.model.vocab)
-      fail(Kind::bundle, "the tokenizer gives token ", id, ", the model has ", grouped(m_.model.vocab),
-           " tokens, numbered from 0; export again with the tokenizer that belongs to the model");
-    bool is_image = id == m_.text.image_token_id;
-    size_t count = !is_image ? 1 : static_cast<size_t>(image < image_tokens.size() ? image_tokens[image] : 1);
-    out.insert(out.end(), count, id);
-    image += is_image;
-  }
-  if (image != images)
-    fail(Kind::templates, "the prompt forms print ", m_.text.image_token, " ", image, " times for ", images, " images");
-  return out;
+  Ids spans;
+  for (const MarkedImage& image : images) spans.insert(spans.end(), image.spans.begin(), image.spans.end());
+  return expanded(ids, spans);
 }
 
 void Text::check_length(const std::vector<Message>& messages) const {

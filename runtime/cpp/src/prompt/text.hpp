@@ -8,6 +8,7 @@
 #include "bundle/bundle.hpp"
 #include "prompt/forms.hpp"
 #include "prompt/tokenizer.hpp"
+#include "vision/tokens.hpp"
 
 namespace vtxcore {
 
@@ -16,15 +17,20 @@ class Text {
  public:
   explicit Text(const Bundle& bundle);
 
-  // Token ids of the conversation, each image standing as its number of image tokens. Special tokens that stand in the
-  // messages are text. Throws Error(request), Error(context), Error(templates), Error(bundle).
-  Ids prompt(const std::vector<Message>& messages, const Ids& image_tokens) const;
+  // Token ids of the conversation with `images` in their places, one image token for each that is not among them. Special
+  // tokens that stand in the messages are text. Throws Error(request), Error(context), Error(templates), Error(bundle).
+  Ids prompt(const std::vector<Message>& messages, std::vector<MarkedImage> images) const;
+  // The ids that stand for an image, those of text among its tokens too.
+  Ids image_ids(const MarkedImage& image) const;
   std::string decode(const Ids& ids) const { return tokenizer_.decode(ids); }
   const Tokenizer& tokenizer() const { return tokenizer_; }
   // Whether an id is a special token, which has no text.
   bool hidden(int64_t id) const { return tokenizer_.special(id); }
 
  private:
+  Ids expanded(const Ids& ids, const Ids& spans) const;
+  std::string with_marks(const std::string& rendered, const std::vector<MarkedImage>& images) const;
+  void check_printed(size_t printed, size_t images) const;
   std::string render(const std::vector<Message>& messages) const;
   void check_length(const std::vector<Message>& messages) const;
 

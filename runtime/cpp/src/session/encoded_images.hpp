@@ -18,7 +18,15 @@ struct PreparedImage {
   std::string key;
   int64_t tokens, width, height;
   std::function<ImagePtr(const std::vector<ImagePtr>&)> arrange;  // the image's tokens of those of its views
+  MarkedImage placed;                                             // what stands for it in a prompt
 };
+
+// What stands for images in a prompt.
+inline std::vector<MarkedImage> placed(const std::vector<PreparedImage>& images) {
+  std::vector<MarkedImage> out;
+  for (const PreparedImage& image : images) out.push_back(image.placed);
+  return out;
+}
 
 class EncodedImages {
  public:

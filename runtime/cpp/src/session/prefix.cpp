@@ -30,6 +30,9 @@ void Prefix::rewind(size_t boundary) {
 }
 
 std::pair<Ids, int64_t> place(const Mask& is_vision, const Images& images) {
+  if (std::none_of(images.begin(), images.end(), [](const ImagePtr& image) { return image->offsets.has_value(); }))
+    return {count_up(0, is_vision.size()),
+            static_cast<int64_t>(is_vision.size())};  // text may stand among an image's tokens
   Ids positions(is_vision.size());
   int64_t at = 0;
   size_t token = 0;

@@ -28,6 +28,10 @@ class Layout {
   // The layout of each of so many images in one prompt; null: this one.
   virtual std::shared_ptr<const Layout> among(size_t) const { return nullptr; }
   virtual int64_t count(int64_t width, int64_t height) const = 0;
+  // Whether text stands among the tokens of an image.
+  virtual bool has_marks() const { return false; }
+  // What stands in a prompt for an image of this size.
+  virtual MarkedImage placed(int64_t width, int64_t height) const { return MarkedImage::plain(count(width, height)); }
   // What the tower gets for an image: of each view [3, height, width] float32.
   virtual std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const = 0;
   // The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if there is none.
@@ -47,5 +51,6 @@ ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, 
 LayoutPtr make_single(Fields& parameters);
 LayoutPtr make_anyres(Fields& parameters);
 LayoutPtr make_tiles(Fields& parameters);
+LayoutPtr make_marked(Fields& parameters);
 
 }  // namespace vtxcore

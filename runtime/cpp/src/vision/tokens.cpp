@@ -1,5 +1,6 @@
 #include "vision/tokens.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -42,6 +43,16 @@ std::shared_ptr<const ImageTokens> ImageTokens::take(const Ids& which, bool keep
     out->offsets = vtxcore::take(offsets ? *offsets : count_up(0, rows.count()), which);
     out->span = positions();
   }
+  return out;
+}
+
+bool MarkedImage::has_text() const {
+  return std::any_of(marks.begin(), marks.end(), [](const std::string& mark) { return !mark.empty(); });
+}
+
+std::string MarkedImage::text(const std::string& image_token) const {
+  std::string out = marks.front();
+  for (size_t i = 1; i < marks.size(); ++i) (out += image_token) += marks[i];
   return out;
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/tensors.hpp"
 
@@ -35,6 +36,18 @@ struct ImageTokens {
 
   int64_t positions() const { return offsets ? span : static_cast<int64_t>(rows.count()); }
   std::shared_ptr<const ImageTokens> take(const Ids& which, bool keep_positions) const;
+};
+
+// An image in a prompt, in `spans` of so many image tokens each, with text of its layout among them: `marks` stand before,
+// between and after the spans, one more than these.
+struct MarkedImage {
+  Ids spans;
+  std::vector<std::string> marks;
+
+  static MarkedImage plain(int64_t tokens) { return {{tokens}, {"", ""}}; }
+  bool has_text() const;
+  // What is printed for the image, one image token a span.
+  std::string text(const std::string& image_token) const;
 };
 
 // The outputs of a vision graph for one image.

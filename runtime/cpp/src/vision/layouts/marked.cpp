@@ -1,0 +1,139 @@
+// Tiles row by row, each after text that says where it stands, and after them the whole image: SmolVLM, Idefics3.
+#include <algorithm>
+#include <cmath>
+
+#include "bundle/fields.hpp"
+#include "vision/layout.hpp"
+
+namespace vtxcore {
+namespace {
+
+using Size = std::pair<int64_t, int64_t>;  // width, height; or columns, rows
+
+constexpr char kFrame[] = "<fake_token_around_image>", kWhole[] = "<global-img>";
+
+double real(int64_t value) { return static_cast<double>(value); }
+int64_t whole(double value) { return static_cast<int64_t>(value); }
+int64_t tiles_of(int64_t pixels, int64_t tile) { return (pixels + tile - 1) / tile; }
+
+// The size with a longer side of `longer`, and the other one even, as transformers rounds it.
+Size scaled(int64_t width, int64_t height, int64_t longer) {
+  double aspect = real(width) / real(height);
+  int64_t other = width >= height ? whole(real(longer) / aspect) : whole(real(longer) * aspect);
+  other = std::max<int64_t>(other + other % 2, 1);
+  return width >= height ? Size(longer, other) : Size(other, longer);
+}
+
+// The views of a grid: its tiles, and where there are several, the whole image.
+int64_t views_of(const Size& grid) {
+  int64_t tiles = grid.first * grid.second;
+  return tiles + (tiles > 1 ? 1 : 0);
+}
+
+// Tiles of `tile` pixels a side and `tokens` each, up to `side` of them along the longer side, and the whole image. Images
+// are resized to the largest size that gives at most `most` tiles, the whole image counted; where that is one tile, it is
+// the only one.
+class MarkedTiles : public Layout {
+ public:
+  MarkedTiles(int64_t tile, int64_t tokens, int64_t side, int64_t most)
+      : tile_(tile), tokens_(tokens), side_(side), most_(most) {
+    if (side > names::kMaxMarkedSide)
+      fail(Kind::bundle, "layout 'marked' has ", side, " tiles a side of ", tile, " pixels and ", tokens,
+           " tokens, at most ", most, " an image; it needs at least 1 of each and at most ", names::kMaxMarkedSide,
+           " a side; export again");
+  }
+
+  int64_t max_tokens() const override { return tokens_ * max_views(); }
+  // A square image has the most tiles, but where fewer are allowed a strip may come nearer to that number.
+  int64_t max_views() const override {
+    int64_t found = 1;
+    for (int64_t columns = 1; columns <= side_; ++columns)
+      for (int64_t rows = 1; rows <= side_; ++rows)
+        if (int64_t views = views_of({columns, rows}); views <= most_) found = std::max(found, views);
+    return found;
+  }
+  bool has_marks() const override { return true; }
+  void check(const TowerSpec& tower) const override {
+    if (tile_ != tower.image || tokens_ != tower.tokens)
+      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", tokens_,
+           " tokens, the tower takes ", tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
+  }
+  LayoutPtr limited(int64_t max_views) const override {
+    if (max_views < 1)
+      fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
+    return std::make_shared<MarkedTiles>(tile_, tokens_, side_, std::min(most_, max_views));
+  }
+
+  int64_t count(int64_t width, int64_t height) const override { return tokens_ * views_of(grid(width, height)); }
+
+  // The text is what transformers' processor prints.
+  MarkedImage placed(int64_t width, int64_t height) const override {
+    auto [columns, rows] = grid(width, height);
+    const std::string frame = kFrame, all = frame + kWhole;
+    if (columns * rows == 1) return {{tokens_}, {all, frame}};
+    MarkedImage out{Ids(static_cast<size_t>(columns * rows + 1), tokens_), {}};
+    for (int64_t row = 1; row <= rows; ++row)
+      for (int64_t column = 1; column <= columns; ++column)
+        out.marks.push_back(cat(row > 1 && column == 1 ? "\n" : "", frame, "<row_", row, "_col_", column, ">"));
+    out.marks.push_back("\n\n" + all);
+    out.marks.push_back(frame);
+    return out;
+  }
+
+  std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
+    auto at = [&](const Picture& from, const Size& size) {
+      return resized(from, static_cast<int>(size.first), static_cast<int>(size.second), settings.resample);
+    };
+    Picture image = at(picture, resized_size(picture.width, picture.height));
+    auto [columns, rows] = grid(image.width, image.height);
+    image = at(image, {columns * tile_, rows * tile_});
+    std::vector<Floats> out;
+    auto side = static_cast<int>(tile_);
+    for (int y = 0; columns * rows > 1 && y < image.height; y += side)
+      for (int x = 0; x < image.width; x += side) out.push_back(preprocess(cut(image, x, y, side), settings));
+    out.push_back(preprocess(image, settings));
+    return out;
+  }
+
+  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t, int64_t, const Rows&) const override {
+    return views.size() > 1 ? joined(views) : views.front();
+  }
+
+ private:
+  // Columns and rows of the tiles that cover an image of this size.
+  Size grid(int64_t width, int64_t height) const { return covering(resized_size(width, height)); }
+
+  // Of a resized image: its longer side in whole tiles, and the shorter one as that makes it, in whole tiles.
+  Size covering(const Size& size) const {
+    auto [width, height] = size;
+    double aspect = real(width) / real(height);
+    if (width >= height) {
+      int64_t columns = tiles_of(width, tile_);
+      return {columns, tiles_of(whole(real(columns * tile_) / aspect), tile_)};
+    }
+    int64_t rows = tiles_of(height, tile_);
+    return {tiles_of(whole(real(rows * tile_) * aspect), tile_), rows};
+  }
+
+  // The size of an image whose longer side has as many whole tiles as are allowed.
+  Size resized_size(int64_t width, int64_t height) const {
+    Size size;
+    for (int64_t side = side_; side > 0; --side) {
+      size = scaled(width, height, side * tile_);
+      if (views_of(covering(size)) <= most_) break;
+    }
+    return size;
+  }
+
+  int64_t tile_, tokens_, side_, most_;
+};
+
+}  // namespace
+
+LayoutPtr make_marked(Fields& parameters) {
+  int64_t tile = parameters.whole("tile", 1, names::kMaxInputSide), tokens = parameters.whole("tokens", 1, 1 << 24);
+  int64_t side = parameters.whole("side"), most = parameters.whole("most");
+  return std::make_shared<MarkedTiles>(tile, tokens, side, most);
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,150 @@
+"""SmolVLM and Idefics3 in libvtx: tiles with text among them, in pixels, prompts, answers and refusals as in Python."""
+
+from __future__ import annotations
+
+import ctypes as c
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.runtime.cpp.test_abi import opened, options_of
+from tests.runtime.cpp.test_run import expected
+from tests.runtime.cpp.test_traces import meets
+from tests.runtime.session.test_tiles import SMOLVLM
+from tests.support.cabi import OK, Loaded
+from tests.support.cpp import BUILD, ask, needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.tiny import Tiny, random_image
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.errors import ContextError, RequestError
+
+pytestmark = needs_cpp
+
+IDEFICS = replace(SMOLVLM, family="idefics3", kv_heads=4, tied=True, names="hub", shards=2)
+SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
+SIZES += ((56, 56), (90, 91))
+QUESTIONS = ("red?", "What is <global-img> <row_1_col_1> really,\nin the picture?", "red?")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
+
+
+@pytest.mark.parametrize("tiny", [SMOLVLM, pytest.param(IDEFICS, marks=pytest.mark.slow)], ids=lambda tiny: tiny.family)
+def test_views_tokens_and_answers_are_those_of_python(
+    models: Callable[..., Model], pictures: list[Path], tiny: Tiny
+) -> None:
+    model = models(tiny, (3, 5))
+    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
+    assert lines == [f"{image.tokens} {image.key.split()[0]}" for image in map(model.prepare, pictures)]
+    for k, shown in (("none", pictures[1:2]), ("5", pictures[2:3]), ("3", pictures[1:3])):
+        more = [word for path in shown[1:] for word in ("--image", path)]
+        found = ask(model.bundle.folder, shown[0], *QUESTIONS, *more, "--k", k, "--max-new-tokens", "6")
+        with model.open(shown) as conversation:
+            for question, answer in zip(QUESTIONS, found, strict=True):
+                want = conversation.ask(question, k if k == "none" else int(k), max_new_tokens=6)
+                assert expected(answer) == expected(want.to_dict()), (k, question)
+
+
+def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
+    folder = models(SMOLVLM, (3, 5)).bundle.folder
+    options = ("--k", "5", "--max-tiles", "4", "--max-new-tokens", "6")
+    found = ask(folder, pictures[1], *QUESTIONS, "--chat", *options)
+    with load(folder, device="cpu", threads=1, max_tiles=4) as model, model.open(pictures[1]) as conversation:
+        chat = conversation.chat(5)
+        for question, answer in zip(QUESTIONS, found, strict=True):
+            assert expected(answer) == expected(chat.ask(question, max_new_tokens=6).to_dict()), question
+
+
+@pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first")
+def test_a_prompt_in_ids_gets_the_text_among_the_tiles(models: Callable[..., Model]) -> None:
+    model, image, answer = models(SMOLVLM, (3, 5)), random_image(1, (150, 60)), c.c_void_p()
+    with model.open(image) as conversation:
+        want = conversation.ask("red?", max_new_tokens=8)
+        plain = model.text.prompt(conversation.opening("red?"), 1).tolist()
+    loaded = Loaded(model.bundle.folder, "cpu")
+    library = loaded.library
+    conversation = opened(library, loaded.handle, np.asarray(image))
+    ids, options = (c.c_int64 * len(plain))(*plain), options_of(library)
+    assert library.vtx_ask_ids(conversation, ids, len(ids), c.byref(options), c.byref(answer)) == OK
+    found = json.loads(library.vtx_answer_json(answer))
+    assert (found["token_ids"], found["prompt_tokens"]) == (list(want.token_ids), want.stats.prompt_tokens)
+    library.vtx_answer_free(answer)
+    library.vtx_conversation_free(conversation)
+    loaded.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_logits_slots_and_positions_meet_the_traces(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str
+) -> None:
+    assert meets(tiny_checkpoint(SMOLVLM), tmp_path, "fp32", device=device, reductions=("fastv:k=4",)) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["fastv", "dart:keep=0.5,k=3,pivots=2,text_pivots=1"])
+def test_reductions_are_those_of_python(models: Callable[..., Model], pictures: list[Path], spec: str) -> None:
+    model = models(SMOLVLM, (), "fp32", (spec,))
+    found = ask(model.bundle.folder, pictures[1], *QUESTIONS, "--max-new-tokens", "6")
+    with model.open(pictures[1]) as conversation:
+        for question, answer in zip(QUESTIONS, found, strict=True):
+            assert expected(answer) == expected(conversation.ask(question, max_new_tokens=6).to_dict()), question
+
+
+def test_what_cannot_be_asked_is_refused_in_the_words_of_python(
+    models: Callable[..., Model], pictures: list[Path]
+) -> None:
+    model = models(SMOLVLM, (3, 5))
+    with pytest.raises(ContextError) as room, model.open([pictures[8]] * 16) as conversation:
+        conversation.ask("red?")
+    assert "--max-tiles" in str(room.value)
+    with pytest.raises(RequestError, match="leaves out tokens before the decoder") as entry:
+        model.policy(None, reduce="cdpruner:keep=0.5")
+    many = [word for _ in range(15) for word in ("--image", pictures[8])]
+    for arguments, message in (
+        (many, str(room.value)),
+        (["--reduce", "cdpruner:keep=0.5"], str(entry.value)),
+        (["--fit", "pad"], "fit 'pad' has no effect here: this model sees images of any shape in tiles"),
+        (["--max-tiles", "-1"], "max_tiles is -1; it must be at least 1"),
+    ):
+        done = run("run", "--bundle", model.bundle.folder, pictures[8], "red?", *arguments)
+        assert done.returncode == 1
+        assert message in done.stderr.decode()
+
+
+def test_a_bundle_without_an_image_token_is_refused_by_name(models: Callable[..., Model], tmp_path: Path) -> None:
+    manifest = json.loads((models(SMOLVLM, (3, 5)).bundle.folder / "vtx.json").read_text(encoding="utf-8"))
+    manifest["text"]["image_token"] = ""
+    (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
+    done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
+    assert done.returncode == 1
+    assert b"vtx.json: text: image_token is " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"side": 9}, "layout 'marked' has 9 tiles a side of"),
+        ({"side": 0}, "layout 'marked'.side is 0, outside 1.."),
+        ({"most": 0}, "layout 'marked'.most is 0, outside 1.."),
+        ({"tokens": 3}, "gives at most"),
+        ({"tile": 1 << 20}, "layout 'marked'.tile is 1048576, outside 1..2048"),
+        ({"columns": 1}, "layout 'marked': unknown key 'columns'"),
+    ],
+    ids=str,
+)
+def test_an_altered_layout_is_refused_by_name(
+    models: Callable[..., Model], tmp_path: Path, changed: dict[str, int], message: str
+) -> None:
+    manifest = json.loads((models(SMOLVLM, (3, 5)).bundle.folder / "vtx.json").read_text(encoding="utf-8"))
+    manifest["layout"]["parameters"] |= changed
+    (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
+    done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
+    assert done.returncode == 1
+    assert message in done.stderr.decode()
