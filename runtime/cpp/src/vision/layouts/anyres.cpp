@@ -18,7 +18,7 @@ using Size = std::pair<int64_t, int64_t>;  // width, height
 
 constexpr double kClearlyMore = 1.1;  // times the side of the grid that it is shrunk to
 
-double real(int64_t value) { return static_cast<double>(value); }
+double real_of(int64_t value) { return static_cast<double>(value); }
 
 // Python's //.
 double floored(double value, double by) {
@@ -144,9 +144,9 @@ class Anyres : public Layout {
 
   // The columns and rows that a grid of so many has before its newlines.
   Size shrunk(int64_t across, int64_t down) const {
-    double ratio = shrink_ > 0 ? std::sqrt(real(across * down) / real(shrink_ * one_tile())) : 1.0;
+    double ratio = shrink_ > 0 ? std::sqrt(real_of(across * down) / real_of(shrink_ * one_tile())) : 1.0;
     if (!(ratio > kClearlyMore)) return {across, down};
-    auto side = [&](int64_t count) { return std::max<int64_t>(1, static_cast<int64_t>(floored(real(count), ratio))); };
+    auto side = [&](int64_t count) { return std::max<int64_t>(1, static_cast<int64_t>(floored(real_of(count), ratio))); };
     return {side(across), side(down)};
   }
 
@@ -168,8 +168,8 @@ class Anyres : public Layout {
   // The resolution that shows most of an image, and of these the one with the least padding.
   Size resolution(int64_t width, int64_t height) const {
     auto shown = [&](const Size& size) {
-      double scale = std::min(real(size.first) / real(width), real(size.second) / real(height));
-      int64_t across = static_cast<int64_t>(real(width) * scale), down = static_cast<int64_t>(real(height) * scale);
+      double scale = std::min(real_of(size.first) / real_of(width), real_of(size.second) / real_of(height));
+      int64_t across = static_cast<int64_t>(real_of(width) * scale), down = static_cast<int64_t>(real_of(height) * scale);
       int64_t effective = std::min(across * down, width * height);
       return std::pair(effective, effective - size.first * size.second);
     };
@@ -180,7 +180,7 @@ class Anyres : public Layout {
   // The image at its best resolution, on black.
   Picture padded(const Picture& picture, const std::string& resample) const {
     auto [width, height] = resolution(picture.width, picture.height);
-    double across = real(width) / picture.width, down = real(height) / picture.height;
+    double across = real_of(width) / picture.width, down = real_of(height) / picture.height;
     int64_t wide = width, high = height;
     if (across < down)
       high = std::min(static_cast<int64_t>(std::ceil(picture.height * across)), height);
@@ -198,16 +198,16 @@ class Anyres : public Layout {
   Part unpadded(int64_t width, int64_t height) const {
     auto [wide, high] = resolution(width, height);
     int64_t across = wide / tile_ * grid_, down = high / tile_ * grid_;
-    if (real(width) / real(height) > real(across) / real(down)) {
-      int64_t padding = (down - whole(height, real(across) / real(width))) / 2;
+    if (real_of(width) / real_of(height) > real_of(across) / real_of(down)) {
+      int64_t padding = (down - whole(height, real_of(across) / real_of(width))) / 2;
       return {0, padding, across, down - padding};
     }
-    int64_t padding = (across - whole(width, real(down) / real(height))) / 2;
+    int64_t padding = (across - whole(width, real_of(down) / real_of(height))) / 2;
     return {padding, 0, across - padding, down};
   }
 
   int64_t whole(int64_t side, double scale) const {
-    double value = real(side) * scale;
+    double value = real_of(side) * scale;
     return static_cast<int64_t>(rounded_ ? rounded_to(value, 7) : value);
   }
 
