@@ -270,6 +270,7 @@ int run_out_of_memory(Work work) {
 
 int without_memory(vtx_model* model, const std::string& bundle, const std::string& picture, const Tokens& expected) {
   vtx_load_options load = loading();
+  load.threads = 2;
   int refusals = run_out_of_memory([&] {
     vtx_model* other = nullptr;
     vtx_status status = vtx_load(bundle.c_str(), &load, &other);

@@ -23,7 +23,7 @@ void run_all(const std::vector<std::function<void()>>& work, int threads) {
   helpers.reserve(work.size());
   try {
     for (size_t i = 1; i < work.size() && static_cast<int>(i) < threads; ++i) helpers.emplace_back(take);
-  } catch (const std::system_error&) {  // no more threads here: those that are there do all of it
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): neither threads nor memory for more; these do all of it
   }
   take();
   for (std::thread& helper : helpers) helper.join();
