@@ -44,6 +44,7 @@ void* allocate(size_t bytes, const void* caller) {
 
 void* operator new(size_t bytes) { return allocate(bytes, __builtin_return_address(0)); }
 void* operator new[](size_t bytes) { return allocate(bytes, __builtin_return_address(0)); }
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes ? bytes : 1); }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
