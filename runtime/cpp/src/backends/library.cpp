@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <memory>
 #include <thread>
 
 #include "base/errors.hpp"
@@ -20,10 +21,11 @@ std::vector<std::string> files_of(const std::string& path, const std::vector<std
   if (::stat(path.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) return {path};
   std::vector<std::string> found;
   for (const std::string& name : names) {
-    glob_t matches;
-    if (::glob((path + "/" + name + "*").c_str(), 0, nullptr, &matches) == 0)
+    std::string pattern = path + "/" + name + "*";
+    glob_t matches{};
+    std::unique_ptr<glob_t, void (*)(glob_t*)> held(&matches, ::globfree);
+    if (::glob(pattern.c_str(), 0, nullptr, &matches) == 0)
       for (size_t i = 0; i < matches.gl_pathc; ++i) found.emplace_back(matches.gl_pathv[i]);
-    ::globfree(&matches);
   }
   return found.empty() ? std::vector<std::string>{path} : found;
 }

@@ -93,11 +93,12 @@ OrtTensor::~OrtTensor() {
 Ids OrtTensor::shape() const {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   ort_->check(ort_->api->GetTensorTypeAndShape(value_, &info), "onnxruntime gives no shape");
+  std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> held(
+      info, ort_->api->ReleaseTensorTypeAndShapeInfo);
   size_t dims = 0;
   ort_->check(ort_->api->GetDimensionsCount(info, &dims), "onnxruntime gives no shape");
   Ids out(dims);
   ort_->check(ort_->api->GetDimensions(info, out.data(), dims), "onnxruntime gives no shape");
-  ort_->api->ReleaseTensorTypeAndShapeInfo(info);
   return out;
 }
 
