@@ -38,7 +38,8 @@ File Bundle::open(const std::string& name, int64_t limit) const {
   int64_t wanted = manifest_.files.at(name).bytes;
   File file = folder_.open(name, limit);
   if (file.size() != wanted)
-    fail(Kind::bundle, name, " holds ", grouped(file.size()), " bytes, the manifest says ", grouped(wanted), "; ", kCopyAgain);
+    fail(Kind::bundle, name, " holds ", grouped(file.size()), " bytes, the manifest says ", grouped(wanted), "; ",
+         kCopyAgain);
   return file;
 }
 

@@ -129,7 +129,8 @@ File Folder::open(const std::string& name, int64_t limit, bool links) const {
   int found = name.find('\0') == std::string::npos ? descriptor(name, links) : -1;
   if (found < 0) {
     int problem = errno;
-    if (problem == ENOENT && !exists(name)) fail(Kind::bundle, name, " is missing from the bundle ", path_, "; ", kCopyAgain);
+    if (problem == ENOENT && !exists(name))
+      fail(Kind::bundle, name, " is missing from the bundle ", path_, "; ", kCopyAgain);
     fail(Kind::bundle, name, " cannot be read (", std::strerror(problem), "); ", kCopyAgain);
   }
   File file(found, name, Kind::bundle);

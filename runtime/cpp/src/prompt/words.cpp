@@ -147,7 +147,8 @@ void PreTokenizer::add(const Json& spec) {
       words_ = Words::clip;
       return;
     }
-    if (text_of(spec.find("behavior")) != "Isolated" || flag(spec, "invert", false)) refuse_words("a Split that drops or joins");
+    if (text_of(spec.find("behavior")) != "Isolated" || flag(spec, "invert", false))
+      refuse_words("a Split that drops or joins");
     words_ = regex == kQwen2 ? Words::qwen2 : regex == kLlama3 ? Words::llama3 : regex == kGpt2 ? Words::gpt2 : Words::none;
     if (words_ == Words::none) refuse_words("the expression " + regex.substr(0, 200));
   } else if (type == "Metaspace" && words_ == Words::none) {
