@@ -15,7 +15,7 @@ from tests.support.text import SPECIALS, VICUNA, make_tokenizer
 from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError
 
-BATCH = 25  # tokenizers a child
+BATCH = 50  # tokenizers a child
 LIMITS = ChildLimits(memory=2 << 30, cpu_seconds=60)
 
 

@@ -63,6 +63,7 @@ def report(bundle: Path, image: Path, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
+@pytest.mark.slow
 def test_a_video_is_measured_and_the_work_of_its_frames_counted(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

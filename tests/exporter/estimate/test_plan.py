@@ -203,6 +203,7 @@ TINIES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tiny", [SMOLVLM, QWEN25, VILA], ids=lambda tiny: tiny.family)
 def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_checkpoint: Make, tiny: Tiny) -> None:
     """The image processor's file says how many tiles or pixels there are; VILA's parts have files of their own."""
@@ -313,8 +314,10 @@ def test_bytes_per_precision_are_the_arithmetic_that_the_docs_state() -> None:
 def test_precisions_of_tower_and_head_are_options_with_the_exports_defaults() -> None:
     words = ("--model", "vila-7b", "--k", "none", "--precision", "int4")
     default, full = planned(*words), planned(*words, "--head-precision", "fp16", "--vision-precision", "fp16")
-    assert default["parts"] == {"int4": {"decoder": "int4", "vision": "int8", "head": "int8", "kv": "fp16"}}
-    assert full["parts"] == {"int4": {"decoder": "int4", "vision": "fp16", "head": "fp16", "kv": "fp16"}}
+    assert default["parts"] == {
+        "int4": {"decoder": "int4", "vision": "int8", "head": "int8", "kv": "fp16", "block": 64}
+    }
+    assert full["parts"] == {"int4": {"decoder": "int4", "vision": "fp16", "head": "fp16", "kv": "fp16", "block": 64}}
     tower = KNOWN["vila-7b"].vision
     assert tower is not None
     more = full["weights_bytes"]["int4"] - default["weights_bytes"]["int4"]

@@ -15,6 +15,7 @@ from vtx.runtime.api.model import Model
 
 pytestmark = [
     needs_cpp,
+    pytest.mark.dialects("ort", "plain"),
     pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to make old libraries with"),
 ]
 

@@ -48,7 +48,7 @@ def part(url: Any) -> dict[str, Any]:
         ({"messages": [part("/etc/passwd")]}, 400, "messages", "opens no files"),
         ({"messages": [part({"url": "data:text/plain;base64,aGk="})]}, 400, "messages", "not an image"),
         ({"messages": [part({"url": "data:image/png;base64,aGk="})]}, 400, "messages", "image"),
-        ({"messages": [user("red?", IMAGE, IMAGE, IMAGE)]}, 413, "messages", "3 images are given"),
+        ({"messages": [user("red?", IMAGE, IMAGE, IMAGE)]}, 413, "messages", "3 images and videos are given"),
         ({"messages": [user("red?", random_image(1, (101, 100)))]}, 413, "messages", "101x100 pixels"),
         ({"messages": [user("red " * 400)]}, 400, "messages", "fit into this bundle"),
         ({"k": 4}, 400, None, "K = 4 was not prebuilt"),
