@@ -23,7 +23,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
 
-pytestmark = pytest.mark.dialects("ort", "plain")
+pytestmark = pytest.mark.dialects("ort", "plain", "trt")
 
 WIDE, HIGH = (150, 60), (40, 90)
 TINY = Tiny(family="llava_next", context=512)
