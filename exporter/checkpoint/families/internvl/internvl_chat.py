@@ -84,9 +84,6 @@ def _text(config: Config) -> dict[str, Any]:
     if name == INTERNLM2 and config.get("bias", False) is not False:
         raise UnsupportedModelError("an InternLM2 decoder with biases is not supported; vtx exports those without")
     found = {key: config[key] for key in DECODER if config.get(key) is not None}
-    scaling = found.get("rope_scaling")
-    if isinstance(scaling, Mapping) and scaling.get("type", scaling.get("rope_type")) == "dynamic":
-        del found["rope_scaling"]  # it changes nothing up to max_position_embeddings, where a bundle's context ends
     return {**found, "model_type": _DECODERS[name]}
 
 
