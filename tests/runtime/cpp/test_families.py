@@ -10,7 +10,7 @@ import pytest
 
 from tests.runtime.cpp.test_layouts import COMPARED as TILED
 from tests.runtime.cpp.test_marked import IDEFICS, SMOLVLM
-from tests.runtime.cpp.test_run import expected
+from tests.runtime.cpp.test_run import assert_answers_equal
 from tests.runtime.session.test_internvl_chat import INTERNLM
 from tests.runtime.session.test_internvl_chat_1 import TINY as INTERNVL_CHAT
 from tests.runtime.session.test_internvl_chat_1 import with_internvit
@@ -19,7 +19,7 @@ from tests.runtime.session.test_original import ANYRES, PAD
 from tests.runtime.session.test_videos import NEXT_VIDEO
 from tests.runtime.session.test_vila import VILA
 from tests.support.bundles import ORT, export
-from tests.support.cpp import ask, needs_cpp, output, write_pictures
+from tests.support.cpp import needs_cpp, output, write_pictures
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.families.registry import FAMILIES as REGISTERED
 from vtx.runtime.api.load import load
@@ -79,10 +79,4 @@ def test_pixels_and_answers_are_those_of_python(
     for path, line in zip(pictures, lines, strict=True):
         want = model.prepare(path)
         assert line == f"{want.tokens} {want.key.split()[0]}", path.name
-    for k, shown in (("none", pictures[1:2]), ("3", pictures[2:3]), ("3", pictures[1:3])):
-        more = [word for path in shown[1:] for word in ("--image", path)]
-        found = ask(model.bundle.folder, shown[0], *QUESTIONS, *more, "--k", k, "--max-new-tokens", "6")
-        with model.open(shown) as conversation:
-            for question, answer in zip(QUESTIONS, found, strict=True):
-                want_answer = conversation.ask(question, k if k == "none" else int(k), max_new_tokens=6)
-                assert expected(answer) == expected(want_answer.to_dict()), (k, question)
+    assert_answers_equal(model, pictures, QUESTIONS, ("none", 3, 3))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cpp.test_run import expected
+from tests.runtime.cpp.test_run import assert_answers_equal, expected
 from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.bundles import ORT, export
@@ -45,13 +45,7 @@ def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pict
 )
 def test_answers_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
     model = models(tiny, (3, 5))
-    for k, shown in (("none", pictures[1:2]), ("5", pictures[2:3]), ("3", pictures[1:3])):
-        more = [word for path in shown[1:] for word in ("--image", path)]
-        found = ask(model.bundle.folder, shown[0], *QUESTIONS, *more, "--k", k, "--max-new-tokens", "6")
-        with model.open(shown) as conversation:
-            for question, answer in zip(QUESTIONS, found, strict=True):
-                want = conversation.ask(question, k if k == "none" else int(k), max_new_tokens=6)
-                assert expected(answer) == expected(want.to_dict()), (k, question)
+    assert_answers_equal(model, pictures, QUESTIONS, ("none", 5, 3))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.runtime.cpp.test_abi import opened, options_of
-from tests.runtime.cpp.test_run import expected
+from tests.runtime.cpp.test_run import assert_answers_equal, expected
 from tests.runtime.cpp.test_traces import meets
 from tests.runtime.session.test_tiles import SMOLVLM
 from tests.support.cabi import OK, Loaded
@@ -42,13 +42,7 @@ def test_views_tokens_and_answers_are_those_of_python(
     model = models(tiny, (3, 5))
     lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
     assert lines == [f"{image.tokens} {image.key.split()[0]}" for image in map(model.prepare, pictures)]
-    for k, shown in (("none", pictures[1:2]), ("5", pictures[2:3]), ("3", pictures[1:3])):
-        more = [word for path in shown[1:] for word in ("--image", path)]
-        found = ask(model.bundle.folder, shown[0], *QUESTIONS, *more, "--k", k, "--max-new-tokens", "6")
-        with model.open(shown) as conversation:
-            for question, answer in zip(QUESTIONS, found, strict=True):
-                want = conversation.ask(question, k if k == "none" else int(k), max_new_tokens=6)
-                assert expected(answer) == expected(want.to_dict()), (k, question)
+    assert_answers_equal(model, pictures, QUESTIONS, ("none", 5, 3))
 
 
 def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -64,6 +64,19 @@ def expected(answer: dict[str, Any]) -> dict[str, Any]:
     for decision in facts.get("gate", []):
         decision.pop("ms")
     return facts
+
+
+def assert_answers_equal(
+    model: Model, pictures: list[Path], questions: Sequence[str], ks: tuple[Literal["none"] | int, ...]
+) -> None:
+    """vtx-cpp-run answers as Python does about the second picture, the third, and both, each at its K of `ks`."""
+    for k, shown in zip(ks, (pictures[1:2], pictures[2:3], pictures[1:3]), strict=True):
+        more = [word for path in shown[1:] for word in ("--image", path)]
+        found = ask(model.bundle.folder, shown[0], *questions, *more, "--k", str(k), "--max-new-tokens", "6")
+        with model.open(shown) as conversation:
+            for question, answer in zip(questions, found, strict=True):
+                want = conversation.ask(question, k, max_new_tokens=6)
+                assert expected(answer) == expected(want.to_dict()), (k, question)
 
 
 @pytest.mark.sampled(2)
