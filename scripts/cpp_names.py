@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vtx.runtime.backends import devices
 from vtx.runtime.backends.openvino import backend as openvino
-from vtx.runtime.backends.openvino import cache, paged
+from vtx.runtime.backends.openvino import cache, paged, rows
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings, text_tower
 from vtx.runtime.bundle.tensors import final_norm, newline
@@ -47,6 +47,7 @@ def header() -> str:
     }
     words |= {f"FORM_{name}": getattr(text_settings, name) for name in ("START", "REPLY", "END")}
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
+    words |= {"PAGED_ROWS": rows.ROWS}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),
@@ -76,10 +77,13 @@ def header() -> str:
         "PAGED_BLOCK": paged.BLOCK,
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES,
     }
-    numbers |= {f"QUANTISED_ROWS_{weights.upper()}": rows for weights, rows in openvino.QUANTISED_ROWS.items()}
+    numbers |= {f"QUANTISED_ROWS_{weights.upper()}": count for weights, count in openvino.QUANTISED_ROWS.items()}
     numbers |= {f"WIDE_{weights.upper()}": hidden for weights, hidden in devices.WIDE.items()}
     lines = [f'inline constexpr char {_camel(name)}[] = "{word}";' for name, word in (words | prefixes).items()]
     lines += [f"inline constexpr int64_t {_camel(name)} = {number};" for name, number in numbers.items()]
+    lines += ["struct RowsOfARun {", "  const char *weights, *compute;", "  int64_t rows;", "};"]
+    runs = [f'{{"{weights}", "{compute}", {count}}}' for (weights, compute), count in openvino.ROWS_OF_A_RUN.items()]
+    lines.append(f"inline constexpr RowsOfARun kRowsOfARun[] = {{{', '.join(runs)}}};")
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
     lines.append(f"inline constexpr double kLeastPenalty = {sampling.LEAST_PENALTY};")
     return HEAD + "\n".join(lines) + "\n\n}  // namespace vtxcore::names\n"

@@ -86,8 +86,10 @@ class Loaded:
         options.library = (openvino() if device == "openvino" else onnxruntime()).encode()
         self._check(self.library.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self.handle)))
 
-    def ask(self, pictures: Sequence[Path], questions: Sequence[str], **fields: Any) -> list[dict[str, Any]]:
-        """The answers to questions about the same pictures, as `vtx-run --json` prints them."""
+    def ask(
+        self, pictures: Sequence[Path], questions: Sequence[str], ks: Sequence[str] = (), **fields: Any
+    ) -> list[dict[str, Any]]:
+        """The answers to questions about the same pictures, as `vtx-run --json` prints them; `ks`: each one's K."""
         images, conversation, options = (VtxImage * len(pictures))(), c.c_void_p(), AskOptions()
         for image, picture in zip(images, pictures, strict=True):
             self.library.vtx_image_init(c.byref(image), c.sizeof(image))
@@ -96,7 +98,11 @@ class Loaded:
         for name, value in fields.items():
             setattr(options, name, value)
         self._check(self.library.vtx_open(self.handle, images, len(images), None, c.byref(conversation)))
-        found = [self._ask(conversation, question, options) for question in questions]
+        found = []
+        for number, question in enumerate(questions):
+            if ks:
+                options.k = ks[number].encode()
+            found.append(self._ask(conversation, question, options))
         self.library.vtx_conversation_free(conversation)
         return found
 

@@ -6,16 +6,20 @@
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
 //   sha256                    of stdin, by the processor's instructions where it has them, and without
 //   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
+//   stage BUNDLE DEVICE N [ROW...]  hidden states on stdin through stage N (from 0), of which those ROWs are asked for or
+//                             all, and the last one once more as the next token; their hidden states on stdout
 //   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
 //   specs                     specs on stdin, one a line; the canonical one, or the error
 //   parse KIND FILE           reads a manifest, safetensors, tokenizer, forms or image file; prints ok or the error
 //   fuzz KIND COUNT SEED FILE...  the same for COUNT altered copies of the files
+#include <cstring>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <map>
 #include <random>
 
+#include "api/model.hpp"
 #include "base/json.hpp"
 #include "bundle/bundle.hpp"
 #include "bundle/sha256.hpp"
@@ -90,6 +94,26 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
   }
 }
 
+void stage(char** values, const std::vector<std::string>& asked) {
+  LoadOptions options;
+  options.device = values[1], options.threads = 1;
+  Model model(values[0], options);
+  std::string bytes = read(std::cin);
+  auto width = static_cast<size_t>(model.manifest().model.hidden);
+  Rows in(bytes.size() / sizeof(float) / width, width), next(1, width);
+  std::memcpy(in.data.data(), bytes.data(), in.data.size() * sizeof(float));
+  std::copy_n(in.row(in.count() - 1), width, next.row(0));
+  auto count = static_cast<int64_t>(in.count());
+  std::unique_ptr<StageCache> cache = model.backend().stage(std::stoul(values[2]), count + 1);
+  Ids rows;
+  for (const std::string& row : asked) rows.push_back(std::stoll(row));
+  Rows all = rows.empty() ? cache->append(in, count_up(0, in.count()), false)
+                          : cache->append_for(rows, in, count_up(0, in.count()));
+  for (const Rows& out : {all, cache->append(next, {count}, false)})
+    std::cout.write(reinterpret_cast<const char*>(out.data.data()),
+                    static_cast<std::streamsize>(out.data.size() * sizeof(float)));
+}
+
 void sha256() {
   std::string content = read(std::cin);
   for (bool instructions : {has_sha_instructions(), false}) {
@@ -160,6 +184,8 @@ int main(int count, char** values) {
       sha256();
     else if (mode == "layout" && count > 3)
       layout(values[2], {values + 3, values + count});
+    else if (mode == "stage" && count > 4)
+      stage(values + 2, {values + 5, values + count});
     else if (mode == "parse" && count == 4)
       parse(values[2], read(values[3])), std::cout << "ok\n";
     else if (mode == "fuzz" && count > 5)

@@ -120,6 +120,8 @@ Arguments parse(int count, char** values) {
       out.load.threads = static_cast<int>(whole());
     else if (word == "--repeat")
       out.repeat = static_cast<long>(whole());
+    else if (word == "--video")
+      usage("libvtx takes no videos; give frames of it as images, or ask vtx-run");
     else if (word.size() > 2 && word.compare(0, 2, "--") == 0)
       usage("there is no option " + word);
     else

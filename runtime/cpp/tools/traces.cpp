@@ -36,17 +36,26 @@ class PositionedCache : public StageCache {
     inner_->write(slots, kv.substr(slots.size() * sizeof(int64_t)), filled);
     length = filled;
   }
+  bool spares_rows() const override { return inner_->spares_rows(); }
   Ids positions() const { return Ids(positions_.begin(), positions_.begin() + static_cast<std::ptrdiff_t>(length)); }
 
  protected:
   Rows run(const Rows& rows, const Ids& positions, bool query) override {
-    *used_ = this;
-    std::copy(positions.begin(), positions.end(), positions_.begin() + static_cast<std::ptrdiff_t>(length));
-    inner_->keep(length);
+    use(positions);
     return inner_->append(rows, positions, query);
+  }
+  Rows run_for(const Ids& asked, const Rows& rows, const Ids& positions) override {
+    use(positions);
+    return inner_->append_for(asked, rows, positions);
   }
 
  private:
+  void use(const Ids& positions) {
+    *used_ = this;
+    std::copy(positions.begin(), positions.end(), positions_.begin() + static_cast<std::ptrdiff_t>(length));
+    inner_->keep(length);
+  }
+
   std::unique_ptr<StageCache> inner_;
   PositionedCache** used_;
   Ids positions_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,5 +92,28 @@ def test_a_family_that_libvtx_does_not_answer_for_is_refused_by_name(
 ) -> None:
     folder = export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,), dialects=ORT).folder
     done = run("run", "--bundle", folder, pictures[0], "red?")
+    assert done.returncode == 1
+    assert named in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("altered", "named"),
+    [
+        ({"video_token_id": "image_token_id"}, "video_token_id"),
+        ({"video_token": None, "video_token_id": None}, "videos, their token and their graph go together"),
+    ],
+    ids=["token", "none"],
+)
+def test_videos_are_refused_by_name_and_altered_tokens_of_theirs(
+    models: Callable[..., Model], pictures: list[Path], tmp_path: Path, altered: dict[str, str | None], named: str
+) -> None:
+    folder = models(VIDEO_LLAVA, (3, 5)).bundle.folder
+    refused = run("run", "--bundle", folder, pictures[0], "red?", "--video", "a.mp4")
+    assert refused.returncode == 2
+    assert "libvtx takes no videos; give frames of it as images" in refused.stderr.decode()
+    manifest = json.loads((folder / "vtx.json").read_text(encoding="utf-8"))
+    manifest["text"] |= {key: manifest["text"].get(value) for key, value in altered.items()}
+    (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
+    done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
     assert done.returncode == 1
     assert named in done.stderr.decode()

@@ -87,6 +87,8 @@ Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
   for (int64_t id : ids)
     if (id < 0 || id >= m.model.vocab)
       fail(Kind::request, "token id ", id, " is outside the model's ", grouped(m.model.vocab), " tokens, numbered from 0");
+  if (m.text.video_token_id && std::count(ids.begin(), ids.end(), *m.text.video_token_id) > 0)
+    fail(Kind::request, "the prompt has video tokens, and libvtx takes no videos; give frames of them as images");
   auto images = std::count(ids.begin(), ids.end(), m.text.image_token_id);
   if (static_cast<size_t>(images) != images_.size())
     fail(Kind::request, "the prompt has ", images, " image tokens for ", images_.size(), " images; give one for each");

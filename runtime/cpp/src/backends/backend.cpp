@@ -4,12 +4,22 @@
 
 namespace vtxcore {
 
-Rows StageCache::append(const Rows& rows, const Ids& positions, bool query) {
-  auto count = static_cast<int64_t>(rows.count());
-  if (length + count > capacity)
+void StageCache::check_room(size_t count) const {
+  if (length + static_cast<int64_t>(count) > capacity)
     fail(Kind::context, length, " + ", count, " tokens do not fit a cache of ", capacity, " slots");
+}
+
+Rows StageCache::append(const Rows& rows, const Ids& positions, bool query) {
+  check_room(rows.count());
   Rows out = run(rows, positions, query);
-  length += count;
+  length += static_cast<int64_t>(rows.count());
+  return out;
+}
+
+Rows StageCache::append_for(const Ids& asked, const Rows& rows, const Ids& positions) {
+  check_room(rows.count());
+  Rows out = run_for(asked, rows, positions);
+  length += static_cast<int64_t>(rows.count());
   return out;
 }
 

@@ -24,6 +24,11 @@ class StageCache {
   // Runs hidden states [n, hidden] at their positions; their K/V fill the next n slots. With `query` the queries of the
   // stage's last layer are kept for `attention`.
   Rows append(const Rows& rows, const Ids& positions, bool query);
+  // The same, and gives the hidden states of `asked` alone, which rise. Of the others the stage's last layer needs K and V
+  // only, and an engine may leave out the rest of it.
+  Rows append_for(const Ids& asked, const Rows& rows, const Ids& positions);
+  // Whether hidden states that are not asked for cost less.
+  virtual bool spares_rows() const { return false; }
   // What the tokens last appended with `query` give to each slot in the stage's last layer: mean over heads, then sum
   // and maximum over these tokens, or `last_only` their last one; [length] each.
   virtual Scores attention(bool last_only) = 0;
@@ -41,6 +46,12 @@ class StageCache {
 
  protected:
   virtual Rows run(const Rows& rows, const Ids& positions, bool query) = 0;
+  virtual Rows run_for(const Ids& asked, const Rows& rows, const Ids& positions) {
+    return take(run(rows, positions, false), asked);
+  }
+
+ private:
+  void check_room(size_t count) const;
 };
 
 // The graphs of one bundle, loaded on one device. Safe to share between threads.

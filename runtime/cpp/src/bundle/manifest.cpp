@@ -229,9 +229,11 @@ TextSettings read_text(const Json& value) {
   t.image_token = fields.text("image_token");
   if (t.image_token.empty()) fields.wrong<int>("image_token", "a string that is not empty");
   t.image_token_id = fields.whole("image_token_id", 0, names::kMaxId);
-  if (fields.has("video_token")) fields.text_or_null("video_token");
+  if (fields.has("video_token")) t.video_token = fields.text_or_null("video_token");
   if (fields.has("video_token_id") && !fields.get("video_token_id").is_null())
-    fields.whole("video_token_id", 0, names::kMaxId);
+    t.video_token_id = fields.whole("video_token_id", 0, names::kMaxId);
+  if (t.video_token.has_value() != t.video_token_id.has_value() || t.video_token_id == t.image_token_id)
+    fields.wrong<int>("video_token_id", "another id than the image token's, beside video_token, or null");
   if (fields.has("seg_token_id") && !fields.get("seg_token_id").is_null())
     t.seg_token_id = fields.whole("seg_token_id", 0, names::kMaxId);
   t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
@@ -325,8 +327,8 @@ void check_dialects(const Manifest& m) {
     if (m.text_tower.has_value() != graphs.text_tower.has_value())
       fail(Kind::bundle, "vtx.json: dialect '", name, "': a text tower and its graph go together; export again");
     bool video = m.video && m.video->own_graph && name != "trt";
-    if (video != graphs.video.has_value())
-      fail(Kind::bundle, "vtx.json: dialect '", name, "': videos and their graph go together; export again");
+    if (video != graphs.video.has_value() || m.video.has_value() != m.text.video_token_id.has_value())
+      fail(Kind::bundle, "vtx.json: dialect '", name, "': videos, their token and their graph go together; export again");
     if (scored != graphs.score.has_value())
       fail(Kind::bundle, "vtx.json: dialect '", name,
            "': stages that give queries and a score graph go together; export again");

@@ -99,6 +99,8 @@ struct VideoSpec {
 struct TextSettings {
   std::string image_token;
   int64_t image_token_id;
+  std::optional<std::string> video_token;  // of bundles that take videos, which libvtx does not
+  std::optional<int64_t> video_token_id;
   std::optional<int64_t> seg_token_id;  // for a segment of the image; answers give out the state that chose it
   std::optional<std::string> bos_token, unk_token;
   Ids end_ids, ids_before, ids_after;

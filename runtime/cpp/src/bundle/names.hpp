@@ -46,6 +46,7 @@ inline constexpr char kPagedBegins[] = "subsequence_begins";
 inline constexpr char kPagedBlocks[] = "block_indices";
 inline constexpr char kPagedBlockBegins[] = "block_indices_begins";
 inline constexpr char kPagedFilled[] = "max_context_len";
+inline constexpr char kPagedRows[] = "rows";
 inline constexpr char kPastKey[] = "past_key.";
 inline constexpr char kPastValue[] = "past_value.";
 inline constexpr char kPresentKey[] = "present_key.";
@@ -88,6 +89,11 @@ inline constexpr int64_t kWideFp16 = 896;
 inline constexpr int64_t kWideBf16 = 896;
 inline constexpr int64_t kWideInt8 = 896;
 inline constexpr int64_t kWideInt4 = 896;
+struct RowsOfARun {
+  const char *weights, *compute;
+  int64_t rows;
+};
+inline constexpr RowsOfARun kRowsOfARun[] = {{"int4", "f32", 256}, {"int4", "bf16", 256}, {"int8", "bf16", 256}};
 inline constexpr float kTauDefault = 2.0f;
 inline constexpr double kLeastPenalty = 0.001;
 

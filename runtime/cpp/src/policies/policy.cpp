@@ -41,6 +41,12 @@ std::set<int64_t> Policy::row_cuts() const {
   return out;
 }
 
+std::optional<int64_t> Policy::exit() const {
+  for (const MethodPtr& part : parts)
+    if (std::set<int64_t> cuts = part->needs().cuts; part->whole() && part->fixed() && !cuts.empty()) return *cuts.begin();
+  return std::nullopt;
+}
+
 bool Policy::renumbers() const {
   return std::any_of(parts.begin(), parts.end(), [](const MethodPtr& part) { return part->renumbers(); });
 }

@@ -69,6 +69,7 @@ class Method {
   virtual std::string name() const = 0;
   virtual std::string spec() const = 0;  // canonical, every option spelled out
   virtual bool whole() const { return false; }
+  virtual bool fixed() const { return false; }  // whether a whole one removes all whatever is asked
   virtual bool renumbers() const { return false; }
   virtual Needs needs() const { return {}; }
   virtual std::shared_ptr<const Entry> entry() const { return nullptr; }
@@ -102,6 +103,8 @@ struct Policy {
   Needs needs() const;
   std::vector<MethodPtr> reductions() const;
   std::set<int64_t> row_cuts() const;
+  // The layer before which the whole image leaves whatever is asked; none where a question decides, or never.
+  std::optional<int64_t> exit() const;
   bool renumbers() const;
   std::vector<std::shared_ptr<const Entry>> entries() const;
   std::optional<Removal> ask(const Boundary& boundary) const;

@@ -8,9 +8,12 @@ namespace vtxcore {
 
 Text::Text(const Bundle& bundle) : m_(bundle.manifest()), tokenizer_(bundle.read(m_.tokenizer, names::kMaxTokenizer)) {
   const TextSettings& settings = m_.text;
-  if (tokenizer_.added(settings.image_token_id) != settings.image_token)
-    fail(Kind::bundle, "token ", settings.image_token_id, " of the tokenizer is not the added token '", settings.image_token,
-         "'; export the bundle again");
+  auto check = [this](int64_t id, const std::string& token) {
+    if (tokenizer_.added(id) != token)
+      fail(Kind::bundle, "token ", id, " of the tokenizer is not the added token '", token, "'; export the bundle again");
+  };
+  check(settings.image_token_id, settings.image_token);
+  if (settings.video_token_id) check(*settings.video_token_id, *settings.video_token);
   for (const auto& [token, id] : settings.control_tokens) {
     if (tokenizer_.added(id) != token)
       fail(Kind::bundle, "the control token '", token.substr(0, 40),

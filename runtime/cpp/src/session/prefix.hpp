@@ -43,8 +43,8 @@ struct SavedKV {
 };
 
 // The prefix with all its image tokens, and how deep into the decoder it has come. `boundaries` hold its hidden states
-// after 0, 1, 2, ... stages: the first and the last whole, those between likewise where tokens may leave there, else
-// the text's only.
+// after 0, 1, 2, ... stages: the first whole, the last likewise unless the image leaves there, those between where tokens
+// may leave there, else the text's only.
 struct Prefix {
   std::string key;
   Mask is_vision;

@@ -232,6 +232,12 @@ void Session::prepare(const Policy& policy) {
     holding_.insert(number);
     if (!prefix_.held(number)) lacking = std::min(lacking, number);
   }
+  std::optional<int64_t> exit = policy.exit();
+  for (exit_ = 0; exit_ < stages_.size() && stages_[exit_].first != exit;) ++exit_;
+  if (size_t depth = prefix_.depth(); depth < exit_ && !prefix_.held(depth)) {
+    lacking = std::min(lacking, depth);  // image tokens were to leave there, and now go on
+    spares_ = false;                     // who changes K once may do so again
+  }
   if (lacking < stages_.size()) prefix_.rewind(lacking);
 }
 
@@ -261,7 +267,10 @@ void Session::run_whole_prefix(size_t number) {
   StageCache& here = *full_[number];
   here.keep(0);
   SharedRows last = prefix_.boundaries.back();
-  if (prefix_.size() > 0) last = std::make_shared<Rows>(here.append(*last, prefix_.positions, false));
+  bool leaves = here.spares_rows() && spares_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
+  if (prefix_.size() > 0)
+    last = std::make_shared<Rows>(leaves ? here.append_for(indices_of(prefix_.is_vision, false), *last, prefix_.positions)
+                                         : here.append(*last, prefix_.positions, false));
   prefix_.deepen(last, holding_.count(number) > 0);
 }
 

@@ -4,6 +4,7 @@
 
 #include "backends/openvino/cache.hpp"
 #include "backends/tables.hpp"
+#include "base/parallel.hpp"
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -16,9 +17,17 @@ using openvino::Type;
 
 constexpr char kDialect[] = "plain";
 
-// Values of a hidden state that share a scale in products of integers, as onnxruntime does it too.
-int64_t quantised_rows(const std::string& precision) {
-  return precision == "int8" ? names::kQuantisedRowsInt8 : precision == "int4" ? names::kQuantisedRowsInt4 : 0;
+// Values of a hidden state that share a scale in products of integers; with int4 as many as weights that share one.
+int64_t quantised_rows(const std::string& precision, int64_t int4_block) {
+  return precision == "int8" ? names::kQuantisedRowsInt8 : precision == "int4" ? int4_block : 0;
+}
+
+// The most hidden states that a stage takes in one run where more were measured to be slower (docs/performance.md), by the
+// weights and the arithmetic; 0: any number.
+size_t rows_of_a_run(const std::string& precision, const std::string& compute) {
+  for (const names::RowsOfARun& known : names::kRowsOfARun)
+    if (precision == known.weights && compute == known.compute) return static_cast<size_t>(known.rows);
+  return 0;
 }
 
 Type kv_type(const std::string& compute, const std::string& kept) {
@@ -30,20 +39,16 @@ class OpenvinoBackend : public Backend {
  public:
   OpenvinoBackend(const Bundle& bundle, const BackendOptions& options)
       : bundle_(bundle), m_(bundle.manifest()), openvino_(options.library),
-        context_{m_, kv_type(options.compute, m_.kv_dtype), m_.kv_type(kDialect) == "float16", {}, nullptr},
+        context_{m_,      kv_type(options.compute, m_.kv_dtype),       m_.kv_type(kDialect) == "float16", {},
+                 nullptr, rows_of_a_run(m_.precision, options.compute)},
         zero_(1, static_cast<size_t>(m_.model.hidden)) {
     device = "openvino", dialect = kDialect, compute = options.compute, library = openvino_.described();
     kv_slot_bytes = context_.slot_bytes();
     choose_settings(options.threads > 0 ? options.threads : cores());
-    const Graphs& graphs = m_.dialects.at(kDialect);
-    embed_ = load(graphs.embed, embed_io(m_));
-    head_ = load(graphs.head, head_io(m_), m_.head_precision, true);
-    for (size_t i = 0; i < m_.gates.size(); ++i) gates_[m_.gates[i]] = load(graphs.gates[i], gate_io(m_));
-    if (graphs.score) score_ = load(*graphs.score, score_io(m_, kDialect));
-    context_.score = score_.get();
     std::map<std::string, Floats> tables = read_tables(bundle);
     for (const char* name : {names::kCos, names::kSin}) context_.rope[name] = std::move(tables.at(name));
-    for (size_t i = 0; i < m_.stages.size(); ++i) compile_stage(graphs.stages[i], m_.stages[i]);
+    load_graphs(options.threads > 0 ? options.threads : cores());
+    context_.score = score_.get();
 #ifdef __GLIBC__
     ::malloc_trim(0);  // what loading freed: weights before they were packed
 #endif
@@ -113,15 +118,34 @@ class OpenvinoBackend : public Backend {
     if (context_.kv == Type::u8) settings_["KEY_CACHE_QUANT_MODE"] = "BY_TOKEN";
   }
 
+  // All but those that only images and texts need, small ones side by side.
+  void load_graphs(int threads) {
+    const Graphs& graphs = m_.dialects.at(kDialect);
+    stages_.resize(m_.stages.size());
+    for (int64_t k : m_.gates) gates_[k];
+    std::vector<std::function<void()>> work;
+    for (size_t i = 0; i < m_.stages.size(); ++i)
+      work.emplace_back([&, i] { compile_stage(graphs.stages[i], m_.stages[i], stages_[i]); });
+    work.emplace_back([&] { head_ = load(graphs.head, head_io(m_), m_.head_precision, true); });
+    work.emplace_back([&] { embed_ = load(graphs.embed, embed_io(m_)); });
+    for (size_t i = 0; i < m_.gates.size(); ++i)
+      work.emplace_back([&, i] { gates_.at(m_.gates[i]) = load(graphs.gates[i], gate_io(m_)); });
+    if (graphs.score) work.emplace_back([&] { score_ = load(*graphs.score, score_io(m_, kDialect)); });
+    run_all(work, loading_threads(m_, threads));
+  }
+
   OpenvinoInput over(const Rows& rows) const {
     return {names::kHidden, Type::f32, {static_cast<int64_t>(rows.count()), m_.model.hidden}, rows.data.data()};
   }
 
-  // The engine's settings for products with weights stored in `precision`.
-  std::map<std::string, std::string> settings(const std::string& precision) const {
-    std::map<std::string, std::string> found = settings_;
-    found["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = std::to_string(quantised_rows(precision));
-    return found;
+  // With the engine's settings for products with weights stored in `precision`.
+  std::unique_ptr<openvino::Compiled> compile(const std::string& name, openvino::Model& model,
+                                              const std::string& precision) const {
+    return loading(name, [&] {
+      std::map<std::string, std::string> settings = settings_;
+      settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = std::to_string(quantised_rows(precision, model.int4_block()));
+      return model.compile(settings);
+    });
   }
 
   GraphPtr load(const std::string& name, const GraphIO& io) { return load(name, io, m_.precision); }
@@ -130,8 +154,7 @@ class OpenvinoBackend : public Backend {
   GraphPtr load(const std::string& name, const GraphIO& io, const std::string& precision, bool first = false) {
     auto model = openvino_.read(bundle_, name, io, compute);
     auto dropping = model->letting_go();
-    auto graph =
-        std::make_unique<OpenvinoGraph>(name, loading(name, [&] { return model->compile(settings(precision)); }), io);
+    auto graph = std::make_unique<OpenvinoGraph>(name, compile(name, *model, precision), io);
     if (first) graph->run({over(zero_)});
     return graph;
   }
@@ -143,16 +166,18 @@ class OpenvinoBackend : public Backend {
     auto [height, width] = m_.image.output();
     loading(name, [&] { model->reshape(names::kPixels, {1, 3, height, width}); });
     auto dropping = model->letting_go();
-    return std::make_unique<OpenvinoGraph>(name,
-                                           loading(name, [&] { return model->compile(settings(m_.vision_precision)); }), io);
+    return std::make_unique<OpenvinoGraph>(name, compile(name, *model, m_.vision_precision), io);
   }
 
-  void compile_stage(const std::string& file, const StageSpec& spec) {
+  void compile_stage(const std::string& file, const StageSpec& spec, OpenvinoStage& stage) {
     auto model = openvino_.read(bundle_, file, stage_io(m_, kDialect, spec.query, &spec), compute);
-    loading(file, [&] { model->page_caches(spec.first, spec.last, m_.model.heads); });
+    loading(file, [&] {
+      model->page_caches(spec.first, spec.last, m_.model.heads);
+      model->choose_rows();
+    });
     auto dropping = model->letting_go();
-    stages_.push_back({file, loading(file, [&] { return model->compile(settings(m_.precision)); })});
-    OpenvinoStageCache(context_, stages_.back(), spec, 1).append(zero_, {0}, false);
+    stage = {file, compile(file, *model, m_.precision)};
+    OpenvinoStageCache(context_, stage, spec, 1).append(zero_, {0}, false);
   }
 
   template <typename Make>

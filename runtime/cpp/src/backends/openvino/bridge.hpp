@@ -56,7 +56,9 @@ class Model {
   virtual std::vector<PortView> inputs() const = 0;
   virtual std::vector<PortView> outputs() const = 0;
   virtual void keep_narrow(const std::string& compute) = 0;
+  virtual int64_t int4_block() const = 0;
   virtual void page_caches(int64_t first, int64_t last, int64_t heads) = 0;
+  virtual void choose_rows() = 0;
   virtual void reshape(const std::string& input, const std::vector<int64_t>& shape) = 0;
   virtual std::unique_ptr<Compiled> compile(const std::map<std::string, std::string>& settings) = 0;
   virtual std::unique_ptr<Dropping> letting_go() const = 0;
@@ -71,7 +73,7 @@ class Core {
 };
 
 // The one symbol of libvtx_openvino.so; the caller owns the core. Null where the library was built for another bridge.
-inline constexpr int kBridgeVersion = 2;
+inline constexpr int kBridgeVersion = 3;
 inline constexpr char kBridgeSymbol[] = "vtx_openvino_core";
 using BridgeFunction = Core* (*)(int version);
 

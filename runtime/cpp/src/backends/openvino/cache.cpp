@@ -77,20 +77,23 @@ uint8_t* OpenvinoStageCache::row(size_t plane, int64_t slot, size_t head) {
   return memory_.data() + index * head_bytes();
 }
 
-void OpenvinoStageCache::bind(const Rows& rows, const Ids& positions, Rows& out) {
-  auto count = static_cast<int64_t>(rows.count());
-  Ids shape{count, context_.manifest.model.hidden};
+void OpenvinoStageCache::bind(int64_t count, const float* hidden, const int64_t* positions,
+                              const std::vector<int32_t>& asked, float* out) {
+  int64_t width = context_.manifest.model.hidden;
+  auto found = static_cast<int64_t>(asked.size());
   row_bound_ = false;  // until all are set
-  set(names::kHidden, Type::f32, shape, rows.data.data());
-  set(names::kPositions, Type::i64, {1, count}, positions.data());
-  set(names::kHiddenOut, Type::f32, shape, out.data.data());
+  set(names::kHidden, Type::f32, {count, width}, hidden);
+  set(names::kPositions, Type::i64, {1, count}, positions);
+  set(names::kPagedRows, Type::i32, {found}, asked.data());
+  set(names::kHiddenOut, Type::f32, {found, width}, out);
 }
 
-// Tells the attention where `count` tokens go. Its buffers fit the blocks in use: more would overflow them.
-void OpenvinoStageCache::place(int64_t count) {
-  past_[0] = static_cast<int32_t>(length);
+// Tells the attention that `count` tokens go behind the `before` filled slots. Its buffers fit the blocks in use: more
+// would overflow them.
+void OpenvinoStageCache::place(int64_t before, int64_t count) {
+  past_[0] = static_cast<int32_t>(before);
   begins_[1] = static_cast<int32_t>(count);
-  filled_ = static_cast<int32_t>(length + count);
+  filled_ = static_cast<int32_t>(before + count);
   auto blocks = static_cast<int32_t>(blocks_of(filled_));
   if (blocks != block_begins_[1]) {
     block_begins_[1] = 0;  // until it is set
@@ -99,22 +102,52 @@ void OpenvinoStageCache::place(int64_t count) {
   }
 }
 
-Rows OpenvinoStageCache::run(const Rows& rows, const Ids& positions, bool query) {
-  Rows out;
-  running(stage_.name, [&] {
-    bool one = rows.count() == 1;
-    if (one) {
-      std::copy(rows.data.begin(), rows.data.end(), row_.data.begin());  // the memory that is bound stays
-      row_position_[0] = positions[0];
-      if (!row_bound_) bind(row_, row_position_, row_out_);
-      row_bound_ = true;
-    } else {
-      out = Rows(rows.count(), rows.width);
-      bind(rows, positions, out);
-    }
-    place(static_cast<int64_t>(rows.count()));
+void OpenvinoStageCache::run_row(const Rows& rows, int64_t position, Rows& out) {
+  std::copy(rows.data.begin(), rows.data.end(), row_.data.begin());  // the memory that is bound stays
+  row_position_[0] = position;
+  if (!row_bound_) bind(1, row_.row(0), row_position_.data(), row_asked_, row_out_.row(0));
+  row_bound_ = true;
+  place(length, 1);
+  request_->run();
+  std::copy(row_out_.data.begin(), row_out_.data.end(), out.data.begin());
+}
+
+size_t OpenvinoStageCache::runs_of(size_t rows) const {
+  size_t most = context_.most_rows;
+  return most == 0 || rows == 0 ? 1 : (rows + most - 1) / most;
+}
+
+void OpenvinoStageCache::run_parts(const Ids& asked, const Rows& rows, const Ids& positions, size_t runs, Rows& out) {
+  Rows unread(1, rows.width);  // where nothing of a part is asked for: engines differ in empty products
+  size_t first = 0, found = 0;
+  for (size_t left = runs; left > 0; --left) {
+    size_t count = (rows.count() - first + left - 1) / left, end = first + count, next = found;
+    std::vector<int32_t> mine;
+    for (; next < asked.size() && static_cast<size_t>(asked[next]) < end; ++next)
+      mine.push_back(static_cast<int32_t>(asked[next] - static_cast<int64_t>(first)));
+    if (mine.empty()) mine.push_back(0);
+    bind(static_cast<int64_t>(count), rows.row(first), positions.data() + first, mine,
+         next == found ? unread.row(0) : out.row(found));
+    place(length + static_cast<int64_t>(first), static_cast<int64_t>(count));
     request_->run();
-    if (one) out = row_out_;
+    first = end, found = next;
+  }
+}
+
+Rows OpenvinoStageCache::run_for(const Ids& asked, const Rows& rows, const Ids& positions) {
+  if (rows.count() == 1) return StageCache::run_for(asked, rows, positions);
+  Rows out(asked.size(), rows.width);
+  running(stage_.name, [&] { run_parts(asked, rows, positions, runs_of(rows.count()), out); });
+  return out;
+}
+
+Rows OpenvinoStageCache::run(const Rows& rows, const Ids& positions, bool query) {
+  Rows out(rows.count(), rows.width);
+  running(stage_.name, [&] {
+    if (rows.count() == 1)
+      run_row(rows, positions[0], out);
+    else
+      run_parts(count_up(0, rows.count()), rows, positions, query ? 1 : runs_of(rows.count()), out);
     if (query) {
       openvino::TensorView view = request_->get(names::kQuery);
       const ModelSpec& model = context_.manifest.model;

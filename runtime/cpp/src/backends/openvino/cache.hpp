@@ -17,6 +17,7 @@ struct OpenvinoCacheContext {
   bool half_keys;     // whether the score graph takes keys in float16
   std::map<std::string, Floats> rope;
   OpenvinoGraph* score = nullptr;
+  size_t most_rows = 0;  // of one run; 0: any number
 
   size_t element_bytes() const;
   // Array elements of one slot of one head.
@@ -35,14 +36,22 @@ class OpenvinoStageCache : public StageCache {
   Rows keys() override;
   std::string read(const Ids& slots) override;
   void write(const Ids& slots, const std::string& kv, int64_t filled) override;
+  bool spares_rows() const override { return true; }
 
  protected:
+  // Many hidden states in runs of nearly the same size, which gives the same ones.
   Rows run(const Rows& rows, const Ids& positions, bool query) override;
+  Rows run_for(const Ids& asked, const Rows& rows, const Ids& positions) override;
 
  private:
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
-  void bind(const Rows& rows, const Ids& positions, Rows& out);
-  void place(int64_t count);
+  void run_row(const Rows& rows, int64_t position, Rows& out);
+  void run_parts(const Ids& asked, const Rows& rows, const Ids& positions, size_t runs, Rows& out);
+  size_t runs_of(size_t rows) const;
+  // Tensors over the caller's memory, which must stay until others are bound: `count` hidden states and their positions,
+  // which of them are `asked` for, and where these go.
+  void bind(int64_t count, const float* hidden, const int64_t* positions, const std::vector<int32_t>& asked, float* out);
+  void place(int64_t before, int64_t count);
   size_t head_bytes() const { return context_.slot_width() * context_.element_bytes(); }
   // The bytes of a slot's row of one head; `plane` counts layers and, in each, K and V.
   uint8_t* row(size_t plane, int64_t slot, size_t head);
@@ -58,6 +67,7 @@ class OpenvinoStageCache : public StageCache {
   Rows query_;
   Rows row_, row_out_;  // the one token of a step
   Ids row_position_;
+  const std::vector<int32_t> row_asked_{0};
   bool row_bound_ = false;
 };
 

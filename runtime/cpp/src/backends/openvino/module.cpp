@@ -74,9 +74,11 @@ class OvModel : public Model {
     return views(std::const_pointer_cast<const ov::Model>(model_)->outputs());
   }
   void keep_narrow(const std::string& compute) override { openvino::keep_narrow(*model_, compute); }
+  int64_t int4_block() const override { return openvino::int4_block(*model_); }
   void page_caches(int64_t first, int64_t last, int64_t heads) override {
     openvino::page_caches(*model_, first, last, heads);
   }
+  void choose_rows() override { openvino::choose_rows(*model_); }
   void reshape(const std::string& input, const std::vector<int64_t>& shape) override {
     model_->reshape({{input, ov::PartialShape(std::vector<ov::Dimension>(shape.begin(), shape.end()))}});
   }

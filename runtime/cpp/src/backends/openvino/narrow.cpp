@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -11,6 +12,8 @@
 #include <set>
 #include <sstream>
 #include <thread>
+
+#include "bundle/names.hpp"
 
 namespace vtxcore::openvino {
 namespace {
@@ -137,6 +140,20 @@ void keep_narrow(ov::Model& model, const std::string& compute) {
       multiply_unshaped(node);
   }
   model.validate_nodes_and_infer_types();
+}
+
+int64_t int4_block(const ov::Model& model) {
+  int64_t least = 0;
+  for (const NodePtr& node : model.get_ordered_ops()) {
+    if (kind(node) != "Constant" || node->get_output_element_type(0) != ov::element::i4) continue;
+    for (const auto& reader : node->output(0).get_target_inputs()) {
+      const ov::Node& apart = *reader.get_node();
+      if (std::string(apart.get_type_info().name) != "Reshape") continue;
+      int64_t block = apart.get_output_partial_shape(0).rbegin()->get_length();
+      if (block >= names::kQuantisedRowsInt4) least = least == 0 ? block : std::min(least, block);
+    }
+  }
+  return least == 0 ? names::kQuantisedRowsInt4 : least;
 }
 
 std::unique_ptr<Dropping> letting_go(const ov::Model& model) {

@@ -3,6 +3,8 @@
 #include <openvino/opsets/opset13.hpp>
 #include <openvino/pass/sdpa_to_paged_attention.hpp>
 
+#include <set>
+
 #include "bundle/names.hpp"
 
 namespace vtxcore::openvino {
@@ -68,6 +70,28 @@ std::pair<Value, Value> inputs(const Value& value, const std::string& kind) {
     throw std::runtime_error(std::string("a ") + node->get_type_info().name + " stands where attention has its " + kind +
                              kCure);
   return {node->input_value(0), node->input_value(1)};
+}
+
+// The only operator that reads an attention, or what was made of it.
+NodePtr only_reader(const Value& value) {
+  auto readers = value.get_target_inputs();
+  if (readers.size() != 1)
+    throw std::runtime_error(std::to_string(readers.size()) + " operators read a layer's attention" + kCure);
+  return readers.begin()->get_node()->shared_from_this();
+}
+
+bool is_one_of(const NodePtr& node, const std::set<std::string>& kinds) {
+  return kinds.count(node->get_type_info().name) > 0;
+}
+
+[[noreturn]] void refuse(const NodePtr& node) {
+  throw std::runtime_error(std::string("a ") + node->get_type_info().name + " stands behind a layer's attention" + kCure);
+}
+
+// Lets an input [tokens, width] read `rows` of what it read.
+void gather(ov::Input<ov::Node> reader, const Value& rows) {
+  auto first_axis = ops::Constant::create(ov::element::i32, ov::Shape{}, {0});
+  reader.replace_source_output(std::make_shared<ops::Gather>(reader.get_source_output(), rows, first_axis));
 }
 
 class Pager {
@@ -160,6 +184,31 @@ void page_caches(ov::Model& model, int64_t first, int64_t last, int64_t heads) {
   Pager pager(model, heads);
   for (int64_t layer = first; layer <= last; ++layer) pager.page(layer, softmaxes[static_cast<size_t>(layer - first)]);
   model.validate_nodes_and_infer_types();
+}
+
+void choose_rows(ov::Model& model) {
+  auto chosen = parameter(names::kPagedRows, {-1}, ov::element::i32);
+  model.add_parameters({chosen});
+  Value value;
+  for (const NodePtr& node : model.get_ordered_ops())
+    if (is_one_of(node, {"PagedAttentionExtension"})) value = node->output(0);
+  NodePtr reader = only_reader(value);
+  for (; !is_one_of(reader, {"MatMul"}); reader = only_reader(value)) {
+    if (!is_one_of(reader, {"Reshape", "Transpose", "Squeeze", "Convert"})) refuse(reader);
+    value = reader->output(0);
+  }
+  gather(reader->input(0), chosen);
+  value = reader->output(0);
+  for (reader = only_reader(value); is_one_of(reader, {"Convert", "Multiply", "Add"}); reader = only_reader(value)) {
+    for (const auto& input : reader->inputs()) {
+      if (input.get_source_output() == value || input.get_partial_shape().size() != 2) continue;  // a bias has one axis
+      gather(input, chosen);                                                                      // the residual sum
+      model.validate_nodes_and_infer_types();
+      return;
+    }
+    value = reader->output(0);
+  }
+  refuse(reader);
 }
 
 }  // namespace vtxcore::openvino

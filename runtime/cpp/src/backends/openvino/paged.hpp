@@ -11,4 +11,9 @@ namespace vtxcore::openvino {
 // mask said. Throws std::runtime_error where attention is written in another way than vtx writes it.
 void page_caches(ov::Model& model, int64_t first, int64_t last, int64_t heads);
 
+// Adds the input names::kPagedRows, [m] int32: the last layer's output projection and MLP run for these rows of the hidden
+// states alone, and these are what the stage gives; its K and V are of all. Caches must be in pages already. Throws
+// std::runtime_error where a layer is written in another way than vtx writes it.
+void choose_rows(ov::Model& model);
+
 }  // namespace vtxcore::openvino

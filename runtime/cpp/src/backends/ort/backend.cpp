@@ -99,8 +99,8 @@ class OrtBackend : public Backend {
   }
   GraphPtr load(const std::string& name, const GraphIO& io) { return load(name, io, threads_); }
 
-  // All but those that only images and texts need. Small ones side by side: what making them takes beside the weights
-  // is then small, too. Embedding and gates are too little work to share among threads.
+  // All but those that only images and texts need, small ones side by side. Embedding and gates are too little work to
+  // share among threads.
   void load_graphs() {
     const Graphs& graphs = m_.dialects.at("ort");
     stages_.resize(m_.stages.size());
@@ -114,9 +114,7 @@ class OrtBackend : public Backend {
     for (size_t i = 0; i < m_.gates.size(); ++i)
       work.emplace_back([&, i] { gates_.at(m_.gates[i]) = load(graphs.gates[i], gate_io(m_), 1); });
     if (graphs.score) work.emplace_back([&] { score_ = load(*graphs.score, score_io(m_, "ort")); });
-    int64_t bytes = 0;
-    for (const auto& [name, file] : m_.files) bytes += file.bytes;
-    run_all(work, bytes <= names::kQuickBytes ? threads_ : 1);
+    run_all(work, loading_threads(m_, threads_));
   }
 
   OrtTensor over(const Rows& rows) {

@@ -21,6 +21,7 @@ class Withdraw : public Method {
   std::string name() const override { return "withdrawal"; }
   std::string spec() const override { return cat("withdrawal:k=", k_); }
   bool whole() const override { return true; }
+  bool fixed() const override { return true; }
   Needs needs() const override {
     Needs needs;
     needs.cuts = {k_};

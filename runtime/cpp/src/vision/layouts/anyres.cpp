@@ -9,7 +9,7 @@
 
 #include "bundle/fields.hpp"
 #include "vision/bilinear.hpp"
-#include "vision/layout.hpp"
+#include "vision/layouts/tiled.hpp"
 
 namespace vtxcore {
 namespace {
@@ -31,10 +31,11 @@ double floored(double value, double by) {
 // whole numbers, as transformers does it. `shrink`: a grid of clearly more tokens than that many tiles have is shrunk to
 // about as many, bilinearly, before the newlines; and each of several images in a prompt is one tile, padded to a square.
 // 0: neither. `padded`: the only tile shows the image so.
-class Anyres : public Layout {
+class Anyres : public TiledLayout {
  public:
   Anyres(int64_t tile, int64_t grid, std::vector<Size> resolutions, bool rounded, int64_t shrink, bool padded)
-      : tile_(tile), grid_(grid), resolutions_(std::move(resolutions)), rounded_(rounded), shrink_(shrink), padded_(padded) {
+      : TiledLayout(tile, grid * grid), grid_(grid), resolutions_(std::move(resolutions)), rounded_(rounded),
+        shrink_(shrink), padded_(padded) {
     bool sound = resolutions_.size() <= static_cast<size_t>(names::kMaxResolutions) && shrink >= 0 &&
                  shrink <= names::kMaxTiles && !(padded && !resolutions_.empty());
     for (auto [width, height] : resolutions_)
@@ -46,7 +47,7 @@ class Anyres : public Layout {
   }
 
   int64_t max_tokens() const override {
-    int64_t most = resolutions_.empty() ? one_tile() + 1 : 0;
+    int64_t most = resolutions_.empty() ? tokens_ + 1 : 0;
     if (shrink_ > 0) return most_shrunk();
     for (auto [width, height] : resolutions_) most = std::max(most, count(width, height));
     return most;
@@ -57,51 +58,33 @@ class Anyres : public Layout {
     return 1 + most;
   }
   bool newline() const override { return true; }
-  void check(const TowerSpec& tower) const override {
-    if (tile_ != tower.image || grid_ != tower.grid || one_tile() != tower.tokens)
-      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", one_tile(),
-           " tokens, the tower ", "takes ", tower.image, " pixels and gives ", tower.tokens,
-           " tokens; export the bundle again");
-  }
-  LayoutPtr limited(int64_t max_views) const override {
-    if (max_views < 1)
-      fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
-    std::vector<Size> left;
-    for (auto [width, height] : resolutions_)
-      if ((width / tile_) * (height / tile_) <= max_views - 1) left.emplace_back(width, height);
-    return std::make_shared<Anyres>(tile_, grid_, std::move(left), rounded_, shrink_, padded_);
-  }
   LayoutPtr among(size_t images) const override {
     if (shrink_ == 0 || images < 2) return nullptr;
     return std::make_shared<Anyres>(tile_, grid_, std::vector<Size>(), rounded_, shrink_, true);
   }
 
   int64_t count(int64_t width, int64_t height) const override {
-    if (resolutions_.empty()) return one_tile() + 1;
+    if (resolutions_.empty()) return tokens_ + 1;
     Part part = unpadded(width, height);
     auto [across, down] = shrunk(part.right - part.left, part.bottom - part.top);
-    return one_tile() + down * (across + 1);
+    return tokens_ + down * (across + 1);
   }
 
   std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
     std::vector<Floats> out{preprocess(picture, padded_ ? fitted(settings, "pad") : settings)};
-    if (resolutions_.empty()) return out;
-    Picture all = padded(picture, settings.resample);
-    auto side = static_cast<int>(tile_);
-    for (int y = 0; y < all.height; y += side)
-      for (int x = 0; x < all.width; x += side) out.push_back(preprocess(cut(all, x, y, side), settings));
+    if (!resolutions_.empty()) cut_tiles(padded(picture, settings.resample), settings, out);
     return out;
   }
 
   std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
                                              const Rows& newline) const override {
     for (const auto& view : views)
-      if (static_cast<int64_t>(view->rows.count()) != one_tile())
+      if (static_cast<int64_t>(view->rows.count()) != tokens_)
         fail(Kind::request, "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out");
     Views parts = views;
     parts.push_back(newlines(newline));
     auto every = joined(parts);
-    Ids which = count_up(0, static_cast<size_t>(one_tile()));
+    Ids which = count_up(0, static_cast<size_t>(tokens_));
     int64_t end = static_cast<int64_t>(every->rows.count()) - 1;  // the one newline, which serves all rows
     if (views.size() == 1) {
       which.push_back(end);
@@ -116,7 +99,7 @@ class Anyres : public Layout {
     // Where a token of the grid stands among those of the tiles, which follow the squeezed image in raster order.
     auto at = [&](int64_t row, int64_t column) {
       int64_t y = part.top + row, x = part.left + column;
-      return one_tile() * (1 + y / grid_ * columns + x / grid_) + y % grid_ * grid_ + x % grid_;
+      return tokens_ * (1 + y / grid_ * columns + x / grid_) + y % grid_ * grid_ + x % grid_;
     };
     for (int64_t row : rows_of) {
       for (int64_t column : columns_of) which.push_back(at(row, column));
@@ -131,8 +114,17 @@ class Anyres : public Layout {
     auto out = std::make_shared<ImageTokens>(*taken);  // a token of four has the patch index of the nearest
     for (int64_t row = 0; row < down; ++row)
       std::copy_n(small.row(static_cast<size_t>(row * across)), static_cast<size_t>(across) * small.width,
-                  out->rows.row(static_cast<size_t>(one_tile() + row * (across + 1))));
+                  out->rows.row(static_cast<size_t>(tokens_ + row * (across + 1))));
     return out;
+  }
+
+ protected:
+  bool fits(const TowerSpec& tower) const override { return grid_ == tower.grid && TiledLayout::fits(tower); }
+  LayoutPtr with_at_most(int64_t max_views) const override {
+    std::vector<Size> left;
+    for (auto [width, height] : resolutions_)
+      if ((width / tile_) * (height / tile_) <= max_views - 1) left.emplace_back(width, height);
+    return std::make_shared<Anyres>(tile_, grid_, std::move(left), rounded_, shrink_, padded_);
   }
 
  private:
@@ -140,11 +132,9 @@ class Anyres : public Layout {
     int64_t left, top, right, bottom;
   };
 
-  int64_t one_tile() const { return grid_ * grid_; }
-
   // The columns and rows that a grid of so many has before its newlines.
   Size shrunk(int64_t across, int64_t down) const {
-    double ratio = shrink_ > 0 ? std::sqrt(real_of(across * down) / real_of(shrink_ * one_tile())) : 1.0;
+    double ratio = shrink_ > 0 ? std::sqrt(real_of(across * down) / real_of(shrink_ * tokens_)) : 1.0;
     if (!(ratio > kClearlyMore)) return {across, down};
     auto side = [&](int64_t count) { return std::max<int64_t>(1, static_cast<int64_t>(floored(real_of(count), ratio))); };
     return {side(across), side(down)};
@@ -162,7 +152,7 @@ class Anyres : public Layout {
       for (int64_t cut = across; cut > 0; cut -= 2) consider(cut, down);
       for (int64_t cut = down; cut > 0; cut -= 2) consider(across, cut);
     }
-    return one_tile() + most;
+    return tokens_ + most;
   }
 
   // The resolution that shows most of an image, and of these the one with the least padding.
@@ -211,7 +201,7 @@ class Anyres : public Layout {
     return static_cast<int64_t>(rounded_ ? rounded_to(value, 7) : value);
   }
 
-  int64_t tile_, grid_;
+  int64_t grid_;
   std::vector<Size> resolutions_;
   bool rounded_;
   int64_t shrink_;

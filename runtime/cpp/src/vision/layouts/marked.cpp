@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "bundle/fields.hpp"
-#include "vision/layout.hpp"
+#include "vision/layouts/tiled.hpp"
 
 namespace vtxcore {
 namespace {
@@ -33,17 +33,16 @@ int64_t views_of(const Size& grid) {
 // Tiles of `tile` pixels a side and `tokens` each, up to `side` of them along the longer side, and the whole image. Images
 // are resized to the largest size that gives at most `most` tiles, the whole image counted; where that is one tile, it is
 // the only one.
-class MarkedTiles : public Layout {
+class MarkedTiles : public TiledLayout {
  public:
   MarkedTiles(int64_t tile, int64_t tokens, int64_t side, int64_t most)
-      : tile_(tile), tokens_(tokens), side_(side), most_(most) {
+      : TiledLayout(tile, tokens), side_(side), most_(most) {
     if (side > names::kMaxMarkedSide)
       fail(Kind::bundle, "layout 'marked' has ", side, " tiles a side of ", tile, " pixels and ", tokens,
            " tokens, at most ", most, " an image; it needs at least 1 of each and at most ", names::kMaxMarkedSide,
            " a side; export again");
   }
 
-  int64_t max_tokens() const override { return tokens_ * max_views(); }
   // A square image has the most tiles, but where fewer are allowed a strip may come nearer to that number.
   int64_t max_views() const override {
     int64_t found = 1;
@@ -53,16 +52,6 @@ class MarkedTiles : public Layout {
     return found;
   }
   bool has_marks() const override { return true; }
-  void check(const TowerSpec& tower) const override {
-    if (tile_ != tower.image || tokens_ != tower.tokens)
-      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", tokens_,
-           " tokens, the tower takes ", tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
-  }
-  LayoutPtr limited(int64_t max_views) const override {
-    if (max_views < 1)
-      fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
-    return std::make_shared<MarkedTiles>(tile_, tokens_, side_, std::min(most_, max_views));
-  }
 
   int64_t count(int64_t width, int64_t height) const override { return tokens_ * views_of(grid(width, height)); }
 
@@ -88,15 +77,14 @@ class MarkedTiles : public Layout {
     auto [columns, rows] = grid(image.width, image.height);
     image = at(image, {columns * tile_, rows * tile_});
     std::vector<Floats> out;
-    auto side = static_cast<int>(tile_);
-    for (int y = 0; columns * rows > 1 && y < image.height; y += side)
-      for (int x = 0; x < image.width; x += side) out.push_back(preprocess(cut(image, x, y, side), settings));
+    if (columns * rows > 1) cut_tiles(image, settings, out);
     out.push_back(preprocess(image, settings));
     return out;
   }
 
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t, int64_t, const Rows&) const override {
-    return views.size() > 1 ? joined(views) : views.front();
+ protected:
+  LayoutPtr with_at_most(int64_t max_views) const override {
+    return std::make_shared<MarkedTiles>(tile_, tokens_, side_, std::min(most_, max_views));
   }
 
  private:
@@ -125,7 +113,7 @@ class MarkedTiles : public Layout {
     return size;
   }
 
-  int64_t tile_, tokens_, side_, most_;
+  int64_t side_, most_;
 };
 
 }  // namespace

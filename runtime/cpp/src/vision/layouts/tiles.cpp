@@ -4,35 +4,23 @@
 #include <limits>
 
 #include "bundle/fields.hpp"
-#include "vision/layout.hpp"
+#include "vision/layouts/tiled.hpp"
 
 namespace vtxcore {
 namespace {
 
 // `fewest` to `most` tiles of `tile` pixels a side and `tokens` each, and where there are several, the whole image,
 // squeezed into one more tile, the last.
-class Tiles : public Layout {
+class Tiles : public TiledLayout {
  public:
   Tiles(int64_t tile, int64_t tokens, int64_t fewest, int64_t most)
-      : tile_(tile), tokens_(tokens), fewest_(fewest), most_(most) {
+      : TiledLayout(tile, tokens), fewest_(fewest), most_(most) {
     if (fewest > most || most > names::kMaxTiles)
       fail(Kind::bundle, "layout 'tiles' has ", fewest, " to ", most, " tiles of ", tile, " pixels and ", tokens,
            " tokens; it needs at least 1 of each and at most ", names::kMaxTiles, " tiles; export the bundle again");
   }
 
-  int64_t max_tokens() const override { return tokens_ * max_views(); }
   int64_t max_views() const override { return most_ + (most_ > 1 ? 1 : 0); }
-  void check(const TowerSpec& tower) const override {
-    if (tile_ != tower.image || tokens_ != tower.tokens)
-      fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", tokens_,
-           " tokens, the tower takes ", tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
-  }
-  LayoutPtr limited(int64_t max_views) const override {
-    if (max_views < 1)
-      fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
-    int64_t most = std::min(most_, std::max<int64_t>(1, max_views - 1));
-    return std::make_shared<Tiles>(tile_, tokens_, std::min(fewest_, most), most);
-  }
 
   int64_t count(int64_t width, int64_t height) const override {
     auto [columns, rows] = grid(width, height);
@@ -42,16 +30,17 @@ class Tiles : public Layout {
   std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
     auto [columns, rows] = grid(picture.width, picture.height);
     auto side = static_cast<int>(tile_);
-    Picture whole = resized(picture, static_cast<int>(columns) * side, static_cast<int>(rows) * side, settings.resample);
     std::vector<Floats> out;
-    for (int y = 0; y < whole.height; y += side)
-      for (int x = 0; x < whole.width; x += side) out.push_back(preprocess(cut(whole, x, y, side), settings));
+    cut_tiles(resized(picture, static_cast<int>(columns) * side, static_cast<int>(rows) * side, settings.resample), settings,
+              out);
     if (out.size() > 1) out.push_back(preprocess(picture, settings));
     return out;
   }
 
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t, int64_t, const Rows&) const override {
-    return views.size() > 1 ? joined(views) : views.front();
+ protected:
+  LayoutPtr with_at_most(int64_t max_views) const override {
+    int64_t most = std::min(most_, std::max<int64_t>(1, max_views - 1));
+    return std::make_shared<Tiles>(tile_, tokens_, std::min(fewest_, most), most);
   }
 
  private:
@@ -73,7 +62,7 @@ class Tiles : public Layout {
     return best;
   }
 
-  int64_t tile_, tokens_, fewest_, most_;
+  int64_t fewest_, most_;
 };
 
 }  // namespace

@@ -1,0 +1,28 @@
+#include "vision/layouts/tiled.hpp"
+
+#include "base/errors.hpp"
+
+namespace vtxcore {
+
+void TiledLayout::check(const TowerSpec& tower) const {
+  if (!fits(tower))
+    fail(Kind::bundle, "vtx.json: the image layout has tiles of ", tile_, " pixels and ", tokens_,
+         " tokens, the tower takes ", tower.image, " pixels and gives ", tower.tokens, " tokens; export the bundle again");
+}
+
+LayoutPtr TiledLayout::limited(int64_t max_views) const {
+  if (max_views < 1) fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
+  return with_at_most(max_views);
+}
+
+std::shared_ptr<const ImageTokens> TiledLayout::arrange(const Views& views, int64_t, int64_t, const Rows&) const {
+  return views.size() > 1 ? joined(views) : views.front();
+}
+
+void TiledLayout::cut_tiles(const Picture& picture, const ImageSettings& settings, std::vector<Floats>& views) const {
+  auto side = static_cast<int>(tile_);
+  for (int y = 0; y < picture.height; y += side)
+    for (int x = 0; x < picture.width; x += side) views.push_back(preprocess(cut(picture, x, y, side), settings));
+}
+
+}  // namespace vtxcore

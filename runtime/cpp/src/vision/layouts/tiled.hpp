@@ -1,0 +1,30 @@
+// What layouts of tiles have in common.
+#pragma once
+
+#include "vision/layout.hpp"
+
+namespace vtxcore {
+
+// Tiles of `tile` pixels a side and `tokens` each.
+class TiledLayout : public Layout {
+ public:
+  TiledLayout(int64_t tile, int64_t tokens) : tile_(tile), tokens_(tokens) {}
+
+  int64_t max_tokens() const override { return tokens_ * max_views(); }
+  void check(const TowerSpec& tower) const override;
+  LayoutPtr limited(int64_t max_views) const override;
+  // The tokens of all views one after the other.
+  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
+                                             const Rows& newline) const override;
+
+ protected:
+  // `limited` to a number that is at least 1.
+  virtual LayoutPtr with_at_most(int64_t max_views) const = 0;
+  virtual bool fits(const TowerSpec& tower) const { return tile_ == tower.image && tokens_ == tower.tokens; }
+  // Adds the tiles of a picture that they cover to `views`, row by row.
+  void cut_tiles(const Picture& picture, const ImageSettings& settings, std::vector<Floats>& views) const;
+
+  const int64_t tile_, tokens_;
+};
+
+}  // namespace vtxcore

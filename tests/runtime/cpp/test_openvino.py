@@ -1,0 +1,96 @@
+"""Stages of libvtx on OpenVINO: the hidden states of the Python runtime there, in as many runs, over as many rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.support.bundles import export_with
+from tests.support.cabi import Loaded
+from tests.support.cpp import needs_cpp, needs_openvino, output, write_pictures
+from tests.support.tiny import Tiny
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.load import load
+from vtx.runtime.backends.openvino import backend as engine
+
+pytestmark = [needs_cpp, needs_openvino]
+
+ROWS, SAME = 600, 1e-5
+Hidden = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """int4 in blocks of 128, which run in parts of at most 256 rows."""
+    checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64, context=700))
+    options = ExportOptions(str(checkpoint), (3,), "int4", int4_block=128, dialects=("ort", "plain"))
+    return export_with(options, tmp_path_factory.mktemp("cpp-openvino") / "bundle").folder
+
+
+@pytest.fixture(scope="module")
+def hidden() -> Hidden:
+    return np.random.default_rng(5).standard_normal((ROWS, 256), np.float32)
+
+
+def in_cpp(bundle: Path, hidden: Hidden, *asked: int) -> Hidden:
+    """What stage 1 gives for these rows, then for the last of them as the next token."""
+    found = output("probe", "stage", bundle, "openvino", "1", *map(str, asked), stdin=hidden.tobytes())
+    return np.frombuffer(found, np.float32).reshape(-1, hidden.shape[1])
+
+
+def in_python(bundle: Path, hidden: Hidden) -> Hidden:
+    with load(bundle, device="openvino", threads=1) as model:
+        cache = model.backend.stage(1, ROWS + 1)
+        found = [
+            cache.append(hidden, np.arange(ROWS)).copy(),
+            cache.append(hidden[-1:], np.arange(ROWS, ROWS + 1)).copy(),
+        ]
+    return np.concatenate(found)
+
+
+@pytest.fixture(scope="module")
+def whole(bundle: Path, hidden: Hidden) -> Hidden:
+    return in_cpp(bundle, hidden)
+
+
+def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_one(
+    bundle: Path, hidden: Hidden, whole: Hidden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.ROWS_OF_A_RUN["int4", "f32"] == 256
+    monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {})
+    np.testing.assert_allclose(whole, in_python(bundle, hidden), atol=SAME, rtol=0)
+    monkeypatch.setattr(engine, "int4_block", lambda _: 64)
+    assert np.abs(whole - in_python(bundle, hidden)).max() > 100 * SAME, "the group of activations cannot be told"
+
+
+def test_rows_that_nobody_asks_for_fill_their_slots_alone(bundle: Path, hidden: Hidden, whole: Hidden) -> None:
+    """In three runs, of which the middle one is asked for nothing."""
+    asked = 0, 3, 199, 400, 599
+    np.testing.assert_allclose(in_cpp(bundle, hidden, *asked), whole[[*asked, ROWS]], atol=SAME, rtol=0)
+
+
+def test_questions_at_one_k_after_another_reuse_and_answer_as_in_python(bundle: Path, tmp_path: Path) -> None:
+    questions = ("red?", "What is it?", "Where is the circle?", "red?")
+    ks = ("3", "3", "none", "3")
+    [picture] = write_pictures(tmp_path, [(60, 60)])
+    other = Loaded(bundle, "openvino")
+    found = other.ask([picture], questions, ks, max_new_tokens=4)
+    other.close()
+    with load(bundle, device="openvino", threads=1) as model, model.open(picture) as conversation:
+        for question, k, answer in zip(questions, ks, found, strict=True):
+            want = conversation.ask(question, int(k) if k.isdigit() else k, max_new_tokens=4)
+            assert facts(answer) == facts(want.to_dict()), (k, question)
+    assert [answer["reused_layers"] for answer in found] == [0, 2, 0, 2]
+
+
+def facts(answer: dict[str, Any]) -> dict[str, Any]:
+    """Of an answer what two runtimes must have in common."""
+    told: dict[str, Any] = json.loads(json.dumps(answer))
+    same = "token_ids", "k", "kv_slots", "vision_tokens_kept", "reused_image", "reused_layers", "reused_tokens"
+    return {key: told[key] for key in same}
