@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.old_onnxruntime import skipped_where_it_refuses_opset_24
+from tests.support.old_onnxruntime import skipped_where_it_is_too_old
 from tests.support.shared import Shared
 from tests.support.tiny import Tiny, make
 
@@ -54,13 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None]:
-    with skipped_where_it_refuses_opset_24():
+    with skipped_where_it_is_too_old():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:
-    with skipped_where_it_refuses_opset_24():
+    with skipped_where_it_is_too_old():
         return (yield)
 
 

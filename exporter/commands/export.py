@@ -204,6 +204,7 @@ def _questions(purpose: str, calibration: str | None, samples: int, *, demo: boo
 
 
 def _note_predicted(plan: Plan) -> None:
+    from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
     from vtx.runtime.report.inspect import INT8_KV
     from vtx.runtime.units import size
 
@@ -215,6 +216,8 @@ def _note_predicted(plan: Plan) -> None:
     note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
     if p.kv == "int8":
         note(INT8_KV)
+        if (release := onnxruntime_release()) and (obstacle := int8_kv_obstacle(release)):
+            note(f"warning: to answer with onnxruntime here, {obstacle}")
     for spec in plan.reductions.specs:
         note(f"reduces:   {spec}")
 

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vtx.runtime.api.load import load
+from vtx.runtime.backends.ort.library import lacks
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
 from vtx.runtime.errors import RequestError
@@ -178,10 +179,11 @@ def _cpu() -> DeviceState:
     if package is None:
         return DeviceState("cpu", False, False, 'onnxruntime is not installed: pip install "vtx-edge[cpu]"')
     try:
-        import onnxruntime  # noqa: F401 - whether it loads
+        import onnxruntime
     except Exception as e:
         return DeviceState("cpu", True, False, f"{package} {version(package)} does not load ({e}); install it again")
-    return DeviceState("cpu", True, True, f"{package} {version(package)}")
+    number = version(package) or onnxruntime.__version__
+    return DeviceState("cpu", True, True, "; ".join((f"{package} {number}", *lacks(number))))
 
 
 def _openvino() -> DeviceState:

@@ -27,7 +27,7 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.devices import choose, open_backend
 from vtx.runtime.backends.engines import ENGINES
-from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
+from vtx.runtime.backends.ort.library import check_opset, check_release, load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
@@ -68,7 +68,7 @@ def open_source(bundle: Bundle, name: str) -> GraphSource:
     Raises:
         RequestError: no such source.
         BundleError: the bundle holds no graphs of the dialect.
-        DeviceError: the device lacks its library, its engines or its hardware.
+        DeviceError: the device lacks its library, its engines or its hardware; or onnxruntime is too old.
 
     """
     if name in names.DIALECTS:
@@ -107,6 +107,8 @@ class DialectSource:
         self._graphs = bundle.manifest.dialects[dialect]
         self._ort = load_onnxruntime()
         self._kv_type = names.kv_type(dialect, bundle.manifest.kv_dtype)
+        check_opset(self._ort, dialect)
+        check_release(self._ort, self._kv_type)
         self._scales = read_kv_scales(bundle) if self._kv_type == "int8" else {}
         self._rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
 

@@ -98,6 +98,12 @@ def test_two_onnxruntimes_are_a_problem(machine: Callable[..., None]) -> None:
     assert "pip uninstall" in result.stderr
 
 
+def test_an_old_onnxruntime_is_listed_with_what_it_lacks(machine: Callable[..., None]) -> None:
+    machine({"onnxruntime"})
+    (entry,) = [entry for entry in read()["devices"] if entry["device"] == "cpu"]
+    assert entry["detail"] == "onnxruntime 1.0; K and V in int8 need 1.27; graphs of the dialect trt need 1.24"
+
+
 def test_tensorrt_without_a_gpu_is_installed_and_cannot_answer(machine: Callable[..., None]) -> None:
     machine({"tensorrt-rtx", "cuda"})
     (entry,) = [entry for entry in read()["devices"] if entry["device"] == "tensorrt"]

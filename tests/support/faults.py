@@ -6,6 +6,8 @@ import builtins
 import errno
 import io
 import os
+import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,4 +84,9 @@ def failing(disk: Disk) -> Iterator[Disk]:
         patch.setattr(os, "fsync", counted("fsync", os.fsync))
         patch.setattr(os, "rename", counted("rename", os.rename))
         patch.setattr(os, "replace", counted("rename", os.replace))
+        if sys.version_info < (3, 11):  # whose paths hold functions of their own
+            accessor: Any = vars(pathlib)["_NormalAccessor"]
+            patch.setattr(accessor, "open", staticmethod(open_))
+            patch.setattr(accessor, "rename", staticmethod(os.rename))
+            patch.setattr(accessor, "replace", staticmethod(os.replace))
         yield disk

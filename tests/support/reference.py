@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -135,11 +136,17 @@ class Reference:
         del processor.video_processor
         return _renamed(found)
 
+    def _named(self, inputs: Inputs) -> Inputs:
+        """Older releases of transformers have a name of their own for Video-LLaVA's pixel values."""
+        if "pixel_values" in signature(self.model.model.get_image_features).parameters:
+            return inputs
+        return {"pixel_values_images" if name == "pixel_values" else name: value for name, value in inputs.items()}
+
     @torch.inference_mode()
     def generate_hf(self, inputs: Inputs, n: int) -> tuple[list[int], torch.Tensor]:
         """Transformers' own greedy answer without withdrawal: `n` ids and logits [n, vocab] in float32."""
         done = self.model.generate(
-            **inputs, max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True
+            **self._named(inputs), max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
         return done.sequences[0, inputs["input_ids"].shape[1] :].tolist(), torch.cat(done.logits).float()
 
@@ -190,7 +197,7 @@ class Reference:
         if inputs.get("pixel_values") is not None:
             names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw")
             pictures = {name: inputs[name] for name in names if name in inputs}
-            features = self.model.model.get_image_features(**pictures).pooler_output
+            features = self.model.model.get_image_features(**self._named(pictures)).pooler_output
             rows[0, inputs["input_ids"][0] == self.image_token] = torch.cat(list(features)).to(rows.dtype)
         if inputs.get("pixel_values_videos") is not None:
             frames = self.model.model.get_video_features(inputs["pixel_values_videos"]).pooler_output

@@ -323,7 +323,8 @@ def _llava_fields(tiny: Tiny) -> dict[str, Any]:
     }
     if tiny.family == "internvl":
         return fields | {"downsample_ratio": 0.5}
-    if tiny.family == "vipllava":
+    if tiny.family == "vipllava":  # whose published checkpoints, and every release of transformers, have the plural
+        fields["vision_feature_layers"] = fields.pop("vision_feature_layer")
         return fields | {"projector_layernorm_eps": 1e-5}
     fields |= {"multimodal_projector_bias": tiny.projector_bias, "vision_feature_select_strategy": tiny.select}
     if tiny.family in VIDEOS:

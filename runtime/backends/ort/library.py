@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.machine import version
 from vtx.runtime.process import owns_process
 
 FATAL = 4  # the least severity that is logged: failures come back as exceptions, once
 INT8_KV_RELEASE = (1, 27)  # its GroupQueryAttention is the first to take int8 caches with scales a channel
+OPSET_24_RELEASE = (1, 24)  # the first to compute graphs of the dialect `trt`
+OLD_PYTHON = sys.version_info < (3, 11)  # onnxruntime 1.23 was the last for it
 
 
 def load_onnxruntime() -> Any:
@@ -24,18 +28,54 @@ def load_onnxruntime() -> Any:
     return onnxruntime
 
 
+def onnxruntime_release() -> str | None:
+    """The release of the package that is installed, for a CPU or for GPUs, without loading it; None without one."""
+    return version("onnxruntime") or version("onnxruntime-gpu")
+
+
 def check_release(ort: Any, kv_dtype: str) -> None:
     """Raise DeviceError where this release of onnxruntime cannot attend over K and V of `kv_dtype`."""
-    if kv_dtype == "int8" and _release(ort) < INT8_KV_RELEASE:
-        wanted = ".".join(map(str, INT8_KV_RELEASE))
+    if kv_dtype == "int8" and (obstacle := int8_kv_obstacle(ort.__version__)):
+        raise DeviceError(obstacle)
+
+
+def check_opset(ort: Any, dialect: str) -> None:
+    """Raise DeviceError where this release of onnxruntime does not compute graphs of `dialect`."""
+    if dialect == "trt" and _numbers(ort.__version__) < OPSET_24_RELEASE:
         raise DeviceError(
-            f"K and V in int8 need onnxruntime {wanted} or newer, this is {ort.__version__}; "
-            f'pip install -U "onnxruntime>={wanted}", or export with --kv-precision fp16'
+            f"graphs of the dialect trt need onnxruntime {_text(OPSET_24_RELEASE)} or newer, this is "
+            f"{ort.__version__}; {_newer(OPSET_24_RELEASE)}, or compare ort with plain"
         )
 
 
-def _release(ort: Any) -> tuple[int, ...]:
-    return tuple(int(part) for part in ort.__version__.split(".")[:2])
+def int8_kv_obstacle(release: str) -> str | None:
+    """Why that release of onnxruntime cannot attend over K and V in int8, with the fix; None where it can."""
+    if _numbers(release) >= INT8_KV_RELEASE:
+        return None
+    return (
+        f"K and V in int8 need onnxruntime {_text(INT8_KV_RELEASE)} or newer, this is {release}; "
+        f"{_newer(INT8_KV_RELEASE)}, or export with --kv-precision fp16"
+    )
+
+
+def lacks(release: str) -> list[str]:
+    """What that release of onnxruntime cannot compute, each with the least release that can."""
+    wanted = {"K and V in int8": INT8_KV_RELEASE, "graphs of the dialect trt": OPSET_24_RELEASE}
+    return [f"{what} need {_text(least)}" for what, least in wanted.items() if _numbers(release) < least]
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2])
+
+
+def _text(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def _newer(release: tuple[int, ...]) -> str:
+    if OLD_PYTHON:
+        return "use Python 3.11 or newer, for which it is released"
+    return f'pip install -U "onnxruntime>={_text(release)}"'
 
 
 def session_options(ort: Any, threads: int) -> Any:

@@ -59,6 +59,14 @@ def plan(folder: Path, **options: Any) -> Plan:
     return plan_export(ExportOptions(str(folder), **{"precision": "fp32", **options}))
 
 
+@pytest.mark.parametrize("name", ["vision_feature_layer", "vision_feature_layers"])
+def test_vipllava_s_layers_are_read_by_either_name(name: str, tiny_checkpoint: Make) -> None:
+    """Each release of transformers knows one of them, and takes its default where the other one stands."""
+    config = config_of(tiny_checkpoint(Tiny(family="vipllava", feature_layer=(-1, 2))))
+    layers = config.pop("vision_feature_layers", None) or config.pop("vision_feature_layer")
+    assert read_config(config | {name: layers}).feature_layers == (4, 2)
+
+
 # ---- what is read ----------------------------------------------------------------------------------------------------
 
 

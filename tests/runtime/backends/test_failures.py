@@ -17,7 +17,7 @@ from tests.support.exported import THREADS
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.openvino.graph import run_row
-from vtx.runtime.backends.ort.library import check_release
+from vtx.runtime.backends.ort import library
 from vtx.runtime.errors import DeviceError, ModelClosedError
 
 DEVICES = [name for name, module in (("cpu", "onnxruntime"), ("openvino", "openvino")) if find_spec(module)]
@@ -114,12 +114,27 @@ def test_a_closed_backend_says_so_and_may_be_closed_again(backend: Backend) -> N
             call()
 
 
+@pytest.mark.parametrize(("python_310", "fix"), [(True, "use Python 3.11 or newer"), (False, 'pip install -U "onnx')])
 @pytest.mark.parametrize(("release", "works"), [("1.22.1", False), ("1.26.0", False), ("1.27.0", True), ("2.0", True)])
-def test_int8_caches_need_a_release_of_onnxruntime_that_has_them(release: str, works: bool) -> None:
-    library = SimpleNamespace(__version__=release)
-    check_release(library, "float16")
+def test_int8_caches_need_a_release_of_onnxruntime_that_has_them(
+    release: str, works: bool, python_310: bool, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "OLD_PYTHON", python_310)
+    ort = SimpleNamespace(__version__=release)
+    library.check_release(ort, "float16")
     if works:
-        check_release(library, "int8")
+        library.check_release(ort, "int8")
         return
-    with pytest.raises(DeviceError, match=rf'1\.27 or newer, this is {release}; pip install -U "onnxruntime'):
-        check_release(library, "int8")
+    with pytest.raises(DeviceError, match=rf"1\.27 or newer, this is {release}; {fix}"):
+        library.check_release(ort, "int8")
+
+
+def test_graphs_of_opset_24_need_a_release_of_onnxruntime_that_computes_them() -> None:
+    old, new = SimpleNamespace(__version__="1.23.2"), SimpleNamespace(__version__="1.24.0")
+    library.check_opset(new, "trt")
+    for dialect in ("ort", "plain"):
+        library.check_opset(old, dialect)
+    with pytest.raises(DeviceError, match=r"dialect trt need onnxruntime 1\.24 or newer, this is 1\.23\.2; .* plain"):
+        library.check_opset(old, "trt")
+    assert library.lacks("1.23.2") == ["K and V in int8 need 1.27", "graphs of the dialect trt need 1.24"]
+    assert library.lacks("1.27.0") == []

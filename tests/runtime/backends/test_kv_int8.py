@@ -31,6 +31,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.ort.cuda import PROVIDER, obstacle
+from vtx.runtime.backends.ort.library import check_release, load_onnxruntime
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec import names
@@ -123,6 +124,7 @@ class Statement(Reference):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 def test_the_operator_rounds_and_attends_as_stated(tmp_path: Path, heads: int, kv_heads: int) -> None:
     """In chunks, over slots that were forgotten; attention is exact over the integers that the cache then holds."""
+    check_release(load_onnxruntime(), "int8")
     rng, capacity = np.random.default_rng(heads), 64
     config = replace(TEXT, heads=heads, kv_heads=kv_heads, hidden=8 * heads)
 

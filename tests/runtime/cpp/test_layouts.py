@@ -13,6 +13,7 @@ from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.bundles import ORT, export
 from tests.support.cpp import ask, needs_cpp, output, run, write_pictures
+from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ContextError
@@ -30,6 +31,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
+@needs_pillow_13
 @FAMILIES
 def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
     model = models(tiny, (3, 5))

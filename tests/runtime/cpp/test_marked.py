@@ -17,6 +17,7 @@ from tests.runtime.cpp.test_traces import meets
 from tests.runtime.session.test_tiles import SMOLVLM
 from tests.support.cabi import OK, Loaded
 from tests.support.cpp import BUILD, ask, needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -35,6 +36,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
+@needs_pillow_13
 @pytest.mark.parametrize("tiny", [SMOLVLM, pytest.param(IDEFICS, marks=pytest.mark.slow)], ids=lambda tiny: tiny.family)
 def test_views_tokens_and_answers_are_those_of_python(
     models: Callable[..., Model], pictures: list[Path], tiny: Tiny

@@ -104,7 +104,7 @@ def test_the_command_ends_with_the_first_difference(folder: Path) -> None:
     perturb(folder, "stage-02-02.trt.onnx", "layers.1.self_attn.v_proj.weight")
     result = invoke(folder, "--compare", "ort,trt")
     assert result.exit_code == 1
-    assert "BEYOND" in result.stdout
+    assert "BEYOND" in result.stdout, result.stderr
     last = result.stderr.splitlines()[-1]
     assert last.startswith("doctor: trt differs from ort first in stage-02-02.trt.onnx, output present_value.2: by ")
     found: dict[str, Any] = json.loads(invoke(folder, "--compare", "ort,trt", "--json").stdout)

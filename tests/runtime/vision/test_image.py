@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb as hf_convert_to_rgb
 from transformers.image_utils import load_image as hf_load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -160,9 +161,16 @@ MODES = {
 }
 
 
+def hf_drops_transparency():
+    return hf_convert_to_rgb(Image.new("RGBA", (1, 1))).getpixel((0, 0)) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_becomes_rgb_as_in_the_hf_processor(mode):
-    wanted = expected(PROCESSORS["clip-odd"], Image.open(io.BytesIO(MODES[mode])))
+    image = Image.open(io.BytesIO(MODES[mode]))
+    if ("A" in image.getbands() or "transparency" in image.info) and hf_drops_transparency():
+        pytest.skip("this transformers drops transparency; newer releases compose it over white, as vtx does")
+    wanted = expected(PROCESSORS["clip-odd"], image)
     np.testing.assert_array_equal(ours(PROCESSORS["clip-odd"], load_image(MODES[mode])), wanted)
 
 
