@@ -42,13 +42,14 @@ void* allocate(size_t bytes, const void* caller) {
 
 }  // namespace
 
-void* operator new(size_t bytes) { return allocate(bytes, __builtin_return_address(0)); }
-void* operator new[](size_t bytes) { return allocate(bytes, __builtin_return_address(0)); }
-void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes ? bytes : 1); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
+// Not inlined: where GCC 12 sees one of a pair and not the other, it warns that they do not belong together.
+[[gnu::noinline]] void* operator new(size_t bytes) { return allocate(bytes, __builtin_return_address(0)); }
+[[gnu::noinline]] void* operator new[](size_t bytes) { return allocate(bytes, __builtin_return_address(0)); }
+[[gnu::noinline]] void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes ? bytes : 1); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
