@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vtx.runtime.api.load import load
-from vtx.runtime.backends.ort.library import lacks
+from vtx.runtime.backends.ort.library import import_onnxruntime, lacks
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
 from vtx.runtime.errors import RequestError
@@ -179,7 +179,7 @@ def _cpu() -> DeviceState:
     if package is None:
         return DeviceState("cpu", False, False, 'onnxruntime is not installed: pip install "vtx-edge[cpu]"')
     try:
-        import onnxruntime
+        onnxruntime = import_onnxruntime()
     except Exception as e:
         return DeviceState("cpu", True, False, f"{package} {version(package)} does not load ({e}); install it again")
     number = version(package) or onnxruntime.__version__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -12,20 +13,31 @@ from vtx.runtime.host.machine import version
 from vtx.runtime.process import owns_process
 
 FATAL = 4  # the least severity that is logged: failures come back as exceptions, once
+SILENCE = "ORT_DISABLE_TELEMETRY"
 INT8_KV_RELEASE = (1, 27)  # its GroupQueryAttention is the first to take int8 caches with scales a channel
 OPSET_24_RELEASE = (1, 24)  # the first to compute graphs of the dialect `trt`
 OLD_PYTHON = sys.version_info < (3, 11)  # onnxruntime 1.23 was the last for it
 
 
+def import_onnxruntime() -> Any:
+    """The onnxruntime module, which reports nothing to its maker unless the environment says that it may.
+
+    Releases that do (1.31 for Linux) also keep a database and a number of the device in the user's home.
+    """
+    os.environ.setdefault(SILENCE, "1")
+    import onnxruntime
+
+    return onnxruntime
+
+
 def load_onnxruntime() -> Any:
     """The onnxruntime module, or DeviceError with the command that installs it."""
     try:
-        import onnxruntime
+        return import_onnxruntime()
     except ImportError as e:
         raise DeviceError(
             'onnxruntime is not installed; pip install "vtx-edge[cpu]" (or "vtx-edge[gpu]" with an NVIDIA GPU)'
         ) from e
-    return onnxruntime
 
 
 def onnxruntime_release() -> str | None:

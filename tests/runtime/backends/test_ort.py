@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import weakref
@@ -18,6 +19,7 @@ import vtx
 from tests.support.bundles import export
 from vtx.runtime.backends.ort.cache import OrtCacheContext
 from vtx.runtime.backends.ort.graph import OrtGraph
+from vtx.runtime.backends.ort.library import SILENCE
 
 USER = """
 import sys
@@ -84,6 +86,13 @@ def test_other_users_of_onnxruntime_find_it_as_it_was(tiny_checkpoint: Callable[
     assert done.stderr.count(WARNING) == 5, "the other user's warnings are still told"
     logged = [line for line in done.stderr.splitlines() if ":onnxruntime:" in line and "device_discovery" not in line]
     assert len(logged) == 5, "and ours are not"
+
+
+def test_onnxruntime_leaves_nothing_in_the_user_s_home(tmp_path: Path) -> None:
+    code = "from vtx.runtime.backends.ort.library import load_onnxruntime; load_onnxruntime()"
+    environment = {name: value for name, value in os.environ.items() if name not in (SILENCE, "XDG_CACHE_HOME")}
+    subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True)
+    assert [*tmp_path.rglob("*")] == []
 
 
 COMMAND = """

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cpp import BUILD, needs_cpp, needs_openvino
+from tests.support.cpp import BUILD, needs_cpp, needs_openvino, onnxruntime
 from vtx.runtime.api.model import Model
+from vtx.runtime.backends.ort.library import SILENCE
 
 pytestmark = [
     needs_cpp,
@@ -93,3 +94,11 @@ def test_a_build_without_the_bridge_to_openvino_says_so(bundle: Path, tmp_path: 
     assert done.returncode == 1
     assert "this libvtx has no bridge to OpenVINO" in done.stderr
     assert "use device cpu" in done.stderr
+
+
+def test_onnxruntime_leaves_nothing_in_the_user_s_home(bundle: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in (SILENCE, "XDG_CACHE_HOME")}
+    environment |= {"HOME": str(tmp_path), "VTX_ONNXRUNTIME": onnxruntime()}
+    command = [str(BUILD / "vtx-cpp-run"), "--bundle", str(bundle), "--text-only", "Who?", "--device", "cpu"]
+    subprocess.run(command, env=environment, check=True)
+    assert [*tmp_path.rglob("*")] == []

@@ -73,7 +73,8 @@ typedef struct vtx_load_options {
 VTX_API void vtx_load_options_init(vtx_load_options* options, size_t size);
 
 /* Loads a bundle. `options` may be NULL. Takes as long as reading the weights. Free with vtx_model_free, which may be
- * called while conversations are open: the last of them frees the engine. */
+ * called while conversations are open: the last of them frees the engine. Unless the environment has ORT_DISABLE_TELEMETRY,
+ * it is set to 1 before onnxruntime is looked for, so that onnxruntime reports nothing. */
 VTX_API vtx_status vtx_load(const char* bundle, const vtx_load_options* options, vtx_model** model);
 VTX_API void vtx_model_free(vtx_model* model);
 

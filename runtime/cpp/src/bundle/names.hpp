@@ -47,6 +47,7 @@ inline constexpr char kPagedBlocks[] = "block_indices";
 inline constexpr char kPagedBlockBegins[] = "block_indices_begins";
 inline constexpr char kPagedFilled[] = "max_context_len";
 inline constexpr char kPagedRows[] = "rows";
+inline constexpr char kOrtSilence[] = "ORT_DISABLE_TELEMETRY";
 inline constexpr char kPastKey[] = "past_key.";
 inline constexpr char kPastValue[] = "past_value.";
 inline constexpr char kPresentKey[] = "present_key.";

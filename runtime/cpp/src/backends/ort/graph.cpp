@@ -1,6 +1,7 @@
 #include "backends/ort/graph.hpp"
 
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 
 #include "backends/failures.hpp"
@@ -31,7 +32,10 @@ std::string name_of(ONNXTensorElementDataType type) {
 
 constexpr char kEngine[] = "onnxruntime";
 
+// onnxruntime reports nothing to its maker, and keeps nothing in the user's home for that, unless the environment says that
+// it may. Its API can turn this off only once the library has begun with it.
 Library find_library(const std::string& path) {
+  ::setenv(names::kOrtSilence, "1", 0);
   return Library(kEngine, path, "VTX_ONNXRUNTIME", {"libonnxruntime.so.1", "libonnxruntime.so"}, "OrtGetApiBase");
 }
 
