@@ -120,9 +120,7 @@ def test_a_project_finds_an_installed_libvtx(model: Model, tmp_path: Path) -> No
     done("cmake", "-S", ROOT / "examples/cpp", "-B", tmp_path / "b", f"-DCMAKE_PREFIX_PATH={prefix}")
     done("cmake", "--build", tmp_path / "b", "--target", "vtx-example-ask")
     ask_answers(tmp_path / "b/vtx-example-ask", model, tmp_path / "a.png")
-    [libraries] = {path.parent for path in prefix.rglob("libvtx.so")}
-    listed = done(prefix / "bin/vtx-cpp-run", "--help", LD_LIBRARY_PATH=str(libraries))
-    assert "--bundle" in listed
+    assert "--bundle" in done(prefix / "bin/vtx-cpp-run", "--help"), "it finds the library beside it"
 
 
 @pytest.mark.slow
@@ -132,7 +130,7 @@ def test_pkg_config_names_what_a_compiler_needs(model: Model, tmp_path: Path) ->
     done("cmake", "--install", BUILD, "--prefix", prefix)
     [libraries] = {path.parent for path in prefix.rglob("libvtx.so")}
     variables = {"PKG_CONFIG_PATH": str(libraries / "pkgconfig")}
-    flags = done("pkg-config", "--define-prefix", "--cflags", "--libs", "vtx", **variables).split()
+    flags = done("pkg-config", "--cflags", "--libs", "vtx", **variables).split()
     program = tmp_path / "ask"
     done(os.environ.get("CXX", "c++"), "-std=c++17", ROOT / "examples/cpp/ask.cpp", "-o", program, *flags)
     ask_answers(program, model, tmp_path / "a.png", LD_LIBRARY_PATH=str(libraries))
