@@ -14,7 +14,8 @@ if ! command -v "$compiler" > /dev/null; then
 	exit 0
 fi
 
-cmake -S runtime/cpp -B "$folder" -G Ninja -DCMAKE_CXX_COMPILER="$compiler" -DVTX_FUZZ=ON -DVTX_BUILD_TOOLS=OFF > /dev/null
+cmake -S runtime/cpp -B "$folder" -G Ninja -DCMAKE_CXX_COMPILER="$compiler" -DVTX_FUZZ=ON -DVTX_UNITY=ON \
+	-DVTX_BUILD_TOOLS=OFF > /dev/null
 ninja -C "$folder" --quiet
 
 seed() { # KIND FILE...

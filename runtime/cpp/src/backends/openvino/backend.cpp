@@ -163,8 +163,8 @@ class OpenvinoBackend : public Backend {
   GraphPtr compile_vision(const GraphIO& io) {
     const std::string& name = m_.dialects.at(kDialect).vision;
     auto model = openvino_.read(bundle_, name, io, compute);
-    auto [height, width] = m_.image.output();
-    loading(name, [&] { model->reshape(names::kPixels, {1, 3, height, width}); });
+    std::pair<int, int> size = m_.image.output();  // clang captures no structured binding before its release 16
+    loading(name, [&] { model->reshape(names::kPixels, {1, 3, size.first, size.second}); });
     auto dropping = model->letting_go();
     return std::make_unique<OpenvinoGraph>(name, compile(name, *model, m_.vision_precision), io);
   }
