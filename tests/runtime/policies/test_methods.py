@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.policies.boundaries import attention, boundary
 from vtx.runtime.policies import Boundary, PromptText
-from vtx.runtime.policies.methods.cdpruner import greedy, scaled
+from vtx.runtime.policies.methods.cdpruner import cosines_of, greedy, scaled
 from vtx.runtime.policies.methods.cls import Cls
 from vtx.runtime.policies.methods.dart import Dart
 from vtx.runtime.policies.methods.fastv import FastV
@@ -123,6 +123,16 @@ def test_cdpruner_takes_the_earlier_of_equal_gains_and_never_a_row_twice() -> No
     assert greedy(np.eye(5, dtype=np.float32), 3).tolist() == [0, 1, 2]
     assert greedy(np.ones((5, 5), np.float32), 3).tolist() == [0, 1, 2]
     assert scaled(np.full(4, 0.5, np.float32)).tolist() == [1, 1, 1, 1]
+
+
+def test_cdpruner_makes_the_determinant_largest_nearly_up_to_the_rank_of_its_tokens() -> None:
+    kernel = cosines_of(np.random.default_rng(0).standard_normal((81, 64)).astype(np.float32))
+    exact, chosen = kernel.astype(np.float64), list[int]()
+    while len(chosen) < 60:
+        rest = [i for i in range(81) if i not in chosen]
+        gains = [np.linalg.slogdet(exact[np.ix_([*chosen, i], [*chosen, i])])[1] for i in rest]
+        chosen.append(rest[int(np.argmax(gains))])
+    assert greedy(kernel, 60).tolist() == sorted(chosen)
 
 
 def test_relevance_leaves_the_least_relevant_row_an_offset_only() -> None:
