@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import signal
+import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -40,6 +44,16 @@ settings.load_profile("busy")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Thousands of tests are made and none is garbage: looking for it took a sixth of the collection's time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow all but each n-th case of a test that is `sampled(n)`."""
@@ -64,6 +78,12 @@ def pytest_runtest_call() -> Generator[None]:
         return (yield)
 
 
+def _of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is this run's, whichever worker asks."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_the_disk() -> Iterator[None]:
     """Nothing that a test writes need survive a power failure, and a small export waits for the disk 40 times."""
@@ -77,12 +97,35 @@ def tokenizers_resolved_once(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A confined child takes a second of processor time; what it makes of the same files serves every worker."""
     from vtx.exporter.checkpoint import text
 
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "resolved"
+    folder = _of_all_workers(tmp_path_factory) / "resolved"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "RESOLVED", Shared(folder))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children_forked() -> Iterator[Callable[..., int | None]]:
+    """Confined children are forked from a process that has made their imports; gives what starts one without it."""
+    from tests.support.fork_server import ForkServer
+    from vtx.exporter.checkpoint import confined
+
+    if sys.platform != "linux":
+        yield confined.run_child
+        return
+    server, start = ForkServer(), confined.run_child
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(confined, "run_child", server.run)
+        yield start
+    server.close()
+
+
+@pytest.fixture
+def children_started(children_forked: Callable[..., int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The children of this test are those that users have, imports and all."""
+    from vtx.exporter.checkpoint import confined
+
+    monkeypatch.setattr(confined, "run_child", children_forked)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -97,9 +140,17 @@ def crop_noted_already() -> None:
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoint(tiny=Tiny(), seed=0)`: the folder of that checkpoint; copy it before you change it."""
 
+    shared = _of_all_workers(tmp_path_factory) / "tiny"
+    shared.mkdir(exist_ok=True)
+
     @cache
     def folder(tiny: Tiny = Tiny(), seed: int = 0) -> Path:  # noqa: B008 - frozen
-        return make(tmp_path_factory.mktemp("tiny"), tiny, seed)
+        target = shared / hashlib.sha256(repr((tiny, seed)).encode()).hexdigest()[:16]
+        if not target.exists():
+            made = make(tmp_path_factory.mktemp("tiny"), tiny, seed)
+            with suppress(OSError):  # another worker was sooner with the same
+                made.rename(target)
+        return target
 
     return folder
 
@@ -117,15 +168,24 @@ def reference(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
     return load
 
 
+@pytest.fixture(scope="session")
+def exported() -> dict[Hashable, Path]:
+    """The bundles of the fixture `models`, which the test files share."""
+    return {}
+
+
 @pytest.fixture(scope="module")
 def models(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_checkpoint: Callable[..., Path],
+    exported: dict[Hashable, Path],
 ) -> Models:
     """`models(tiny, ks, precision, reductions)`: that bundle on the CPU, in the dialects that the file names."""
     from tests.support.exported import Models
 
     marker = request.node.get_closest_marker("dialects")
-    return Models(tmp_path_factory.mktemp("bundles"), tiny_checkpoint, marker.args if marker else ("ort",))
+    return Models(tmp_path_factory.mktemp("bundles"), tiny_checkpoint, marker.args if marker else ("ort",), exported)
 
 
 @pytest.fixture(scope="module")

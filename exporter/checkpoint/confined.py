@@ -32,7 +32,7 @@ _START = (
     "import json, sys; path, limits, target, libraries = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
     "from vtx.exporter.checkpoint.confined_child import main; main(limits, target, libraries)"
 )
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "MALLOC_ARENA_MAX": "1",
     "OMP_NUM_THREADS": "1",
@@ -65,7 +65,7 @@ def confine(
     with tempfile.TemporaryFile("w+") as question, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
         json.dump(request, question)
         question.seek(0)
-        code = _run(target, limits, libraries, question, answer, log)
+        code = run_child(target, limits, libraries, question, answer, log)
         if code is None:
             raise error(f"{subject} takes more than {limits.wall_seconds} s to read, the limit; {cure}")
         if code != 0:
@@ -80,7 +80,7 @@ def confine(
     return result["value"]
 
 
-def _run(
+def run_child(
     target: str,
     limits: ChildLimits,
     libraries: tuple[str, ...],
@@ -88,12 +88,12 @@ def _run(
     answer: IO[bytes],
     log: IO[bytes],
 ) -> int | None:
-    """The child's exit status, None where it was killed at the deadline."""
+    """Start the child and wait for it: its exit status, None where it was killed at the deadline."""
     path = [entry for entry in sys.path if os.path.isabs(entry)]
     arguments = map(json.dumps, (path, asdict(limits), target, libraries))
     child = subprocess.Popen(
         [sys.executable, "-I", "-c", _START, *arguments],
-        stdin=question, stdout=answer, stderr=log, env=os.environ | _ENVIRONMENT,
+        stdin=question, stdout=answer, stderr=log, env=os.environ | ENVIRONMENT,
     )  # fmt: skip
     try:
         return child.wait(limits.wall_seconds)

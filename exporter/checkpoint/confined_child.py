@@ -41,13 +41,18 @@ def main(limits: dict[str, int], target: str, libraries: Collection[str]) -> Non
     Of the heavy libraries it finds those named in `libraries`.
     """
     _set_limits(limits)
-    hidden = HIDDEN.difference(libraries)
-    sys.meta_path[:] = [_Hiding(finder, hidden) for finder in sys.meta_path]
+    hide(libraries)
     answer = os.dup(1)
     os.dup2(2, 1)  # what a library prints is not an answer
     text = json.dumps(_result(target))
     with open(answer, "w", encoding="utf-8") as file:
         file.write(text if len(text) <= limits["file"] else json.dumps({"limit": "file"}))
+
+
+def hide(libraries: Collection[str] = ()) -> None:
+    """Of the heavy libraries let this process find those named."""
+    hidden = HIDDEN.difference(libraries)
+    sys.meta_path[:] = [_Hiding(finder, hidden) for finder in sys.meta_path]
 
 
 def _result(target: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -26,11 +26,20 @@ Checkpoints = Callable[..., Path]
 
 
 class Models:
-    """`models(tiny, ks, precision, reductions)`: that bundle, loaded; each is made once, with these dialects."""
+    """`models(tiny, ks, precision, reductions)`: that bundle, loaded; each is made once, with these dialects.
 
-    def __init__(self, folder: Path, checkpoints: Checkpoints, dialects: tuple[str, ...]) -> None:
+    Those who share `exported` share the bundles, of which nobody changes a file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        checkpoints: Checkpoints,
+        dialects: tuple[str, ...],
+        exported: dict[Hashable, Path] | None = None,
+    ) -> None:
         self._folder, self._checkpoints, self._dialects = folder, checkpoints, dialects
-        self._made = 0
+        self._exported: dict[Hashable, Path] = {} if exported is None else exported
         self._get = cache(self._make)
 
     def __call__(
@@ -43,13 +52,12 @@ class Models:
         return self._get(tiny, ks, precision, reductions)
 
     def _make(self, tiny: Tiny, ks: tuple[int, ...], precision: str, reductions: tuple[str, ...]) -> Model:
-        self._made += 1
-        folder = self._folder / f"bundle-{self._made}"
-        checkpoint = self._checkpoints(tiny)
-        bundle = export(
-            checkpoint, folder, ks, precision, reductions=reductions, allow_pickle=tiny.pickled, dialects=self._dialects
-        )
-        return load(bundle.folder, device="cpu", threads=THREADS)
+        key = tiny, ks, precision, reductions, self._dialects
+        if key not in self._exported:
+            folder = self._folder / f"bundle-{len(self._exported)}"
+            how = {"reductions": reductions, "dialects": self._dialects, "allow_pickle": tiny.pickled}
+            self._exported[key] = export(self._checkpoints(tiny), folder, ks, precision, **how).folder
+        return load(self._exported[key], device="cpu", threads=THREADS)
 
 
 class Greedy(NamedTuple):

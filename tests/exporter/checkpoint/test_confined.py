@@ -10,7 +10,10 @@ import pytest
 from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError, ImageError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's"),
+    pytest.mark.usefixtures("children_started"),
+]
 SMALL = ChildLimits(memory=512 << 20, cpu_seconds=30, wall_seconds=300, file=1 << 20)  # its imports count, too
 
 

@@ -14,7 +14,10 @@ from tests.support.text import VICUNA, read, write_checkpoint
 from vtx.exporter.checkpoint.confined import ChildLimits
 from vtx.runtime.errors import CheckpointError, TemplateError, VtxError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's"),
+    pytest.mark.usefixtures("children_started"),
+]
 Spec = dict[str, Any]
 SLOW = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 BIG = "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
