@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,12 @@ def modules(*parts: str) -> Iterator[tuple[str, ast.Module]]:
     for part in parts:
         start = ROOT / part
         for path in sorted(start.rglob("*.py")) if start.is_dir() else [start]:
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+            yield path.relative_to(ROOT).as_posix(), parse(path)
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def is_private(name: str) -> bool:
@@ -38,7 +44,7 @@ def reaches(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "setattr":
             names = [str(arg.value) for arg in node.args[:2] if isinstance(arg, ast.Constant)]
             yield from (ast.unparse(node) for name in names if is_private(name.rpartition(".")[2]))
 

@@ -283,6 +283,7 @@ def test_where_a_few_channels_carry_most_it_loses_much_less(tiny_checkpoint: Mak
 # ---- bundles ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 @pytest.mark.parametrize("tiny", [MHA, QWEN2, replace(GQA, ffn=100, dtype="bfloat16")], ids=["mha", "qwen2", "odd"])
 def test_a_bundle_computes_what_its_stored_weights_say_and_tells_how_they_came(

@@ -90,7 +90,7 @@ def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], L
 # --- parity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("count", [1, 2, 0], ids=["one-image", "two-images", "text-only"])
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
@@ -551,6 +551,7 @@ def test_quantised_weights_answer_as_on_onnxruntime_and_stay_narrow(
         assert {n.get_output_element_type(0).bitwidth for n in matrices} == {8 if precision == "int8" else 4}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [64, 128])
 def test_int4_in_blocks_of_either_size_computes_what_its_stored_weights_say(
     tiny_checkpoint: Checkpoints, tmp_path: Path, block: int

@@ -44,6 +44,7 @@ def asked(model: Model, way: dict[str, Any], **options: Any) -> list[Any]:
         return [conversation.ask(question, **settings) for question in QUESTIONS]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_without_it_at_the_first_second_and_third_question(model: Model, way: str) -> None:
     plain, drafted = asked(model, WAYS[way]), asked(model, WAYS[way], prompt_lookup=8)
@@ -166,6 +167,7 @@ def test_a_chat_looks_its_earlier_turns_up(model: Model) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.sampled(2)
 def test_openvino_gives_the_same_answers(model: Model) -> None:
     pytest.importorskip("openvino")
     with load(model.bundle.folder, device="openvino", threads=THREADS) as other:

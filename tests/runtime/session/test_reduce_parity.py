@@ -128,6 +128,7 @@ def ask(
 # ---- each method -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("order", ["raster", "merged-first"])
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 @pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))
@@ -151,6 +152,7 @@ def released(case: Case) -> Method:
     return Method(tau=tau, key=0.08, layers=LAYERS, positions="renumber", order="merged-first", keys="last-block")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))
 @pytest.mark.parametrize("seeds", [(4,), (4, 7)], ids=["one-image", "two-images"])
 def test_mustdrop_as_released(case: Case, seeds: tuple[int, ...], share: float) -> None:

@@ -95,6 +95,7 @@ def test_the_gates_of_these_tests_decide_either_way(sequences: Sequences) -> Non
     assert ks == {None, *KS}
 
 
+@pytest.mark.sampled(2)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_sequence_equals_fresh_answers(sequences: Sequences, data: st.DataObject) -> None:
