@@ -6,8 +6,9 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar, cast
 
 from vtx.runtime.errors import BundleError, VtxError
@@ -36,7 +37,7 @@ class Strict:
         """
         if not isinstance(data, dict):
             raise self.error(f"{where} is {type(data).__name__}, not an object; {self.cure}")
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data) - set(_later(kind)))
         if unknown or missing:
             problem = f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing"
@@ -97,6 +98,9 @@ def later(default: Any) -> Any:
     A reader that does not know it refuses files that use it, and reads all others.
     """
     return dataclasses.field(default=default, metadata={_LATER: True})
+
+
+_hints: Callable[[Any], Mapping[str, Any]] = cache(typing.get_type_hints)
 
 
 def _later(kind: Any) -> dict[str, Any]:
