@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES
-from vtx.runtime.backends.memory import EXPANDED, KEPT, NARROWED
+from vtx.runtime.backends.memory import EXPANDED, PACKED
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import targets
 from vtx.runtime.errors import DeviceError, VtxError
@@ -16,6 +16,7 @@ from vtx.runtime.host.gpu import find_gpu
 
 # The least hidden sizes at which OpenVINO was measured to be ahead of onnxruntime, by the weights (docs/openvino.md).
 WIDE = {"fp32": 2048, "fp16": 896, "bf16": 896, "int8": 896, "int4": 896}
+INTEGER_WEIGHTS = ("int8", "int4")
 GPU_DEVICES = ("cuda", "tensorrt")  # weights in memory of their own
 
 
@@ -69,6 +70,9 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
     if compute is not None and compute not in engine.compute:
         able = [other for other, d in ENGINES.items() if compute in d.compute]
         return f"{name} computes in {', '.join(engine.compute)}, not {compute}; that has: {', '.join(able)}"
+    weights = bundle.manifest.precision
+    if compute == "int8" and weights not in INTEGER_WEIGHTS:
+        return f"--compute int8 multiplies weights of int8 and int4; this bundle's are {weights}, so leave it out"
     if engine.dialect not in bundle.manifest.dialects:
         return (
             f"{name} reads graphs of the {engine.dialect!r} dialect and this bundle holds none; "
@@ -102,9 +106,7 @@ _FURTHER = {"tensorrt": _no_engines, "cuda": _no_cuda}
 
 def float_bytes(chosen: DeviceChoice) -> Mapping[str, int]:
     """Bytes that a weight of each type of float takes in memory there."""
-    if chosen.device != "openvino":
-        return EXPANDED
-    return NARROWED if chosen.compute == "bf16" else KEPT
+    return PACKED[chosen.compute] if chosen.device == "openvino" else EXPANDED
 
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:

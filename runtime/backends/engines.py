@@ -22,7 +22,7 @@ class EngineSpec:
 ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
     {
         "cpu": EngineSpec("onnxruntime", "cpu", "ort", ("f32",)),
-        "openvino": EngineSpec("openvino", "openvino", "plain", ("f32", "bf16")),
+        "openvino": EngineSpec("openvino", "openvino", "plain", ("f32", "bf16", "int8")),
         "cuda": EngineSpec("onnxruntime", "gpu", "ort", ("f32",)),
         "tensorrt": EngineSpec("cuda", "rtx", "trt", ("f16", "f32")),
     }

@@ -16,7 +16,7 @@ device_option = click.option(
 )  # fmt: skip
 compute_option = click.option(
     "--compute", type=click.Choice(COMPUTE, case_sensitive=False),
-    help="Arithmetic: bf16 with openvino, f16 with tensorrt [default: the device's first].",
+    help="Arithmetic: bf16 or int8 with openvino, f16 with tensorrt [default: the device's first].",
 )  # fmt: skip
 max_tiles_option = click.option(
     "--max-tiles", type=int, metavar="N",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,11 @@ from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.lanes import CACHES_OF_ONE
 from vtx.runtime.backends.loading import is_roomy, load_each
-from vtx.runtime.backends.memory import KEPT, NARROWED
+from vtx.runtime.backends.memory import PACKED
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
-from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext, OpenvinoStageCache
+from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, Ports, StageGraph
+from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, letting_go
 from vtx.runtime.backends.openvino.paged import page_caches
 from vtx.runtime.backends.openvino.rows import choose_rows
@@ -57,7 +59,7 @@ def arithmetic(compute: str, precision: str, threads: int, int4_block: int = LEA
     """
     rows = QUANTISED_ROWS.get(precision, 0)
     return {
-        "INFERENCE_PRECISION_HINT": compute,
+        "INFERENCE_PRECISION_HINT": "f32" if compute == "int8" else compute,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": max(rows, int4_block) if precision == "int4" else rows,
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
@@ -68,7 +70,9 @@ def arithmetic(compute: str, precision: str, threads: int, int4_block: int = LEA
 class OpenvinoBackend:
     """`Backend` on OpenVINO's CPU plugin, from the bundle's `plain` graphs.
 
-    `compute` is the type of the arithmetic: "f32", or "bf16" on processors that have it.
+    `compute` is the type of the arithmetic: "f32"; "bf16" on processors that have it; or "int8": matrices of int8
+    multiply integers, and all else is float32, in the tower bfloat16 where the processor has it. Stages of int4 are
+    held in int8 too, for many tokens at once.
     """
 
     def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32") -> None:
@@ -84,10 +88,12 @@ class OpenvinoBackend:
         self._core = openvino.Core()
         kept, model = KV_TYPES[self._manifest.kv_dtype], self._manifest.model
         self._kv = "bf16" if compute == "bf16" and kept != "u8" else kept
-        self._kept = self._choose_cache_settings()
+        able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        self._kept = self._choose_cache_settings(able)
+        self._in_tower = {"INFERENCE_PRECISION_HINT": "bf16"} if compute == "int8" and "BF16" in able else {}
         self._graphs = graphs = self._manifest.dialects[DIALECT]
         self._row = np.zeros((1, model.hidden), np.float32)
-        self._roomy = is_roomy(bundle, NARROWED if compute == "bf16" else KEPT)
+        self._roomy = is_roomy(bundle, PACKED[compute])
         self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
         gates = self._manifest.gate_files(DIALECT)
         self._gates = {k: self._graph(file, contract.gate(self._manifest)) for k, file in gates.items()}
@@ -104,8 +110,7 @@ class OpenvinoBackend:
         self._text_tower: OpenvinoGraph | None = None
         self._vision_lock = threading.Lock()
 
-    def _choose_cache_settings(self) -> dict[str, Any]:
-        able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    def _choose_cache_settings(self, able: Sequence[str]) -> dict[str, Any]:
         if self.compute == "bf16" and "BF16" not in able:
             raise DeviceError(f"this processor computes {', '.join(able)}, not bf16; leave out --compute bf16")
         by_row = {"KEY_CACHE_QUANT_MODE": "BY_TOKEN"} if self._kv == "u8" else {}
@@ -146,18 +151,39 @@ class OpenvinoBackend:
         return head, stages
 
     def _compile_stage(self, spec: StageSpec, file: str) -> StageGraph:
+        model = self._read_stage(spec, file)
+        many, held = self._read_for_many(spec, file)
+        with ExitStack() as pages:
+            for read in (model, many):
+                if read is not None:
+                    pages.enter_context(letting_go(read, at_once=not self._roomy))
+            for_many = None if many is None else self._engine(file, many, "int8")
+            stage = StageGraph(file, self._engine(file, model), for_many, held)
+            cache = OpenvinoStageCache(self._context, stage, spec, FEW + 2)
+            cache.append(self._row, np.zeros(1, np.int64))
+            if stage.for_many is not None:
+                cache.append(self._row.repeat(FEW + 1, 0), np.arange(FEW + 1))
+        return stage
+
+    def _read_stage(self, spec: StageSpec, file: str) -> Any:
         model = self._read(file, contract.stage(self._manifest, spec, DIALECT))
         page_caches(model, range(spec.first, spec.last + 1), self._manifest.model.heads)
         choose_rows(model)
-        with letting_go(model, at_once=not self._roomy):
-            stage = StageGraph(file, self._engine(file, model))
-            OpenvinoStageCache(self._context, stage, spec, 1).append(self._row, np.zeros(1, np.int64))
-        return stage
+        return model
 
-    def _engine(self, name: str, model: Any, precision: str | None = None) -> Any:
+    def _read_for_many(self, spec: StageSpec, file: str) -> tuple[Any, Sequence[NDArray[np.int8]]]:
+        """A stage of int4 in int8, where products are of integers, and its new weights; else None."""
+        if self.compute != "int8" or self._manifest.precision != "int4":
+            return None, ()
+        model = self._read_stage(spec, file)
+        return model, bring_to_int8(model)
+
+    def _engine(self, name: str, model: Any, precision: str | None = None, **further: Any) -> Any:
         computing = arithmetic(self.compute, precision or self._manifest.precision, self.threads, int4_block(model))
+        if self.compute == "int8":
+            multiply_integers(model)
         try:
-            return self._core.compile_model(model, "CPU", {**self._kept, **computing})
+            return self._core.compile_model(model, "CPU", {**self._kept, **computing, **further})
         except (RuntimeError, MemoryError) as e:
             raise load_failure(ENGINE, name, e) from e
 
@@ -192,7 +218,8 @@ class OpenvinoBackend:
         if not image.own_size:
             model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
         with letting_go(model, at_once=not self._roomy):
-            return OpenvinoGraph(name, self._engine(name, model, self._manifest.vision_precision), promised[1])
+            engine = self._engine(name, model, self._manifest.vision_precision, **self._in_tower)
+            return OpenvinoGraph(name, engine, promised[1])
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
         return self._head.run({names.HIDDEN: np.ascontiguousarray(hidden)})[names.LOGITS]

@@ -26,6 +26,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 # Of what K and V are arrays: bfloat16's bits; in u8 a row of a head is its scale, its zero point, and its numbers.
 KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
+FEW = 8  # tokens at most that run over the narrow weights where there is a form for many
 ROW_SCALE_BYTES = 8  # both in float32, found when the row is written
 
 
@@ -88,7 +89,8 @@ class OpenvinoStageCache(SlotCounter):
     ) -> None:
         super().__init__(capacity)
         self._context, self._stage = context, stage
-        self._request = stage.request()
+        self._request, self._for_many = stage.request(), stage.request_for_many()
+        self._ran = self._request
         model, blocks = context.model, -(-capacity // BLOCK)
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
@@ -127,7 +129,7 @@ class OpenvinoStageCache(SlotCounter):
     def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         out = self._compute(hidden, positions, np.arange(len(hidden), dtype=np.int32))
         if query:
-            self._query = self._request.get_tensor(names.QUERY).data.copy()
+            self._query = self._ran.get_tensor(names.QUERY).data.copy()
         return out
 
     def _run_for(self, rows: Ids, hidden: HiddenStates, positions: Ids) -> HiddenStates:
@@ -151,10 +153,11 @@ class OpenvinoStageCache(SlotCounter):
         with run_failures(ENGINE, self._stage.name), self._rotating_by(rope):
             self._bind(tensors)
             self._place(count)
+            self._ran = self._for_many if self._for_many is not None and count > FEW else self._request
             if count == 1:
-                run_row(self._request, out)
+                run_row(self._ran, out)
             else:
-                run_request(self._request)
+                run_request(self._ran)
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
@@ -209,6 +212,8 @@ class OpenvinoStageCache(SlotCounter):
 
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)
+        if self._for_many is not None:
+            self._for_many.set_tensor(name, tensor)
 
     def _tensors(
         self, hidden: HiddenStates, positions: NDArray[np.int64], rows: NDArray[np.int32], out: HiddenStates

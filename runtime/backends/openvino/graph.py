@@ -98,10 +98,16 @@ def run_row(request: Any, out: HiddenStates) -> None:
 
 @dataclass(slots=True)
 class StageGraph:
-    """A stage's compiled graph; each cache makes its own infer request over it. `compiled` is None once closed."""
+    """A stage's compiled graph; each cache makes its own infer request over it. `compiled` is None once closed.
+
+    `for_many`: the same stage with its weights in a form that is quicker for many tokens, where it has one, and
+    `held` the memory that these weights came from.
+    """
 
     name: str
     compiled: Any
+    for_many: Any = None
+    held: Sequence[NDArray[np.int8]] = ()
 
     def request(self) -> Any:
         compiled = self.compiled
@@ -109,10 +115,15 @@ class StageGraph:
             raise closed_failure(self.name)
         return compiled.create_infer_request()
 
+    def request_for_many(self) -> Any:
+        """An infer request over the form for many tokens; None where there is none."""
+        compiled = self.for_many
+        return None if compiled is None else compiled.create_infer_request()
+
     def check_open(self) -> None:
         """Raise ModelClosedError where the model was closed."""
         if self.compiled is None:
             raise closed_failure(self.name)
 
     def close(self) -> None:
-        self.compiled = None
+        self.compiled = self.for_many = None

@@ -127,7 +127,7 @@ def letting_go(model: Any, *, at_once: bool = True) -> Iterator[None]:
 
 
 def _mapped(model: Any) -> list[tuple[int, int]]:
-    """First address and size of each shared file mapping, never written to, that a constant of the model lies in.
+    """First address and size of each shared file mapping that a constant of the model lies in.
 
     The model keeps them mapped as long as it is there, so nothing else can come to lie at these addresses.
     """
@@ -138,7 +138,7 @@ def _mapped(model: Any) -> list[tuple[int, int]]:
         for line in lines:
             bounds, rights, _, _, inode, *_ = line.split()
             first, end = (int(bound, 16) for bound in bounds.split("-"))
-            if rights == "r--s" and inode != "0" and any(first <= place < end for place in places):
+            if rights[-1] == "s" and inode != "0" and any(first <= place < end for place in places):
                 mappings.append((first, end - first))
     return mappings
 
