@@ -31,6 +31,8 @@ BUNDLES = {
     "int8": ("int8", "int8", None), "int4": ("int4", "int8", None), "int8, tower fp16": ("int8", "fp16", None),
     "int4, tower fp16": ("int4", "fp16", None), "fp16, K and V int8": ("fp16", None, "int8"),
     "fp16, K and V int8, OpenVINO": ("fp16", None, "int8"),
+    "int8, OpenVINO": ("int8", "int8", None), "int8, OpenVINO, compute int8": ("int8", "int8", None),
+    "int4, OpenVINO": ("int4", "int8", None), "int4, OpenVINO, compute int8": ("int4", "int8", None),
 }  # fmt: skip
 AWARE = {"int8, activation-aware": ("int8", "int8", None), "int4, activation-aware": ("int4", "int8", None)}
 
@@ -71,6 +73,7 @@ def main() -> None:
     args = parser(__doc__ or "")
     args.add_argument("--samples", type=int, default=400)
     args.add_argument("--threads", type=int)
+    args.add_argument("--only", nargs="+", metavar="NAME", help="fp32 and these rows alone")
     args.add_argument("--scratch", type=Path, help="folder for the bundles, 80 MB [default: here]")
     given = args.parse_args()
     right: dict[str, list[list[bool]]] = defaultdict(list)
@@ -81,10 +84,13 @@ def main() -> None:
     with scratch(given.scratch) as folder:
         models = {}
         for name, asked in {**BUNDLES, **AWARE}.items():
+            if given.only and name not in ("fp32", *given.only):
+                continue
             place = folder / name.replace(", ", "-").replace(" ", "-")
             bundle = export(place, *asked, measured if name in AWARE else None)
             device = "openvino" if "OpenVINO" in name else "cpu"
-            models[name] = load(bundle, device=device, threads=given.threads)
+            compute = "int8" if "compute int8" in name else "f32"
+            models[name] = load(bundle, device=device, compute=compute, threads=given.threads)
         for item in scenes[: given.samples]:
             found = {name: answers(model, item) for name, model in models.items()}
             exact, reference = found["fp32"]

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 class Precision:
     """A contender's word for how it computes, as in "int8", "int8@openvino" or "int8@openvino/9".
 
-    `stored` is what its checkpoint is converted to, `engine` what it runs on ("": the rival's own), `k` the first
-    layer without the image (None: all layers see it). Only vtx has engines and K.
+    `stored` is what its checkpoint is converted to, `engine` what it runs on ("": the rival's own), with a `+` also in
+    which arithmetic, `k` the first layer without the image (None: all layers see it). Only vtx has engines and K.
     """
 
     stored: str

@@ -8,7 +8,9 @@ from typing import Any
 
 from benchmarks.peers.contract import Answer, Precision, Question
 
-PRECISIONS = ("fp32", "fp32@openvino", "bf16@openvino", "int8", "int8@openvino", "int4", "int4@openvino")
+FLOATS = ("fp32", "fp32@openvino", "bf16@openvino")
+INTEGERS = tuple(f"{stored}{engine}" for stored in ("int8", "int4") for engine in ("", "@openvino", "@openvino+int8"))
+PRECISIONS = (*FLOATS, *INTEGERS)
 REQUIREMENTS: tuple[tuple[str, ...], ...] = ()
 PACKAGES = ("onnxruntime", "openvino")
 NOTE = ""
@@ -30,8 +32,9 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
     import vtx
 
     asked = Precision.parse(precision)
-    compute = "bf16" if asked.engine and asked.stored != "fp32" else "f32"
-    model = vtx.load(folder / BUNDLE, device=asked.engine or "cpu", compute=compute, threads=threads)
+    device, _, compute = asked.engine.partition("+")
+    usual = "bf16" if device and asked.stored != "fp32" else "f32"
+    model = vtx.load(folder / BUNDLE, device=device or "cpu", compute=compute or usual, threads=threads)
     return Loaded(model, asked.k)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from vtx.exporter.weights.quantize import BLOCK, INT8_ACTIVATIONS
 from vtx.runtime.backends.openvino.backend import arithmetic, load_openvino
+from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.errors import DeviceError
 
@@ -51,6 +52,8 @@ class Kind:
 
     def in_words(self) -> str:
         weights = "" if self.stored == "float" else f"{self.stored} weights, products of integers, "
+        if self.compute == "int8":
+            return f"{ENGINES[self.device]}, {weights}a scale a token"
         return f"{ENGINES[self.device]}, {weights}{self.compute} arithmetic"
 
 
@@ -81,9 +84,13 @@ def _onnxruntime(graph: bytes, _: Kind, threads: int) -> Any:
 def _openvino(graph: bytes, kind: Kind, threads: int) -> Any:
     core = load_openvino().Core()
     settings = arithmetic(kind.compute, kind.stored, threads)
-    request = core.compile_model(core.read_model(graph, b""), "CPU", settings).create_infer_request()
+    model = core.read_model(graph, b"")
+    held = bring_to_int8(model) if kind.compute == "int8" else []
+    if kind.compute == "int8":
+        multiply_integers(model)
+    request = core.compile_model(model, "CPU", settings).create_infer_request()
 
-    def run(inputs: Any) -> Any:
+    def run(inputs: Any, _: Any = held) -> Any:  # the weights' memory, which only the engine reads
         request.infer(inputs, share_inputs=True, share_outputs=True)
         return request.get_tensor("y").data
 

@@ -101,8 +101,8 @@ def in_int8(octets: NDArray[np.uint8], scales: NDArray[np.floating]) -> tuple[ND
         part = slice(first, first + _ROWS)
         halves = np.stack([(octets[part] << 4).view(np.int8) >> 4, octets[part].view(np.int8) >> 4], axis=-1)
         apart = halves.reshape(len(halves), blocks, -1)
-        largest = np.abs(apart).max(2) * scales[part]
-        wide[part] = np.maximum(largest.max(1), np.finfo(np.float32).tiny) / LARGEST
+        largest = (np.abs(apart).max(2) * scales[part]).max(1)
+        wide[part] = np.where(largest > 0, largest / LARGEST, 1)
         factors = scales[part] / wide[part, None]
         integers[part] = np.rint(apart * factors[:, :, None]).reshape(len(halves), -1)
     return integers, wide

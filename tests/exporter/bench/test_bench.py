@@ -281,6 +281,7 @@ def test_a_stopwatch_changes_no_answer_and_sees_every_call(bundle: Path, image: 
 KINDS = [
     Kind("cpu", "f32", "float"), Kind("cpu", "f32", "int8"), Kind("cpu", "f32", "int4"),
     Kind("openvino", "f32", "float"), Kind("openvino", "f32", "int8"), Kind("openvino", "f32", "int4"),
+    Kind("openvino", "int8", "int8"), Kind("openvino", "int8", "int4"),
     Kind("openvino", "bf16", "float"), Kind("openvino", "bf16", "int8"), Kind("openvino", "bf16", "int4"),
 ]  # fmt: skip
 

@@ -15,6 +15,7 @@ from tests.support import bundles
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.memory import (
     EXPANDED,
+    INTEGERS,
     KEPT,
     NARROWED,
     answering_memory,
@@ -70,6 +71,23 @@ def test_narrow_weights_count_half_where_nothing_expands_them(
     assert weights_in_memory(fp16, NARROWED) < weights_in_memory(fp16, KEPT) < weights_in_memory(fp16, EXPANDED)
     assert weights_in_memory(fp16, NARROWED) == weights_in_memory(fp16, EXPANDED) // 2
     assert weights_in_memory(fp32, KEPT) == weights_in_memory(fp32, EXPANDED) == 2 * weights_in_memory(fp32, NARROWED)
+
+
+def test_int4_takes_a_byte_a_weight_more_where_products_are_of_integers(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    made = bundles.export(tiny_checkpoint(), tmp_path / "int4", precision="int4")
+    int8 = bundles.export(tiny_checkpoint(), tmp_path / "int8", precision="int8")
+    matrices = sum(
+        2 * math.prod(info.shape)
+        for name in made.manifest.files
+        if name.startswith("weights/")
+        for info in made.header(name).tensors.values()
+        if info.dtype == "U8"
+    )
+    assert matrices > 0
+    assert weights_in_memory(made, INTEGERS) == weights_in_memory(made, KEPT) + matrices
+    assert weights_in_memory(int8, INTEGERS) == weights_in_memory(int8, KEPT)
 
 
 def test_an_answer_of_the_7b_shape_takes_half_a_megabyte_a_slot_beside_a_gigabyte_at_most() -> None:
