@@ -90,7 +90,7 @@ class OpenvinoBackend:
         self._kv = "bf16" if compute == "bf16" and kept != "u8" else kept
         able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         self._kept = self._choose_cache_settings(able)
-        self._in_tower = {"INFERENCE_PRECISION_HINT": "bf16"} if compute == "int8" and "BF16" in able else {}
+        self.tower_settings = {"INFERENCE_PRECISION_HINT": "bf16"} if compute == "int8" and "BF16" in able else {}
         self._graphs = graphs = self._manifest.dialects[DIALECT]
         self._row = np.zeros((1, model.hidden), np.float32)
         self._roomy = is_roomy(bundle, PACKED[compute])
@@ -218,7 +218,7 @@ class OpenvinoBackend:
         if not image.own_size:
             model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
         with letting_go(model, at_once=not self._roomy):
-            engine = self._engine(name, model, self._manifest.vision_precision, **self._in_tower)
+            engine = self._engine(name, model, self._manifest.vision_precision, **self.tower_settings)
             return OpenvinoGraph(name, engine, promised[1])
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:

@@ -84,7 +84,7 @@ def get(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, 
         options = ExportOptions(str(tiny_checkpoint(tiny)), KS, precision, kv_precision="fp32")
         made = bundles.export_with(options, folder)
         model = load(made.folder, device="openvino", compute="int8", threads=THREADS)
-        model.backend._in_tower = {}  # type: ignore[attr-defined]
+        model.backend.tower_settings = {}  # type: ignore[attr-defined]
         return model
 
     return cache(make)
@@ -221,7 +221,7 @@ def test_the_tower_computes_in_bfloat16_where_the_processor_has_it(get: Get) -> 
     able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     fresh = load(get("int8").bundle.folder, device="openvino", compute="int8", threads=THREADS)
     backend: Any = fresh.backend
-    assert backend._in_tower == ({"INFERENCE_PRECISION_HINT": "bf16"} if "BF16" in able else {})
+    assert backend.tower_settings == ({"INFERENCE_PRECISION_HINT": "bf16"} if "BF16" in able else {})
     assert all(check.passed for check in check_golden(fresh))
     assert (fresh.backend.compute, fresh.backend.device) == ("int8", "openvino")
 
