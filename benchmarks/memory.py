@@ -19,6 +19,7 @@ from common import export, parser, random_checkpoint, report, scratch
 
 from vtx.exporter.bench.series import shown, spread
 from vtx.exporter.common.memory import peak
+from vtx.runtime.backends.ort.library import import_onnxruntime
 
 VARIANTS = {"one": (4,), "four": (2, 3, 4, 6)}
 MIB = 1 << 20
@@ -33,8 +34,7 @@ def measure(bundle: str, threads: int) -> dict[str, Any]:
         own = {"resident": info.rss, "own": info.uss, "shared_out": info.pss, "private": info.rss - info.shared}
         return {**own, "peak": peak() or 0}
 
-    import onnxruntime  # noqa: F401 - part of the base
-
+    import_onnxruntime()  # part of the base
     base = taken()
     model = vtx.load(bundle, device="cpu", threads=threads)
     loaded = taken()

@@ -17,6 +17,7 @@ from typing import Any
 from common import export, parser, report, scratch
 
 from vtx.exporter.bench.series import shown, spread
+from vtx.runtime.backends.ort.library import SILENCE
 
 HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "numpy")
 
@@ -35,9 +36,9 @@ def kinds(bundle: Path, image: Path) -> dict[str, list[str]]:
 
 
 def compiling(folder: Path) -> dict[str, str]:
-    """An environment in which modules are compiled once, into `folder`."""
+    """An environment in which modules are compiled once, into `folder`, and onnxruntime reports nothing, as in vtx."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return environment | {"PYTHONPYCACHEPREFIX": str(folder.resolve())}
+    return environment | {"PYTHONPYCACHEPREFIX": str(folder.resolve()), SILENCE: "1"}
 
 
 def draw_image(path: Path) -> Path:
