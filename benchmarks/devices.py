@@ -1,7 +1,7 @@
 """onnxruntime and OpenVINO on the same decoder layers, at each precision of the weights, in turn, in one process.
 
-A bundle of two layers of random weights is exported at a precision and loaded by both; on OpenVINO in float32 and in
-bfloat16 arithmetic. Each round gives every one of them the rows of a prompt and then single rows. On a machine that
+A bundle of two layers of random weights is exported at a precision and loaded by both; on OpenVINO in float32, in
+bfloat16 and, of int8 and int4 weights, in int8 arithmetic. Each round gives every one of them the rows of a prompt and then single rows. On a machine that
 is not quiet, take --threads 1 and the processor times, which waiting for a core does not lengthen.
 """
 
@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.devices import INTEGER_WEIGHTS
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 PLACES = (("cpu", "f32"), ("openvino", "f32"), ("openvino", "bf16"))
+OF_INTEGERS = ("openvino", "int8")
 Times = NDArray[np.float64]
 
 
@@ -70,7 +72,8 @@ def main() -> None:
         checkpoint = random_checkpoint(folder / "checkpoint", layers=2, **sizes, vocab=None)
         for precision in given.precision or PRECISIONS:
             bundle = export(checkpoint, folder / precision, (), precision)
-            runners = {place: Runner(bundle, *place, given.threads) for place in PLACES}
+            places = (*PLACES, OF_INTEGERS) if precision in INTEGER_WEIGHTS else PLACES
+            runners = {place: Runner(bundle, *place, given.threads) for place in places}
             for _ in range(given.rounds + 1):
                 for runner in runners.values():
                     runner.round(rows, given.tokens)
