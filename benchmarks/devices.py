@@ -1,8 +1,9 @@
 """onnxruntime and OpenVINO on the same decoder layers, at each precision of the weights, in turn, in one process.
 
 A bundle of two layers of random weights is exported at a precision and loaded by both; on OpenVINO in float32, in
-bfloat16 and, of int8 and int4 weights, in int8 arithmetic. Each round gives every one of them the rows of a prompt and then single rows. On a machine that
-is not quiet, take --threads 1 and the processor times, which waiting for a core does not lengthen.
+bfloat16 and, of int8 and int4 weights, in int8 arithmetic. Each round gives every one of them the rows of a prompt and
+then single rows. On a machine that is not quiet, take --threads 1 and the processor times, which waiting for a core
+does not lengthen.
 """
 
 from __future__ import annotations
