@@ -114,7 +114,7 @@ def _rounded(hidden: Any) -> tuple[Any, Any]:
 
     largest = ops.reduce_max(ops.abs(hidden), ops.constant(np.array([-1])), keep_dims=True)
     largest = ops.maximum(largest, ops.constant(np.float32(_LEAST)))
-    scaled = ops.multiply(ops.divide(hidden, largest), ops.constant(np.float32(LARGEST)))
+    scaled = ops.multiply(hidden, ops.divide(ops.constant(np.float32(LARGEST)), largest))
     ends = ops.constant(np.float32(-LARGEST - 1)), ops.constant(np.float32(LARGEST))
     integers = ops.fake_quantize(scaled, *ends, *ends, 2 * LARGEST + 2)
     return integers, ops.multiply(largest, ops.constant(np.float32(1 / LARGEST)))
