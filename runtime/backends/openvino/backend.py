@@ -156,7 +156,7 @@ class OpenvinoBackend:
         with ExitStack() as pages:
             for read in (model, many):
                 if read is not None:
-                    pages.enter_context(letting_go(read, at_once=not self._roomy))
+                    pages.enter_context(letting_go(read, at_once=read is many or not self._roomy))
             for_many = None if many is None else self._engine(file, many, "int8")
             stage = StageGraph(file, self._engine(file, model), for_many, held)
             cache = OpenvinoStageCache(self._context, stage, spec, FEW + 2)
