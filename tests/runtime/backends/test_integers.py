@@ -35,6 +35,7 @@ openvino = pytest.importorskip("openvino", reason='openvino is not installed; pi
 DEPTH, WIDTH, ROWS = 96, 40, 7
 STEPS = 6
 KS = (2,)
+FASTV = "fastv:k=2,ratio=0.5"
 EXACT = 1e-4
 TOLERANCE = 2e-3  # of logits that reach 4
 Get = Callable[[str], Model]
@@ -81,7 +82,9 @@ def get(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, 
 
     def make(precision: str) -> Model:
         folder = tmp_path_factory.mktemp("integers") / precision
-        options = ExportOptions(str(tiny_checkpoint(tiny)), KS, precision, kv_precision="fp32")
+        options = ExportOptions(
+            str(tiny_checkpoint(tiny)), KS, precision, kv_precision="fp32", reductions=(FASTV.partition(",")[0],)
+        )
         made = bundles.export_with(options, folder)
         model = load(made.folder, device="openvino", compute="int8", threads=THREADS)
         model.backend.tower_settings = {}  # type: ignore[attr-defined]
@@ -154,6 +157,34 @@ def test_few_tokens_run_over_int4_and_many_over_int8(get: Get) -> None:
     one = backend.stage(0, 64)
     apart = np.concatenate([one.append(row[None], np.array([n])).copy() for n, row in enumerate(rows[:FEW])])
     np.testing.assert_allclose(apart, few, atol=1e-4, rtol=0)  # K and V are one cache, whoever fills it
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_reduction_that_asks_for_attention_is_repeated_exactly(get: Get, precision: str) -> None:
+    model, image = get(precision), random_image(2)
+    with model.open(image) as conversation:
+        first = [conversation.ask(question, reduce=FASTV, max_new_tokens=STEPS) for question in QUESTIONS]
+    for question, answered in zip(QUESTIONS, first, strict=True):
+        with model.open(image) as fresh:
+            again = fresh.ask(question, reduce=FASTV, max_new_tokens=STEPS)
+        assert answered.token_ids == again.token_ids
+        assert answered.stats.kv_slots == again.stats.kv_slots
+
+
+@pytest.mark.parametrize("count", [FEW, FEW + 1])
+def test_scores_are_of_the_run_that_was_the_last(get: Get, count: int) -> None:
+    """Both forms of the weights leave a query behind; that of the other one is of other tokens."""
+    backend: Any = get("int4").backend
+    number = next(n for n, spec in enumerate(get("int4").manifest.stages) if spec.query)
+    rows = np.random.default_rng(3).standard_normal((40, 128)).astype(np.float32)
+    whole, apart = backend.stage(number, 64), backend.stage(number, 64)
+    whole.append(rows, np.arange(40), query=True)
+    apart.append(rows[: 40 - count], np.arange(40 - count), query=True)
+    apart.append(rows[40 - count :], np.arange(40 - count, 40), query=True)
+    wanted, found = (cache.attention(last_only=True)[0] for cache in (whole, apart))
+    assert found.shape == (40,)
+    assert np.abs(found - wanted).max() < 0.1 * wanted.max()
+    assert np.corrcoef(found, wanted)[0, 1] > 0.98
 
 
 def compiled(weights: NDArray[np.int8], scales: Floats, change: Sequence[Callable[[Any], Any]]) -> Any:
