@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import suppress
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 # Before transformers is imported anywhere: no test may reach for the network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+# What commands remember, such as the bundle exported last, is the user's: tests write it elsewhere, their children too.
+_state = tempfile.TemporaryDirectory(prefix="vtx-tests-")
+os.environ["XDG_STATE_HOME"] = _state.name
 # Tests run side by side, a process per core: each computes, and has what it starts compute, on its own.
 os.environ["OMP_NUM_THREADS"] = "1"
 if (worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")).isdigit() and hasattr(
