@@ -85,8 +85,9 @@ def _openvino(graph: bytes, kind: Kind, threads: int) -> Any:
     core = load_openvino().Core()
     settings = arithmetic(kind.compute, kind.stored, threads)
     model = core.read_model(graph, b"")
-    held = bring_to_int8(model) if kind.compute == "int8" else []
+    held = []
     if kind.compute == "int8":
+        held = bring_to_int8(model)
         multiply_integers(model)
     request = core.compile_model(model, "CPU", settings).create_infer_request()
 

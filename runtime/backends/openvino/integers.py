@@ -67,7 +67,7 @@ def bring_to_int8(model: Any) -> list[NDArray[np.int8]]:
                     continue
                 octets, scales = (part.get_tensor_view().data for part in parts)
                 integers, wide = in_int8(octets.view(np.uint8).reshape(len(scales), -1), scales)
-                made.append(_mapped(file, integers))
+                made.append(_written(file, integers))
                 matrix = ops.constant(Tensor(made[-1], shared_memory=True))
                 weights = ops.multiply(ops.convert(matrix, "f32"), ops.constant(wide[:, None]))
                 product.input(1).replace_source_output(weights.output(0))
@@ -80,7 +80,7 @@ def bring_to_int8(model: Any) -> list[NDArray[np.int8]]:
     return made
 
 
-def _mapped(file: IO[bytes], integers: NDArray[np.int8]) -> NDArray[np.int8]:
+def _written(file: IO[bytes], integers: NDArray[np.int8]) -> NDArray[np.int8]:
     """A matrix as it lies at the end of a file, to which it is written."""
     place = file.seek(0, os.SEEK_END)
     file.write(integers.data)
