@@ -107,7 +107,7 @@ HOSTILE = {
     "nested ranges": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
     "ranges in a filter": "{% for i in range(100000) %}{{ range(100000) | map('string') | list | length }}{% endfor %}",
     "ranges in a condition": "{% for i in range(100000) if i in range(100000) | list %}{% endfor %}",
-    "long body": "{% for i in range(100000) %}" + "{% set a = 1 %}" * 3000 + "{% endfor %}",
+    "long body": "{% for i in range(100000) %}{% for j in range(99) %}" + "{% set a = 1 %}" * 3000 + "{% endfor %}" * 2,
     "string times": "{{ 'a' * 10**9 }}",
     "times string": "{{ 10**9 * 'a' }}",
     "list times": "{{ ([1] * 10**9) | length }}",
@@ -170,10 +170,10 @@ HOSTILE = {
 }
 
 
-# What jinja2's sandbox lets through, because it costs and reveals nothing.
+# What jinja2's sandbox lets through, because it costs a few seconds at most and reveals nothing.
 HARMLESS = {
     *("class by item", "class by attr", "class by map", "globals of ours", "self", "namespace", "strip", "strftime"),
-    *("long set", "autoescape"),
+    *("long set", "autoescape", "many expressions", "sum of lists"),
 }
 CHILD = ChildLimits(memory=1 << 30, cpu_seconds=1)
 PATIENT = ChildLimits(memory=1 << 30, cpu_seconds=60)  # for what must succeed: the child's imports count, too
