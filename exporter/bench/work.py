@@ -18,7 +18,8 @@ from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
 
-FLOATS = {"f32": ("fp32", 4), "bf16": ("bf16", 2), "f16": ("fp16", 2)}  # by arithmetic: the precision, bytes a number
+# By arithmetic: the precision that floats are brought to, and bytes a number.
+FLOATS = {"f32": ("fp32", 4), "bf16": ("bf16", 2), "f16": ("fp16", 2), "int8": ("fp32", 4)}
 FLOATING = ("F32", "F16", "BF16")
 HEAD, EMBEDDING = "head.weight", "text.embed_tokens.weight"
 

@@ -22,8 +22,9 @@ TOWER = ("vision.", "projector.")  # graphs of fixed sizes: OpenVINO packs their
 EXPANDED: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 4, "BF16": 4})
 KEPT: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
 NARROWED: Mapping[str, int] = MappingProxyType({"F32": 2, "F16": 2, "BF16": 2})
-# The same where products are of integers: an int4 weight of the decoder takes a byte more, in the form for many tokens.
+# The same where products are of integers: an int4 weight of a stage takes a byte more, in the form for many tokens.
 INTEGERS: Mapping[str, int] = MappingProxyType({**KEPT, "I4": 1})
+STAGES = "text.layers."
 PACKED: Mapping[str, Mapping[str, int]] = MappingProxyType({"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS})
 RUN_BASE = 110 << 20  # what Python, numpy and onnxruntime take before any weight
 QUESTION_ROWS = 256  # of text that a forecast counts with
@@ -33,14 +34,13 @@ PREFILL_BUFFERS = 16  # of a prompt's rows by the hidden size, in float32, that 
 def resident_bytes(dtype: str, shape: tuple[int, ...], scales: int = 0, floats: Mapping[str, int] = EXPANDED) -> int:
     """Bytes of a weight in memory: `dtype` is safetensors' word or I4; `scales` of a quantised one are counted.
 
-    Quantised matrices stay as they are; `floats` says what others take, and what an int4 weight takes beside them.
+    Quantised matrices stay as they are; `floats` says what others take.
     """
     count = math.prod(shape)
     if not scales:
         return floats[dtype] * count
     blocks = max(scales, -(-count // KERNEL_BLOCK)) if dtype == "I8" else scales
-    octets = count if dtype == "I8" else count // 2 + floats.get("I4", 0) * count
-    return octets + SCALE_BYTES * blocks
+    return (count if dtype == "I8" else count // 2) + SCALE_BYTES * blocks
 
 
 def weights_in_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> int:
@@ -84,4 +84,5 @@ def _resident(info: TensorInfo, tensors: Mapping[str, TensorInfo], floats: Mappi
         return resident_bytes("F32" if info.name.startswith(TOWER) else info.dtype, info.shape, floats=floats)
     octets = math.prod(info.shape)
     count, dtype = (octets, "I8") if info.dtype == "I8" else (2 * octets, "I4")
-    return resident_bytes(dtype, (count,), math.prod(scales.shape), floats)
+    second = floats.get(dtype, 0) * count if info.name.startswith(STAGES) else 0
+    return resident_bytes(dtype, (count,), math.prod(scales.shape), floats) + second

@@ -24,13 +24,15 @@ from vtx.exporter.bench.ceilings.ceilings import Ceilings
 from vtx.exporter.bench.ceilings.products import GRAPHS, Kind, Product
 from vtx.exporter.bench.series import Series, markdown, shown, spread
 from vtx.exporter.bench.stopwatch import split, timed
-from vtx.exporter.bench.work import weights_read
+from vtx.exporter.bench.work import WorkCounter, weights_read
 from vtx.exporter.common.memory import resident
 from vtx.exporter.estimate.flops import VisionSize, attention_macs, encode_flops
 from vtx.exporter.estimate.sizes import bundle_size
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.backends.engines import COMPUTE
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.report.golden import COMPUTE_TOLERANCE
 from vtx.runtime.report.inspect import kv_bytes
 
 NEW, REPEATS = 4, 3
@@ -61,6 +63,12 @@ def report(bundle: Path, image: Path, tmp_path_factory: pytest.TempPathFactory) 
     assert done.exit_code == 0, done.stderr
     found: dict[str, Any] = json.loads(target.read_text())
     return found
+
+
+def test_work_is_counted_and_golden_vectors_are_judged_in_every_arithmetic(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    assert {compute for compute in COMPUTE if WorkCounter(opened, compute, 1).weights} == set(COMPUTE)
+    assert COMPUTE_TOLERANCE.keys() == set(COMPUTE)
 
 
 @pytest.mark.slow
