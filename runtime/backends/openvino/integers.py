@@ -66,7 +66,8 @@ def bring_to_int8(model: Any) -> list[NDArray[np.int8]]:
                 if parts is None:
                     continue
                 octets, scales = (part.get_tensor_view().data for part in parts)
-                integers, wide = in_int8(octets.view(np.uint8).reshape(len(scales), -1), scales)
+                rows = len(scales)  # of one axis where each row is a single block
+                integers, wide = in_int8(octets.view(np.uint8).reshape(rows, -1), scales.reshape(rows, -1))
                 made.append(_written(file, integers))
                 matrix = ops.constant(Tensor(made[-1], shared_memory=True))
                 weights = ops.multiply(ops.convert(matrix, "f32"), ops.constant(wide[:, None]))

@@ -78,12 +78,14 @@ def _multiply_in_bfloat16(widened: Any) -> None:
 def _multiply_unshaped(product: Any) -> None:
     """Leave out the joining of [images, rows, width] to [images * rows, width] before a product with scaled integers.
 
-    OpenVINO moves such a joining behind the product, and multiplies the integers by their scales when it does.
+    OpenVINO moves such a joining behind the product, and multiplies the integers by their scales when it does. Rows
+    whose number only the image says, in towers at its own size, stay as they are: OpenVINO keeps their integers, and
+    what follows has no axis of images.
     """
     joined = product.input_value(0)
     rows = joined.get_node().input_value(0)
     before, after = rows.get_partial_shape(), joined.get_partial_shape()
-    if len(before) == 3 and len(after) == 2 and before[2] == after[1] and after[1].is_static:
+    if len(before) == 3 and before[1].is_static and len(after) == 2 and before[2] == after[1] and after[1].is_static:
         product.input(0).replace_source_output(rows)
 
 

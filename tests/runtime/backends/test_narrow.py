@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.support.exported import Checkpoints, Models
-from vtx.runtime.backends.openvino.backend import DIALECT, arithmetic
+from tests.support.tiny import Tiny, random_image
+from vtx.runtime.backends.openvino.backend import DIALECT, OpenvinoBackend, arithmetic
 from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
@@ -22,10 +24,17 @@ openvino = pytest.importorskip("openvino", reason='openvino is not installed; pi
 NARROW = {"fp16": {"f16"}, "bf16": {"bf16"}}
 
 
+NATIVE = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", layers=2)
+
+
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Callable[[str], Bundle]:
-    made = Models(tmp_path_factory.mktemp("narrow"), tiny_checkpoint, ("ort", DIALECT))
-    return lambda precision: made(precision=precision).bundle
+def models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
+    return Models(tmp_path_factory.mktemp("narrow"), tiny_checkpoint, ("ort", DIALECT))
+
+
+@pytest.fixture(scope="module")
+def bundles(models: Models) -> Callable[[str], Bundle]:
+    return lambda precision: models(precision=precision).bundle
 
 
 def read(bundle: Bundle, graph: str) -> Any:
@@ -84,6 +93,19 @@ def test_a_towers_integers_are_not_multiplied_by_their_scales(bundles: Callable[
     assert matrices(model, "int8") >= {"i8", "f32"}, "this tower proves nothing"
     keep_narrow(model, "f32")
     assert matrices(model, "int8") == {"i8"}
+
+
+@pytest.mark.parametrize("compute", ["f32", "int8"])
+def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(models: Models, compute: str) -> None:
+    model = models(NATIVE, (), "int4")  # the tower's weights are int8; a row of the decoder's is one block
+    with closing(OpenvinoBackend(model.bundle, 1, compute)) as backend:
+        for shape in ((150, 60), (40, 90)):
+            image = model.prepare(random_image(1, shape))
+            found, wanted = (image.encode(engine).rows for engine in (backend, model.backend))
+            np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max(), rtol=0)
+        hidden = np.ones((40, NATIVE.hidden), np.float32)
+        ran = [engine.stage(0, 64).append(hidden, np.arange(40)) for engine in (backend, model.backend)]
+    np.testing.assert_allclose(ran[0], ran[1], atol=0.05 * np.abs(ran[1]).max(), rtol=0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
