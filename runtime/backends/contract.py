@@ -73,6 +73,13 @@ def gate(m: Manifest) -> Contract:
     return _contract(graphs.gate(m))
 
 
+def of_each(graph: str, output: NDArray[np.float32], count: int) -> NDArray[np.float32]:
+    """The output [count, ..] itself; raises BundleError where a run gave another number: free sizes show only there."""
+    if len(output) != count:
+        raise BundleError(f"{graph} gives {len(output)} outputs for {count} tokens; export the bundle again")
+    return output
+
+
 def _contract(io: graphs.GraphIO) -> Contract:
     return _tensors(io.inputs), _tensors(io.outputs)
 

@@ -188,7 +188,8 @@ class OpenvinoBackend:
             raise load_failure(ENGINE, name, e) from e
 
     def embed(self, ids: Ids) -> HiddenStates:
-        return self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
+        found = self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
+        return contract.of_each(self._embed.name, found, len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         with self._vision_lock:
@@ -222,7 +223,8 @@ class OpenvinoBackend:
             return OpenvinoGraph(name, engine, promised[1])
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
-        return self._head.run({names.HIDDEN: np.ascontiguousarray(hidden)})[names.LOGITS]
+        found = self._head.run({names.HIDDEN: np.ascontiguousarray(hidden)})[names.LOGITS]
+        return contract.of_each(self._head.name, found, len(hidden))
 
     def gate(self, k: int, hidden: HiddenStates) -> NDArray[np.float32]:
         return self._gates[k].run({names.HIDDEN: np.ascontiguousarray(hidden)})[names.ODDS]
@@ -234,7 +236,8 @@ class OpenvinoBackend:
                 promised, precision = contract.text_tower(self._manifest), self._manifest.vision_precision
                 self._text_tower = self._graph(self._graphs.text_tower, promised, precision)
             graph = self._text_tower
-        return graph.run({names.IDS: np.ascontiguousarray(ids)})[names.TEXT_EMBEDDING]
+        found = graph.run({names.IDS: np.ascontiguousarray(ids)})[names.TEXT_EMBEDDING]
+        return contract.of_each(graph.name, found, 1)
 
     def stage(self, index: int, capacity: int) -> OpenvinoStageCache:
         pool = self._batches[index].pool if self._batches else None

@@ -85,7 +85,8 @@ class OrtBackend:
         return {name: make(array, self.memory, 0) for name, array in arrays.items()}
 
     def embed(self, ids: NDArray[np.int64]) -> HiddenStates:
-        return self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
+        found = self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
+        return contract.of_each(self._embed.name, found, len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         with self._vision_lock:
@@ -105,7 +106,7 @@ class OrtBackend:
         return ImageTokens.of(graph.run({names.PIXELS: pixels}))
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
-        return self._head.run({names.HIDDEN: hidden})[names.LOGITS]
+        return contract.of_each(self._head.name, self._head.run({names.HIDDEN: hidden})[names.LOGITS], len(hidden))
 
     def gate(self, k: int, hidden: HiddenStates) -> NDArray[np.float32]:
         return self._gates[k].run({names.HIDDEN: hidden})[names.ODDS]
@@ -116,7 +117,7 @@ class OrtBackend:
                 assert self._graphs.text_tower is not None, "the manifest declares no text tower"
                 self._text_tower = self._loader.load(self._graphs.text_tower, contract.text_tower(self._manifest))
             graph = self._text_tower
-        return graph.run({names.IDS: ids})[names.TEXT_EMBEDDING]
+        return contract.of_each(graph.name, graph.run({names.IDS: ids})[names.TEXT_EMBEDDING], 1)
 
     def stage(self, index: int, capacity: int) -> OrtStageCache:
         try:

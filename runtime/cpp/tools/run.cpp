@@ -1,10 +1,12 @@
 // vtx-cpp-run: answers questions about an image, with the options and the JSON of vtx-run.
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <iterator>
 #include <limits>
+#include <utility>
 
 #include "vtx/vtx.hpp"
 
@@ -58,19 +60,38 @@ double number(const std::string& option, const char* text) {
   return value;
 }
 
+// A whole number as it is written; not by way of a double, which has 53 bits and a seed 64.
+template <typename Whole>
+Whole whole_number(const std::string& option, const char* text) {
+  Whole value = 0;
+  const char* end = text + std::strlen(text);
+  auto found = std::from_chars(text, end, value);
+  if (found.ec != std::errc() || found.ptr != end)
+    usage(option + " takes a whole number from " + std::to_string(std::numeric_limits<Whole>::min()) + " to " +
+          std::to_string(std::numeric_limits<Whole>::max()) + ", not '" + text + "'");
+  return value;
+}
+
 Arguments parse(int count, char** values) {
   Arguments out;
   if (const char* bundle = std::getenv("VTX_BUNDLE")) out.bundle = bundle;
   for (int i = 1; i < count; ++i) {
     std::string word = values[i];
+    const char* value = nullptr;  // of --option=value
+    if (size_t equals = word.find('='); word.compare(0, 2, "--") == 0 && equals != std::string::npos) {
+      value = values[i] + equals + 1;
+      word.resize(equals);
+    }
     auto next = [&] {
-      if (++i >= count) usage(word + " needs a value");
-      return values[i];
+      if (value == nullptr && ++i >= count) usage(word + " needs a value");
+      return value ? std::exchange(value, nullptr) : values[i];
     };
-    auto whole = [&] { return static_cast<int64_t>(number(word, next())); };
     if (word == "--help" || word == "-h") {
       std::cout << kHelp;
       std::exit(0);
+    } else if (word == "--") {  // what follows are no options
+      out.words.insert(out.words.end(), values + i + 1, values + count);
+      break;
     } else if (word == "--version") {
       std::cout << "vtx-cpp-run " << vtx_version() << "\n";
       std::exit(0);
@@ -95,7 +116,7 @@ Arguments parse(int count, char** values) {
     else if (word == "--json")
       out.json = true;
     else if (word == "--max-new-tokens")
-      out.ask.max_new_tokens = whole();
+      out.ask.max_new_tokens = whole_number<int64_t>(word, next());
     else if (word == "--ignore-eos")
       out.ask.ignore_eos = true;
     else if (word == "--temperature")
@@ -103,13 +124,13 @@ Arguments parse(int count, char** values) {
     else if (word == "--top-p")
       out.ask.top_p = number(word, next());
     else if (word == "--top-k")
-      out.ask.top_k = whole();
+      out.ask.top_k = whole_number<int64_t>(word, next());
     else if (word == "--seed")
-      out.ask.seed = static_cast<uint64_t>(whole());
+      out.ask.seed = whole_number<uint64_t>(word, next());
     else if (word == "--device")
       out.load.device = next();
     else if (word == "--max-tiles")
-      out.load.max_tiles = static_cast<int>(whole());
+      out.load.max_tiles = whole_number<int>(word, next());
     else if (word == "--require-signature")
       out.load.require_signature = next();
     else if (word == "--compute")
@@ -117,15 +138,16 @@ Arguments parse(int count, char** values) {
     else if (word == "--library")
       out.load.library = next();
     else if (word == "--threads")
-      out.load.threads = static_cast<int>(whole());
+      out.load.threads = whole_number<int>(word, next());
     else if (word == "--repeat")
-      out.repeat = static_cast<long>(whole());
+      out.repeat = whole_number<long>(word, next());
     else if (word == "--video")
       usage("libvtx takes no videos; give frames of it as images, or ask vtx-run");
     else if (word.size() > 2 && word.compare(0, 2, "--") == 0)
       usage("there is no option " + word);
     else
       out.words.push_back(word);
+    if (value) usage(word + " takes no value");
   }
   if (out.bundle.empty()) usage("no bundle given: --bundle DIR, or set VTX_BUNDLE");
   if (!out.text_only && !out.words.empty()) {

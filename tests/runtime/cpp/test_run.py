@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.bundles import IGNORE, copy
+from tests.support.bundles import IGNORE, copy, cut_output
 from tests.support.cpp import ask, needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS
 from tests.support.tiny import random_image
@@ -121,7 +121,7 @@ def test_several_images_and_none_are_asked_about_as_in_python(model: Model, pict
     assert expected(none) == expected(model.ask("Who are you?", max_new_tokens=6).to_dict())
 
 
-@pytest.mark.parametrize("seed", [0, 7, 123456789012345])
+@pytest.mark.parametrize("seed", [0, 7, 1 << 53])
 @pytest.mark.parametrize("drawn", [{}, {"top_k": 9}, {"top_p": 0.6}, {"top_k": 50, "top_p": 0.9}])
 def test_a_seed_draws_the_tokens_that_it_draws_in_python(
     model: Model, pictures: list[Path], seed: int, drawn: dict[str, Any]
@@ -151,6 +151,11 @@ def test_pictures_of_another_shape_fit_as_in_python(model: Model, pictures: list
         (["--reduce", "nothing"], "no reduction is called 'nothing'"),
         (["--reduce", "fastv:k=2"], "not exported for fastv"),
         (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "nan"], "temperature is nan; it must be 0"),
+        (["--timeless"], "there is no option --timeless"),
+        (["--chat=no"], "--chat takes no value"),
+        (["--seed", "18446744073709551616"], "--seed takes a whole number from 0 to 18446744073709551615"),
+        (["--max-new-tokens", "1.5"], "--max-new-tokens takes a whole number"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--fit", "wide"], "fit is 'wide'"),
         (["--device", "toaster"], "device 'toaster'"),
@@ -158,11 +163,11 @@ def test_pictures_of_another_shape_fit_as_in_python(model: Model, pictures: list
         (["--library", "/nowhere/libonnxruntime.so"], "onnxruntime was not found (/nowhere"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_exit_code_1(
+def test_what_cannot_be_served_is_one_line_and_an_exit_code(
     model: Model, pictures: list[Path], arguments: list[str], message: str
 ) -> None:
     done = run("run", "--bundle", model.bundle.folder, pictures[0], "red?", *arguments)
-    assert done.returncode == 1
+    assert done.returncode == (2 if "vtx-cpp-run --help" in done.stderr.decode() else 1)
     assert done.stdout == b""
     [line] = done.stderr.decode().splitlines()
     assert line.startswith("Error: ")
@@ -177,6 +182,26 @@ def test_an_altered_bundle_is_refused(model: Model, pictures: list[Path], tmp_pa
     assert b"head.ort.onnx was altered after the export" in done.stderr
     (bundle / "vtx.json").write_text("{}")
     assert b"vtx.json was altered" in run("run", "--bundle", bundle, pictures[0], "red?").stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@pytest.mark.parametrize(("graph", "rows"), [("embed", 1), ("head", 0)])
+def test_a_graph_that_gives_fewer_outputs_than_tokens_is_refused(
+    model: Model, pictures: list[Path], tmp_path: Path, device: str, graph: str, rows: int
+) -> None:
+    forged = copy(model.bundle.folder, tmp_path / "forged")
+    name = f"{graph}.{'ort' if device == 'cpu' else 'plain'}.onnx"
+    cut_output(forged, name, rows)
+    done = run("run", "--bundle", forged, "--device", device, "--threads", "1", pictures[0], "red?")
+    assert f"{name} gives {rows} outputs for " in done.stderr.decode()
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("reduce", ["cdpruner:keep=1e19", "dart:keep=1e19,k=0"])
+def test_more_tokens_than_any_number_of_64_bits_are_all(model: Model, pictures: list[Path], reduce: str) -> None:
+    [found] = ask(model.bundle.folder, "--max-new-tokens=2", f"--reduce={reduce}", "--", pictures[0], "--red?")
+    with model.open(pictures[0]) as conversation:
+        assert expected(found) == expected(conversation.ask("--red?", reduce=reduce, max_new_tokens=2).to_dict())
 
 
 def test_a_picture_that_is_damaged_is_refused(model: Model, pictures: list[Path], tmp_path: Path) -> None:

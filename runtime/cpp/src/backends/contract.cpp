@@ -37,4 +37,9 @@ void check_ports(const std::string& graph, const std::vector<Port>& inputs, cons
   check_side(graph, outputs, contract.outputs);
 }
 
+void check_rows(const std::string& graph, size_t rows, size_t count) {
+  if (rows != count)
+    fail(Kind::bundle, graph, " gives ", rows, " outputs for ", count, " tokens; export the bundle again");
+}
+
 }  // namespace vtxcore

@@ -19,4 +19,8 @@ struct Port {
 void check_ports(const std::string& graph, const std::vector<Port>& inputs, const std::vector<Port>& outputs,
                  const GraphIO& contract);
 
+// Throws Error(bundle) unless a run gave something for each of `count` tokens: sizes that a graph leaves free show only
+// there, and sessions write into what they are given.
+void check_rows(const std::string& graph, size_t rows, size_t count);
+
 }  // namespace vtxcore

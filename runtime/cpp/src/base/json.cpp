@@ -278,6 +278,8 @@ std::string Json::dump() const {
 Json parse_json(std::string_view text, const std::string& what, Kind kind) { return Parser(text, what, kind).whole(); }
 
 std::string python_repr(double value) {
+  if (std::isnan(value)) return "nan";
+  if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
   char buffer[64];
   auto end = std::to_chars(buffer, buffer + sizeof buffer, value, std::chars_format::scientific);
   std::string_view text(buffer, static_cast<size_t>(end.ptr - buffer));

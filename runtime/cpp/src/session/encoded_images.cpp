@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cmath>
 
+#include "base/json.hpp"
+
 namespace vtxcore {
 namespace {
 
@@ -46,7 +48,7 @@ std::vector<Encoder> EncodedImages::encoders(const Policy& policy, const std::sh
 
 ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras) {
   std::string key = image.key;
-  for (const auto& [name, value] : extras) key += cat(" ", name, "=", value);
+  for (const auto& [name, value] : extras) key += cat(" ", name, "=", python_repr(double{value}));
   for (const auto& [known, tokens] : encoded_)
     if (known == key) return tokens;
   std::vector<ImagePtr> views;

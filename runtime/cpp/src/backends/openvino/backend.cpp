@@ -55,12 +55,13 @@ class OpenvinoBackend : public Backend {
   }
 
   Rows embed(const Ids& ids) override {
-    return embed_->rows({names::kIds, Type::i64, {static_cast<int64_t>(ids.size())}, ids.data()}, m_.model.hidden);
+    OpenvinoInput in{names::kIds, Type::i64, {static_cast<int64_t>(ids.size())}, ids.data()};
+    return embed_->rows(in, m_.model.hidden, ids.size());
   }
 
-  Rows head(const Rows& rows) override { return head_->rows(over(rows), m_.model.vocab); }
+  Rows head(const Rows& rows) override { return head_->rows(over(rows), m_.model.vocab, rows.count()); }
 
-  Floats gate(int64_t k, const Rows& rows) override { return gates_.at(k)->rows(over(rows), 2).data; }
+  Floats gate(int64_t k, const Rows& rows) override { return gates_.at(k)->rows(over(rows), 2, 1).data; }
 
   std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) override {
     GraphIO io = vision_io(m_, kDialect);
@@ -94,7 +95,7 @@ class OpenvinoBackend : public Backend {
       return load(m_.dialects.at(kDialect).text_tower.value(), text_tower_io(m_), m_.vision_precision);
     });
     OpenvinoInput in{names::kIds, Type::i64, {static_cast<int64_t>(ids.size())}, ids.data()};
-    return graph.rows(in, m_.text_tower.value().width).data;
+    return graph.rows(in, m_.text_tower.value().width, 1).data;
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {

@@ -152,6 +152,8 @@ Rows OpenvinoStageCache::run(const Rows& rows, const Ids& positions, bool query)
       openvino::TensorView view = request_->get(names::kQuery);
       const ModelSpec& model = context_.manifest.model;
       query_ = Rows(rows.count(), static_cast<size_t>(model.heads * model.head_dim));
+      bool whole = view.shape == Ids{static_cast<int64_t>(rows.count()), static_cast<int64_t>(query_.width)};
+      if (!whole) fail(Kind::bundle, stage_.name, " gives queries of another size; export the bundle again");
       std::memcpy(query_.data.data(), view.data, 4 * query_.data.size());
     }
   });

@@ -131,13 +131,14 @@ std::vector<OpenvinoGraph::Output> OpenvinoGraph::run(const std::vector<Openvino
   });
 }
 
-Rows OpenvinoGraph::rows(const OpenvinoInput& input, int64_t width) {
+Rows OpenvinoGraph::rows(const OpenvinoInput& input, int64_t width, size_t count) {
   Output output = std::move(run({input})[0]);
   if (output.shape.empty() || output.shape.back() != width)
     fail(Kind::bundle, name, " gives another width than ", width, "; export the bundle again");
   Rows out;
   out.width = static_cast<size_t>(width);
   out.data = std::move(output.floats);
+  check_rows(name, out.count(), count);
   return out;
 }
 

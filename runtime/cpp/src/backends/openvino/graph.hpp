@@ -79,8 +79,8 @@ class OpenvinoGraph {
     Ids whole;
   };
   std::vector<Output> run(const std::vector<OpenvinoInput>& inputs);
-  // The one output [.., width]. Throws Error(bundle) where it has another width.
-  Rows rows(const OpenvinoInput& input, int64_t width);
+  // The one output [count, width]. Throws Error(bundle) where it has other sizes.
+  Rows rows(const OpenvinoInput& input, int64_t width, size_t count);
 
   const std::string name;
 

@@ -35,18 +35,18 @@ class OrtBackend : public Backend {
 
   Rows embed(const Ids& ids) override {
     OrtTensor in = tensor_over(ort_, ids.data(), {static_cast<int64_t>(ids.size())}, "int64");
-    return rows_of(embed_->run({&in})[0], m_.model.hidden, embed_->name);
+    return rows_of_each(*embed_, in, m_.model.hidden, ids.size());
   }
 
   Rows head(const Rows& rows) override {
     OrtTensor in = over(rows);
-    return rows_of(head_->run({&in})[0], m_.model.vocab, head_->name);
+    return rows_of_each(*head_, in, m_.model.vocab, rows.count());
   }
 
   Floats gate(int64_t k, const Rows& rows) override {
     OrtTensor in = over(rows);
     const OrtGraph& graph = *gates_.at(k);
-    return rows_of(graph.run({&in})[0], 2, graph.name).data;
+    return rows_of_each(graph, in, 2, 1).data;
   }
 
   std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) override {
@@ -84,7 +84,7 @@ class OrtBackend : public Backend {
       if (!text_tower_) text_tower_ = load(m_.dialects.at("ort").text_tower.value(), text_tower_io(m_));
     }
     OrtTensor in = tensor_over(ort_, ids.data(), {static_cast<int64_t>(ids.size())}, "int64");
-    return rows_of(text_tower_->run({&in})[0], m_.text_tower.value().width, text_tower_->name).data;
+    return rows_of_each(*text_tower_, in, m_.text_tower.value().width, 1).data;
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
@@ -136,6 +136,13 @@ class OrtBackend : public Backend {
     Rows out;
     out.width = static_cast<size_t>(width);
     out.data = values<float>(tensor);
+    return out;
+  }
+
+  // The one output of a graph, a row for each of so many tokens.
+  static Rows rows_of_each(const OrtGraph& graph, const OrtTensor& in, int64_t width, size_t count) {
+    Rows out = rows_of(graph.run({&in})[0], width, graph.name);
+    check_rows(graph.name, out.count(), count);
     return out;
   }
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "policies/methods/reductions.hpp"
@@ -28,7 +29,10 @@ void check_keep(const std::string& name, double keep) {
          "number of at least 2");
 }
 
-int64_t number_to_keep(double keep, int64_t count) { return keep <= 1 ? share(keep, count) : static_cast<int64_t>(keep); }
+int64_t number_to_keep(double keep, int64_t count) {
+  constexpr double kAll = 1e15;  // more than there are tokens, and still a whole number of 64 bits
+  return keep <= 1 ? share(keep, count) : static_cast<int64_t>(std::min(keep, kAll));
+}
 
 float pairwise_sum(const float* values, size_t count) {
   if (count < 8) {
