@@ -128,7 +128,7 @@ def run(
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
     names = [*images, *more, *videos]
-    formats = image_formats.split(",")
+    formats = [name.strip() for name in image_formats.split(",")]
     with without_collections():
         from vtx.exporter.commands.export import find_bundle
         from vtx.runtime.api.load import load
@@ -243,7 +243,7 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
     """Show what is in a bundle, the last one exported if none is named: stages, precision, sizes, KV bytes per K."""
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import PublicKey
-    from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe
+    from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe, images_seen
 
     facts = describe(
         Bundle.open(last_bundle(bundle), key=PublicKey.load(require_signature) if require_signature else None)
@@ -259,8 +259,7 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
         f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
         f"{model['kv_heads']} key/value heads of {model['head_dim']}, {facts['layout']['max_tokens']} tokens an image"
     )
-    image = facts["image"]
-    click.echo(f"images: {image['width']}x{image['height']} pixels; other shapes: {image['fit']} (--fit)")
+    click.echo(images_seen(facts))
     if "video" in facts:
         frames = facts["video"]["parameters"]["frames"]
         click.echo(f"videos: {frames} frames (--frames), {facts['video']['max_tokens']} tokens")

@@ -77,6 +77,7 @@ TABLES = [
         ("What a chat template prints", "runtime.prompt.template", "MAX_OUTPUT", "characters"),
         ("What a product in a chat template makes", "runtime.prompt.template", "MAX_PRODUCT",
          "characters, items or bits"),
+        ("Threads to compute with", "runtime.checks", "MOST_THREADS", "threads"),
         ("Stop strings", "runtime.api.options", "MAX_STOPS", "strings"),
         ("Tokens that prompt lookup drafts for one pass", "runtime.api.options", "MAX_DRAFT", "tokens"),
         ("Most likely tokens that are given in one place", "runtime.api.options", "MAX_LIKELY", "tokens"),

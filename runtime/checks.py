@@ -7,15 +7,16 @@ import numbers
 
 from vtx.runtime.errors import RequestError
 
+MOST_THREADS = 1024  # more than machines have cores; tens of thousands stall one
 MOST = 1 << 53  # beyond it a whole number is a mistake, and its digits do not belong in a message
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise RequestError unless `value` is a whole number of at least `least`."""
+def check_whole(name: str, value: object, least: int, most: int = MOST) -> None:
+    """Raise RequestError unless `value` is a whole number from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise RequestError(f"{name} is {_short(value)}; it must be a whole number of at least {least}")
-    if not least <= int(value) <= MOST:
-        raise RequestError(f"{name} is {_short(value)}; it must be at least {least} and at most {MOST}")
+    if not least <= int(value) <= most:
+        raise RequestError(f"{name} is {_short(value)}; it must be at least {least} and at most {most}")
 
 
 def check_text(name: str, value: object) -> None:

@@ -8,6 +8,7 @@ import click
 
 from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
+from vtx.runtime.errors import RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import Depth, DepthType
 
@@ -46,6 +47,8 @@ def batch(
 
     end_on_sigterm()
     how = How(k, reduce, Options(max_new_tokens), max_bad)
+    if answers.exists() and questions.exists() and answers.samefile(questions):
+        raise RequestError(f"{answers} holds the questions, which the answers would replace; name another file")
     tasks = read_tasks(questions, images)
     folder = find_bundle(bundle, (k,))
     if ray_address:

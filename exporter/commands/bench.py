@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.shared.libraries import exporter
@@ -24,7 +25,7 @@ from vtx.exporter.commands.shared.options import (
 )
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
-from vtx.runtime.terminal.depth import DepthType
+from vtx.runtime.terminal.depth import DepthType, joined
 
 DEMO_KS = (8, 3, 4, 5, 6, 12, 16)  # the first is the one behind reductions
 DEMO_REDUCTIONS = (
@@ -74,7 +75,8 @@ class Output:
     "--k",
     "ks",
     type=DepthType(several=True),
-    default=(),
+    multiple=True,
+    callback=joined,
     metavar="K,K,...",
     help="Prebuilt K, none, auto [default: all there are].",
 )
@@ -133,12 +135,15 @@ def bench(
         raise click.UsageError("--image and --video both settle what is seen; give one")
     if frames is not None and not video:
         raise click.UsageError("--frames goes with --video")
-    if not methods and (data, images, budgets) != (None, None, None):
+    if not methods and ((data, images, budgets) != (None, None, None) or _given("samples")):
         raise click.UsageError(
-            "--data, --images and --budgets go with --methods; one question to time is --image and --question"
+            "--data, --images, --samples and --budgets go with --methods; time one question with --image and --question"
         )
+    if methods and (_given("repeats") or _given("warmup")):
+        raise click.UsageError("--methods asks each of its --samples once; leave out --repeats and --warmup")
     from vtx.exporter.bench.ladder import parse_budgets
     from vtx.exporter.bench.measure import BenchOptions
+    from vtx.exporter.common.files import check_folder
     from vtx.exporter.common.plots import figures
     from vtx.runtime.api.load import load
     from vtx.runtime.host.machine import cores
@@ -147,6 +152,8 @@ def bench(
 
     if plot:
         figures()
+    for file in filter(None, (target, plot)):
+        check_folder(file)
     threads = cores() if threads is None else threads
     output, shares = Output(as_json, target, plot), parse_budgets(budgets) if budgets else ()
     if methods:
@@ -175,6 +182,11 @@ def bench(
         interrupted = _measure(model, options, _chosen(ks, model.manifest), output)
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _given(name: str) -> bool:
+    """Whether the command line gives an option, be it its default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _square(image: Image) -> Image:

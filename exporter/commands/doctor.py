@@ -49,6 +49,8 @@ def doctor(
     """Check this machine and list what fits, or check a bundle: its files, then its golden vectors computed again."""
     if bundle is None and (write_traces or check_traces):
         raise click.UsageError("traces are those of a bundle; name one")
+    if bundle is None and compare is None and (device, compute, require_signature) != ("auto", None, None):
+        raise click.UsageError("--device, --compute and --require-signature are about a BUNDLE; name one")
     if sum(map(bool, (write_traces, check_traces, compare))) > 1:
         raise click.UsageError("--write-traces, --check-traces and --compare exclude each other")
     if compare is not None and (bundle is None or (device, compute) != ("auto", None)):
@@ -178,19 +180,19 @@ def _compare(folder: str, compare: str, require_signature: Path | None, *, as_js
         size = f"{first.difference:.1e} of its largest value" if math.isfinite(first.difference) else "no number"
         raise BundleError(
             f"{sources[1]} differs from {sources[0]} first in {first.graph}, output {first.tensor}: by {size}, "
-            f"the limit is {first.limit:.0e}; build or export that graph again, or report this with the table"
+            f"the limit is {first.limit:.1e}; build or export that graph again, or report this with the table"
         )
     if not as_json:
         click.echo(f"every graph of {sources[1]} computes what {sources[0]} computes, within the limits")
 
 
 def _difference(worst: TensorDifference) -> list[str]:
-    return [worst.tensor, f"{worst.difference:.1e}", f"{worst.limit:.0e}", "ok" if worst.passed else "BEYOND"]
+    return [worst.tensor, f"{worst.difference:.1e}", f"{worst.limit:.1e}", "ok" if worst.passed else "BEYOND"]
 
 
 def _rows(report: BundleReport) -> list[list[str]]:
     return [
-        [c.name, f"{c.difference:.2e}", f"{c.limit:.0e}", "ok" if c.passed else "FAILED", c.note] for c in report.checks
+        [c.name, f"{c.difference:.2e}", f"{c.limit:.1e}", "ok" if c.passed else "FAILED", c.note] for c in report.checks
     ]
 
 

@@ -13,7 +13,7 @@ from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
-from vtx.runtime.terminal.depth import Depth, DepthType
+from vtx.runtime.terminal.depth import Depth, DepthType, joined
 
 if TYPE_CHECKING:
     from vtx.exporter.bench.methods import Method
@@ -38,7 +38,7 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
 @click.option("--annotations", type=click.Path(path_type=Path), help="VQAv2's answers.")
 @click.option("--split", default="test", show_default=True, help="ScienceQA's.")
 @click.option(
-    "--k", "ks", type=DepthType(several=True), default=(), metavar="K,K,...",
+    "--k", "ks", type=DepthType(several=True), multiple=True, callback=joined, metavar="K,K,...",
     help="Prebuilt K, none, auto [default: with --reduce none, else all there are].",
 )  # fmt: skip
 @click.option(

@@ -14,7 +14,7 @@ from vtx.exporter.commands.shared.libraries import exporter
 from vtx.exporter.commands.shared.options import allow_pickle_option, precision_type, tower_option
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import command, end_on_sigterm, note, say_json
-from vtx.runtime.terminal.depth import Depth, DepthType
+from vtx.runtime.terminal.depth import Depth, DepthType, joined
 from vtx.runtime.terminal.last import home, remember, remembered
 
 DEMO_K = 16  # of the bundle that a first question makes
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.seal import SigningKey
 
 
-def _chosen_ks(_: click.Context, __: click.Parameter, depths: tuple[Depth, ...]) -> tuple[int, ...] | str:
+def _chosen_ks(
+    context: click.Context, option: click.Parameter, given: tuple[tuple[Depth, ...], ...]
+) -> tuple[int, ...] | str:
     """None prebuilt, "auto" for every K with a gate, or numbers; these do not mix."""
+    depths = joined(context, option, given)
     if depths == (None,):
         return ()
     if depths == ("auto",):
@@ -61,8 +64,8 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
 )
 @click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
 @click.option(
-    "--k", "ks", default="none", show_default=True, type=DepthType(several=True), callback=_chosen_ks,
-    metavar="N|N,M,...|auto|none",
+    "--k", "ks", default=("none",), show_default=True, type=DepthType(several=True), multiple=True,
+    callback=_chosen_ks, metavar="N|N,M,...|auto|none",
     help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
 )  # fmt: skip
 @click.option("--precision", type=precision_type(), default="fp16", show_default=True, help="Of the decoder's weights.")

@@ -10,7 +10,7 @@ import click
 from vtx.exporter.commands.shared.options import precision_type
 from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.terminal.console import command, note, table
-from vtx.runtime.terminal.depth import DepthType
+from vtx.runtime.terminal.depth import DepthType, joined
 
 if TYPE_CHECKING:
     from vtx.exporter.estimate.plan import CostPlan, PrecisionCost
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--sequence", type=int, help="Tokens of the prompt [default: one image and --text].")
 @click.option("--text", type=int, default=64, show_default=True, help="Tokens of it that are not of images.")
 @click.option(
-    "--k", "ks", type=DepthType(several=True, auto=False), default=(), metavar="N|none|N,M,...",
+    "--k", "ks", type=DepthType(several=True, auto=False), multiple=True, callback=joined, metavar="N|none|N,M,...",
     help="First layer without vision tokens, counted from 1 [default: none and a spread].",
 )  # fmt: skip
 @click.option(

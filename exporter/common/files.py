@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.errors import ExportError
+from vtx.runtime.errors import ExportError, RequestError
 
 
 @contextmanager
@@ -24,6 +24,15 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def check_folder(path: Path) -> None:
+    """Raise RequestError where the file cannot be written for want of its folder: before the work, not after it."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise RequestError(f"cannot write {path}: {folder} is not a directory; make it, or name another file")
+    if not os.access(folder, os.W_OK):
+        raise RequestError(f"cannot write {path}: {folder} may not be written to; name another file")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from vtx.runtime.backends.engines import AUTO
 from vtx.runtime.backends.memory import EXPANDED, needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import PublicKey
-from vtx.runtime.checks import check_whole
+from vtx.runtime.checks import MOST_THREADS, check_whole
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
@@ -62,13 +62,13 @@ def load(
         BundleError: no bundle, a damaged one, or one without the signature that is required.
         DeviceError: the device, its package, its graphs or its arithmetic are not there, or the memory is too small.
         ImageError: an unknown format in `image_formats`.
-        RequestError: `threads` is not a whole number of at least 1, or `fit`, `max_tiles` or `max_pixels` is
+        RequestError: `threads` is not a whole number from 1 to 1024, or `fit`, `max_tiles` or `max_pixels` is
             nothing that this model knows.
 
     """
     start = time.perf_counter()
     if threads is not None:
-        check_whole("threads", threads, 1)
+        check_whole("threads", threads, 1, MOST_THREADS)
     formats = check_formats(image_formats)
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)

@@ -35,7 +35,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors.final_norm import read_final_norm
 from vtx.runtime.bundle.tensors.newline import read_newline
-from vtx.runtime.checks import check_whole
+from vtx.runtime.checks import MOST_THREADS, check_whole
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies.make import check_layout, make_policy
 from vtx.runtime.policies.policy import Policy
@@ -242,7 +242,7 @@ class Model:
             RequestError: a wrong option.
 
         """
-        check_whole("threads", threads, 1)
+        check_whole("threads", threads, 1, MOST_THREADS)
         settings = combined(options, keywords)
         self.policy(k, settings, reduce)
         return self._batch(items, k, settings, reduce, threads)

@@ -45,13 +45,14 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
         if obstacle:
             raise DeviceError(obstacle)
         return DeviceChoice(device, compute or ENGINES[device].compute[0], "asked for")
-    obstacles: list[str] = []
+    obstacles: dict[str, str] = {}
     for name, why in _by_merit(bundle):
         obstacle = _obstacle(bundle, name, compute)
         if not obstacle:
-            return DeviceChoice(name, compute or ENGINES[name].compute[0], "; ".join([why, *obstacles]))
-        obstacles.append(obstacle)
-    raise DeviceError(obstacles[0])
+            return DeviceChoice(name, compute or ENGINES[name].compute[0], "; ".join([why, *obstacles.values()]))
+        obstacles[name] = obstacle
+    able = [obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)]
+    raise DeviceError((able or list(obstacles.values()))[0])
 
 
 def _by_merit(bundle: Bundle) -> list[tuple[str, str]]:

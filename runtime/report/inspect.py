@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.names import kv_type
 from vtx.runtime.vision.fit import trained_fit
+from vtx.runtime.vision.layout_spec import read_layout
 
 TEXT_TOKENS = 64
 INT8_KV = (
@@ -30,6 +32,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     vision, (height, width) = min(manifest.layout.max_tokens, manifest.max_context - 1), manifest.image.sides
     rest = max(0, manifest.max_context - vision)
     depths: list[int | None] = [None, *manifest.variants]
+    views = read_layout(manifest.layout, model.tower).max_views
     return {
         "bundle": str(bundle.folder),
         "format": manifest.format,
@@ -38,7 +41,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "precision": manifest.precision,
         "kv_dtype": manifest.kv_dtype,
         "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
-        "image": {"height": height, "width": width, "fit": trained_fit(manifest.image)},
+        "image": {"height": height, "width": width, "fit": trained_fit(manifest.image) if views == 1 else "none"},
+        "max_tiles": views,
         **({} if manifest.video is None else {"video": dataclasses.asdict(manifest.video.layout)}),
         "max_context": manifest.max_context,
         "default_k": manifest.default_k,
@@ -60,6 +64,18 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         ],
         "record": manifest.record,
     }
+
+
+def images_seen(facts: Mapping[str, Any]) -> str:
+    """One line on what the tower gets of an image, and the option that changes it."""
+    image, parameters = facts["image"], facts["layout"]["parameters"]
+    if image["height"] is None:
+        least, most = (f"{parameters[name]:,}" for name in ("min_pixels", "max_pixels"))
+        return f"images: at their own resolution, {least} to {most} pixels (--max-pixels)"
+    size = f"{image['width']}x{image['height']} pixels"
+    if facts["max_tiles"] > 1:
+        return f"images: up to {facts['max_tiles']} tiles of {size}, the whole image in one of them (--max-tiles)"
+    return f"images: {size}; other shapes: {image['fit']} (--fit)"
 
 
 def _questions_measured(manifest: Manifest) -> int | None:

@@ -12,7 +12,7 @@ Depth = int | str | None  # K, "auto" for the gates, None for no withdrawal
 class DepthType(click.ParamType):  # type: ignore[type-arg]
     """`17`, `none`, `auto`, and `default` for the bundle's.
 
-    With `several` also `none,17,9`, which gives a tuple.
+    With `several` also `none,17,9`, which gives a tuple; such an option is `multiple`, with the callback `joined`.
     """
 
     name = "depth"
@@ -32,3 +32,8 @@ class DepthType(click.ParamType):  # type: ignore[type-arg]
             forms = ["a number", *self._names, *(["a list like none,17,9"] if self._several else [])]
             self.fail(f"{value!r} is not {', '.join(forms[:-1])} or {forms[-1]}", param, ctx)
         return tuple(depths) if self._several else depths[0]
+
+
+def joined(_: click.Context, __: click.Parameter, given: tuple[tuple[Depth, ...], ...]) -> tuple[Depth, ...]:
+    """The lists of an option that was given more than once, as one."""
+    return tuple(depth for depths in given for depth in depths)

@@ -486,6 +486,39 @@ def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(
     assert "float16 with TensorRT" in invoke("inspect", out).stdout
 
 
+@pytest.mark.parametrize(
+    ("family", "seen"),
+    [
+        ("llava", "images: 56x56 pixels; other shapes: crop (--fit)"),
+        ("llava_next", "images: up to 5 tiles of 56x56 pixels, the whole image in one of them (--max-tiles)"),
+        ("qwen2_vl", "images: at their own resolution, 3,136 to 31,360 pixels (--max-pixels)"),
+    ],
+)
+def test_inspect_says_what_is_seen_of_an_image(tiny_checkpoint: Make, tmp_path: Path, family: Any, seen: str) -> None:
+    tiny = Tiny(family=family, text="qwen2" if family == "qwen2_vl" else "llama", layers=2)
+    made = bundles.export(tiny_checkpoint(tiny), tmp_path / "bundle", ())
+    assert seen in invoke("inspect", made.folder).stdout.splitlines()
+
+
+def test_a_list_of_k_may_be_given_in_parts(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    made = ("--model", tiny_checkpoint(), "--out", tmp_path / "bundle", "--precision", "fp32", "--dialect", "ort")
+    facts = json.loads(invoke("export", *made, "--k", "3", "--k", "5,2", "--json").stdout)
+    assert (facts["default_k"], [v["k"] for v in facts["variants"]]) == (3, [None, 2, 3, 5])
+
+
+def test_arithmetic_that_one_engine_has_is_refused_for_what_keeps_that_engine(
+    tiny_checkpoint: Make, tmp_path: Path, image: Path
+) -> None:
+    made = bundles.export(tiny_checkpoint(), tmp_path / "bundle", (), dialects=("ort",))
+    told = fails("run", image, QUESTION, "--bundle", made.folder, "--compute", "bf16")
+    assert "openvino reads graphs of the 'plain' dialect" in told
+
+
+def test_formats_may_stand_apart(bundle: Path, image: Path) -> None:
+    told = invoke("run", image, QUESTION, "--bundle", bundle, "--image-formats", "ppm, png", "--max-new-tokens", "1")
+    assert told.exit_code == 0, told.stderr
+
+
 def test_inspect_gives_the_same_as_json(bundle: Path) -> None:
     result = invoke("inspect", bundle, "--json")
     facts = json.loads(result.stdout)

@@ -135,6 +135,20 @@ def test_a_sound_bundle_is_certified(bundle: Path) -> None:
     assert "FAILED" not in result.stdout
 
 
+@pytest.mark.parametrize("words", [("--device", "cpu"), ("--compute", "f32"), ("--require-signature", "key.pem")])
+def test_what_is_about_a_bundle_is_refused_without_one(words: tuple[str, str]) -> None:
+    result = CliRunner().invoke(doctor, words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "are about a BUNDLE; name one" in result.stderr
+
+
+def test_limits_are_shown_as_they_are(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vtx.runtime.report.golden.logits_limit", lambda *_: 0.15)
+    shown = invoke(bundle, "--device", "cpu").stdout
+    assert "1.5e-01" in shown
+    assert "1e-01" not in shown
+
+
 def test_json_of_a_bundle_has_every_check(bundle: Path) -> None:
     found = read(bundle, "--device", "cpu")
     assert (found["bundle"], found["device"], found["compute"], found["altered"]) == (str(bundle), "cpu", "f32", [])

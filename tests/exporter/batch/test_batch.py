@@ -176,6 +176,16 @@ def test_the_command_answers_and_counts(model: Model, folder: Path) -> None:
     assert len(out.read_text().splitlines()) == 3
 
 
+def test_answers_do_not_replace_their_questions(model: Model, folder: Path) -> None:
+    file = write(folder, LINES[0])
+    before = file.read_bytes()
+    (folder / "again.jsonl").symlink_to(file)
+    done = CliRunner().invoke(batch, [str(file), str(folder / "again.jsonl"), "--bundle", str(model.bundle.folder)])
+    assert done.exit_code == 1
+    assert "holds the questions, which the answers would replace" in done.stderr
+    assert file.read_bytes() == before
+
+
 def test_an_empty_file_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError, match="is empty"):
         read_tasks(write(folder, b""), None)

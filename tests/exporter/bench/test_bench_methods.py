@@ -382,8 +382,11 @@ def test_questions_without_a_known_answer_do_not_count_where_others_have_one() -
         (["--methods", "--image", "a.jpg"], 2, "--methods asks the questions of --data"),
         (["--methods", "--prompt-tokens", "100"], 2, "--methods asks the questions of --data"),
         (["--methods", "--budgets", "200"], 1, "--budgets is '200'; each must be above 0 and at most 100"),
-        (["--data", "a.jsonl"], 2, "--data, --images and --budgets go with --methods"),
-        (["--budgets", "50"], 2, "--data, --images and --budgets go with --methods"),
+        (["--data", "a.jsonl"], 2, "--data, --images, --samples and --budgets go with --methods"),
+        (["--budgets", "50"], 2, "--data, --images, --samples and --budgets go with --methods"),
+        (["--samples", "200"], 2, "--data, --images, --samples and --budgets go with --methods"),
+        (["--methods", "--repeats", "5"], 2, "leave out --repeats and --warmup"),
+        (["--plot", "none/plot.png"], 1, "cannot write none/plot.png: none is not a directory"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(

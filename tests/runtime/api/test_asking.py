@@ -325,7 +325,7 @@ def test_the_first_error_ends_a_batch_at_its_place(model: Model) -> None:
         next(batch)
 
 
-@pytest.mark.parametrize("threads", [0, 1.5, "2"])
+@pytest.mark.parametrize("threads", [0, 1.5, "2", 1025])
 def test_threads_of_a_batch_are_checked_before_it_begins(model: Model, threads: Any) -> None:
     with pytest.raises(RequestError, match="threads"):
         model.batch([], threads=threads)
@@ -353,7 +353,7 @@ def test_an_export_from_python_is_loaded_and_closed(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("threads", [0, 2.5, "4", True])
+@pytest.mark.parametrize("threads", [0, 2.5, "4", True, 1025])
 def test_threads_of_a_load_are_checked(model: Model, threads: Any) -> None:
     with pytest.raises(RequestError, match="threads"):
         vtx.load(model.bundle.folder, threads=threads)
