@@ -20,6 +20,7 @@
 #include <random>
 
 #include "api/model.hpp"
+#include "backends/slots.hpp"
 #include "base/json.hpp"
 #include "bundle/bundle.hpp"
 #include "bundle/sha256.hpp"
@@ -178,6 +179,8 @@ int main(int count, char** values) {
       buffer(values + 2);
     else if (mode == "picture" && count == 3)
       picture(values[2]);
+    else if (mode == "cache" && count == 5)
+      SlotMemory(std::stoul(values[2]), std::stoul(values[3]), std::stoul(values[4])), std::cout << "ok\n";
     else if (mode == "specs")
       specs();
     else if (mode == "sha256")

@@ -36,7 +36,7 @@ from tests.support.cabi import (
     load_library,
 )  # fmt: skip
 from tests.support.cpp import BUILD, needs_cpp, onnxruntime
-from tests.support.tiny import random_image
+from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
 
 pytestmark = [
@@ -55,13 +55,18 @@ def python(models: Callable[..., Model]) -> Model:
     return models()
 
 
-@pytest.fixture(scope="module")
-def model(library: c.CDLL, python: Model) -> Iterator[c.c_void_p]:
+def loaded(library: c.CDLL, python: Model) -> c.c_void_p:
     handle, options = c.c_void_p(), LoadOptions()
     library.vtx_load_options_init(c.byref(options), c.sizeof(options))
     options.library, options.threads = onnxruntime().encode(), 1
     status = library.vtx_load(os.fsencode(python.bundle.folder), c.byref(options), c.byref(handle))
     assert status == OK, library.vtx_last_error()
+    return handle
+
+
+@pytest.fixture(scope="module")
+def model(library: c.CDLL, python: Model) -> Iterator[c.c_void_p]:
+    handle = loaded(library, python)
     yield handle
     library.vtx_model_free(handle)
 
@@ -146,6 +151,31 @@ def test_another_thread_is_told_that_it_is_busy_and_can_cancel(library: c.CDLL, 
     assert (found["stopped"], len(found["token_ids"])) == ("cancelled", 1)
     assert asked(library, conversation, "red?", ignore_eos=1)["stopped"] == "length"  # and can be used on
     library.vtx_conversation_free(conversation)
+
+
+def test_thresholds_that_differ_in_the_seventh_digit_merge_an_image_anew(
+    library: c.CDLL, models: Callable[..., Model]
+) -> None:
+    python = models(Tiny(), (3,), "fp32", ("lsm:tau=0.5",))
+    array = np.asarray(random_image(4))
+
+    def tokens(tau: float) -> int:
+        return conversation.ask("red?", reduce=f"lsm:tau={tau}", max_new_tokens=1).stats.vision_tokens
+
+    with python.open(array) as conversation:
+        low, high = -1.0, 1.0
+        most = tokens(high)
+        assert tokens(low) < most
+        while high - low > 1e-7:
+            middle = (low + high) / 2
+            low, high = (low, middle) if tokens(middle) == most else (middle, high)
+        wanted = [tokens(low), most]
+    handle = loaded(library, python)
+    opening = opened(library, handle, array)
+    specs = [f"lsm:tau={tau}".encode() for tau in (low, high)]
+    assert [asked(library, opening, "red?", reduce=spec)["vision_tokens"] for spec in specs] == wanted
+    library.vtx_conversation_free(opening)
+    library.vtx_model_free(handle)
 
 
 def test_token_ids_are_asked_about_without_a_tokenizer(library: c.CDLL, model: c.c_void_p, python: Model) -> None:

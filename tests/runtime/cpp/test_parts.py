@@ -93,6 +93,7 @@ def saved(folder: Path) -> dict[str, Path]:
         "la.png": (faded.convert("LA"), {}),
         "plain.jpg": (image, {"quality": 90}),
         "grey.jpg": (image.convert("L"), {}),
+        "inks.jpg": (image.convert("CMYK"), {"quality": 95}),
         "turned.jpg": (image, {"exif": exif}),
         "progressive.jpg": (image, {"progressive": True, "subsampling": 0}),
     }
@@ -111,6 +112,12 @@ def test_image_files_are_the_pixels_that_python_sees(tmp_path: Path) -> None:
         assert found.stderr.decode().split() == [str(want.shape[1]), str(want.shape[0])], name
         difference = np.abs(np.frombuffer(found.stdout, np.uint8).reshape(want.shape).astype(int) - want)
         assert difference.max() <= 1, name
+
+
+def test_a_cache_of_more_bytes_than_64_bits_count_is_refused() -> None:
+    done = run("probe", "cache", str(1 << 39), str(1 << 12), str(1 << 13))
+    assert done.returncode == 1
+    assert b"not enough memory for a KV cache of 4096 slots" in done.stderr
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**32 - 1, 2**32, 2**63 + 5])

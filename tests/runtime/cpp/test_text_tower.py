@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.cpp.test_run import expected
-from tests.support.bundles import IGNORE
+from tests.support.bundles import IGNORE, copy, forge, manifest
 from tests.support.clip import make_clip
 from tests.support.cpp import ask, needs_cpp, output, run
 from tests.support.exported import THREADS
@@ -19,6 +19,7 @@ from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.errors import BundleError
 
 pytestmark = needs_cpp
 
@@ -65,6 +66,18 @@ def test_answers_selected_by_the_tower_are_those_of_python(model: Model, tmp_pat
         turns = conversation.chat(reduce=SPEC)
         for question, answer in zip(QUESTIONS, chat, strict=True):
             assert expected(answer) == expected(turns.ask(question, max_new_tokens=5).to_dict())
+
+
+def test_a_tower_beside_images_of_several_views_is_refused_in_the_words_of_python(model: Model, tmp_path: Path) -> None:
+    forged, tokens = copy(model.bundle.folder, tmp_path / "forged"), model.manifest.layout.max_tokens
+    value = manifest(forged)
+    tiles = {"tile": model.manifest.model.tower.image, "tokens": tokens, "fewest": 1, "most": 2}
+    forge(forged, {**value, "layout": {"name": "tiles", "max_tokens": 3 * tokens, "parameters": tiles}})
+    with pytest.raises(BundleError, match=r"a text tower is for images of one view, .* up to 3; export") as refused:
+        load(forged, device="cpu", threads=THREADS)
+    random_image(3, (200, 100)).save(tmp_path / "a.png")
+    done = run("run", "--bundle", forged, tmp_path / "a.png", "red?", "--reduce", SPEC)
+    assert done.stderr.decode() == f"Error: {refused.value}\n"
 
 
 def test_a_bundle_without_the_tower_says_how_to_export_it(models: Callable[..., Model], tmp_path: Path) -> None:

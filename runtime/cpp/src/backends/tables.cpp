@@ -25,7 +25,7 @@ std::map<std::string, Floats> read_tables(const Bundle& bundle) {
   Tensors rope = bundle.tensors(m.rope, (1 << 16) + 4 * m.max_context * m.model.head_dim);
   for (const char* name : {names::kCos, names::kSin}) out[name] = floats(rope, name, table_shape(m, name), m.rope);
   if (m.kv_dtype != "int8") return out;
-  int64_t limit = (1 << 18) + 8 * m.model.layers * m.model.kv_heads * m.model.head_dim;
+  int64_t limit = (1 << 18) + product({8, m.model.layers, m.model.kv_heads, m.model.head_dim});
   Tensors scales = bundle.tensors(*m.kv_scales, limit);
   for (int64_t layer = 1; layer <= m.model.layers; ++layer)
     for (const char* prefix : {names::kKeyScaleOf, names::kValueScaleOf}) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -53,6 +54,15 @@ std::vector<Value> take(const std::vector<Value>& values, const Ids& which) {
   std::vector<Value> out;
   out.reserve(which.size());
   for (int64_t index : which) out.push_back(values[static_cast<size_t>(index)]);
+  return out;
+}
+
+// The product of sizes that a file gives; where it has more than 62 bits, a number of 62, as no memory or file is so large.
+inline int64_t product(std::initializer_list<int64_t> sizes) {
+  constexpr int64_t kMost = int64_t{1} << 62;
+  int64_t out = 1;
+  for (int64_t size : sizes)
+    if (__builtin_mul_overflow(out, size, &out) || out > kMost) return kMost;
   return out;
 }
 

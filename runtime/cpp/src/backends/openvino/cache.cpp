@@ -46,7 +46,9 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
                                        const StageSpec& spec, int64_t slots)
     : StageCache(slots), context_(context), stage_(stage), spec_(spec),
       heads_(static_cast<size_t>(context.manifest.model.kv_heads)), blocks_(blocks_of(slots)),
-      memory_(planes_of(spec) * blocks_ * heads_ * names::kPagedBlock * head_bytes(), static_cast<size_t>(slots)),
+      memory_(static_cast<size_t>(product({static_cast<int64_t>(planes_of(spec) * blocks_), context.manifest.model.kv_heads,
+                                           names::kPagedBlock, static_cast<int64_t>(head_bytes())})),
+              static_cast<size_t>(slots)),
       block_numbers_(blocks_), row_(1, static_cast<size_t>(context.manifest.model.hidden)),
       row_out_(1, static_cast<size_t>(context.manifest.model.hidden)), row_position_(1) {
   request_ = running(stage.name, [&] { return stage.compiled->request(); });

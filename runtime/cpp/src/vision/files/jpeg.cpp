@@ -2,6 +2,7 @@
 //
 // A progressive JPEG repeats its blocks of 8x8 pixels in scan after scan, and a scan that changes nothing takes some 30
 // bytes. Hence scans are counted, and the blocks that all of them visit.
+#include <algorithm>
 #include <map>
 
 #include "vision/files/container.hpp"
@@ -142,8 +143,18 @@ void on_warning(j_common_ptr info, int level) {
   if (level < 0 && failure->manager.msg_code == JWRN_JPEG_EOF) failure->cut = true;
 }
 
+// A row of inks, which Adobe stores inverted, as Pillow shows it.
+void from_inks(const uint8_t* inks, int width, uint8_t* to) {
+  for (int x = 0; x < width; ++x, inks += 4)
+    for (int c = 0; c < 3; ++c) {
+      int light = inks[3], sum = (255 - inks[c]) * light + 128;
+      *to++ = static_cast<uint8_t>(std::max(0, light - (((sum >> 8) + sum) >> 8)));
+    }
+}
+
 // Decodes into `out`; false with a message where libjpeg gives up. Nothing with a destructor lives across its jumps.
-bool decode(const std::string& content, Picture& out, Failure& failure) {
+// `inks` is a row of four bytes a pixel.
+bool decode(const std::string& content, std::vector<uint8_t>& inks, Picture& out, Failure& failure) {
   jpeg_decompress_struct info;
   info.err = jpeg_std_error(&failure.manager);
   failure.manager.error_exit = on_error;
@@ -155,17 +166,20 @@ bool decode(const std::string& content, Picture& out, Failure& failure) {
   jpeg_create_decompress(&info);
   jpeg_mem_src(&info, reinterpret_cast<const unsigned char*>(content.data()), static_cast<unsigned long>(content.size()));
   jpeg_read_header(&info, TRUE);
-  info.out_color_space = JCS_RGB;
+  const bool four = info.num_components == 4;
+  info.out_color_space = four ? JCS_CMYK : JCS_RGB;
   jpeg_start_decompress(&info);
   if (static_cast<int>(info.output_width) != out.width || static_cast<int>(info.output_height) != out.height ||
-      info.output_components != 3) {
+      info.output_components != (four ? 4 : 3)) {
     std::snprintf(failure.message, sizeof failure.message, "it states two sizes");
     jpeg_destroy_decompress(&info);
     return false;
   }
   while (info.output_scanline < info.output_height) {
-    JSAMPROW row = out.pixel(0, static_cast<int>(info.output_scanline));
+    uint8_t* pixels = out.pixel(0, static_cast<int>(info.output_scanline));
+    JSAMPROW row = four ? inks.data() : pixels;
     jpeg_read_scanlines(&info, &row, 1);
+    if (four) from_inks(inks.data(), out.width, pixels);
   }
   jpeg_finish_decompress(&info);
   jpeg_destroy_decompress(&info);
@@ -177,8 +191,9 @@ bool decode(const std::string& content, Picture& out, Failure& failure) {
 
 Picture decode_jpeg(const Container& container, const std::string& name) {
   Picture out(container.width, container.height);
+  std::vector<uint8_t> inks(4 * static_cast<size_t>(container.width));
   Failure failure{};
-  if (!decode(container.content, out, failure)) damaged(name, failure.message);
+  if (!decode(container.content, inks, out, failure)) damaged(name, failure.message);
   return out;
 }
 #else
