@@ -59,11 +59,13 @@ def chat(
 ) -> None:  # fmt: skip
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.load import load
+    from vtx.runtime.api.options import Options
     from vtx.runtime.vision.image import load_image
     from vtx.runtime.vision.video import as_video
 
+    Options(max_new_tokens)  # a number that is none is told before a bundle is loaded, and so is a wrong name
     if image and not as_video(image):
-        load_image(image)  # a wrong name is told before a bundle is loaded
+        load_image(image)
     model = load(
         find_bundle(bundle, (k,)),
         device=device,

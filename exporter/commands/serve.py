@@ -25,10 +25,19 @@ from vtx.runtime.terminal.console import command, note
 
 if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
+    from vtx.runtime.bundle.bundle import Bundle
 
 KEY = "VTX_API_KEY"
 GRACE_SECONDS = 10
 CONNECTIONS = 256
+LARGEST_AMOUNT = 1_000_000  # of gigabytes, or of seconds
+
+
+def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    """Gigabytes or seconds, and not the float that is no number."""
+    if value is not None and not 0 <= value <= LARGEST_AMOUNT:
+        raise click.BadParameter(f"{value} is not a number from 0 to {LARGEST_AMOUNT:,}")
+    return value
 
 
 @command(
@@ -42,14 +51,25 @@ CONNECTIONS = 256
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0: to everybody.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
-@click.option("--parallel", type=int, help="Answers of one model that are computed side by side [default: 4].")
-@click.option("--max-batch", type=int, help="Of these, in one pass through the model; 1: in turn [default: 8].")
-@click.option("--queue", type=int, help="Requests that wait beside them, before 429 [default: 32].")
-@click.option("--max-tokens", type=int, help="The most tokens of an answer [default: 1024].")
-@click.option("--max-body", type=int, metavar="MB", help="Of a request, images included [default: 33.6].")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Of a request, waiting included [default: 600].")
-@click.option("--kv-cache", type=float, metavar="GB", help="K and V in use and kept for later turns [default: 2.1].")
-@click.option("--memory", type=float, metavar="GB", help="Of all loaded bundles [default: what is free].")
+@click.option(
+    "--parallel", type=click.IntRange(1), help="Answers of one model that are computed side by side [default: 4]."
+)
+@click.option(
+    "--max-batch", type=click.IntRange(1), help="Of these, in one pass through the model; 1: in turn [default: 8]."
+)
+@click.option("--queue", type=click.IntRange(0), help="Requests that wait beside them, before 429 [default: 32].")
+@click.option("--max-tokens", type=click.IntRange(1), help="The most tokens of an answer [default: 1024].")
+@click.option("--max-body", type=click.IntRange(1), metavar="MB", help="Of a request, images included [default: 33.6].")
+@click.option(
+    "--timeout", type=float, callback=_amount, metavar="SECONDS", help="Of a request, waiting included [default: 600]."
+)
+@click.option(
+    "--kv-cache", type=float, callback=_amount, metavar="GB",
+    help="K and V in use and kept for later turns [default: 2.1].",
+)  # fmt: skip
+@click.option(
+    "--memory", type=float, callback=_amount, metavar="GB", help="Of all loaded bundles [default: what is free]."
+)
 @click.option(
     "--image-host", "image_hosts", multiple=True, metavar="HOST",
     help="Fetch images from https addresses of this host, too [default: data URLs only].",
@@ -78,6 +98,7 @@ def serve(
     key = os.environ.get(KEY) or None
     if key is not None and (len(key) > MAX_KEY or not key.isascii() or key != key.strip()):
         raise RequestError(f"{KEY} must be at most {MAX_KEY} ASCII characters, without spaces around them")
+    hosts = checked_hosts(image_hosts)
     changes = {
         "parallel": parallel, "batch": max_batch, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
         "body": None if max_body is None else max_body * 10**6,
@@ -90,15 +111,23 @@ def serve(
 
         return load(folder, device=device, compute=compute, threads=threads, max_tiles=max_tiles, max_pixels=max_pixels)
 
+    def needed(bundle: Bundle) -> int:
+        from vtx.runtime.api.load import choose_for
+        from vtx.runtime.backends.devices import float_bytes
+        from vtx.runtime.backends.memory import needed_memory
+
+        chosen = choose_for(bundle, device, compute, max_tiles=max_tiles, max_pixels=max_pixels)
+        return needed_memory(bundle, float_bytes(chosen))
+
     folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
-    engines = Engines(folders, load_bundle, limits, None if memory is None else int(memory * 1e9))
+    engines = Engines(folders, load_bundle, limits, None if memory is None else int(memory * 1e9), needed=needed)
     with listening(host, port) as at:
         with engines.use(engines.acquire(engines.names[0])):  # what is wrong with it is told now
             pass
         note(f"serving {', '.join(engines.names)} at {address(host, at)}; Ctrl-C ends")
         if not is_local(host) and key is None:
             note(f"everybody who reaches {host} may ask; set {KEY} to ask for a key")
-        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host), image_hosts=checked_hosts(image_hosts))
+        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host), image_hosts=hosts)
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http="h11",

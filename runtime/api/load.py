@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.devices import GPU_DEVICES, choose, float_bytes, open_backend
+from vtx.runtime.backends.devices import GPU_DEVICES, DeviceChoice, choose, float_bytes, open_backend
 from vtx.runtime.backends.engines import AUTO
 from vtx.runtime.backends.memory import EXPANDED, needed_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -72,8 +72,7 @@ def load(
     formats = check_formats(image_formats)
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
-    _check_images(opened, fit, max_tiles, max_pixels)
-    chosen = choose(opened, device, compute)
+    chosen = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels)
     if not force and chosen.device not in GPU_DEVICES:
         _check_memory(opened, float_bytes(chosen))
     backend = open_backend(opened, chosen, threads)
@@ -83,6 +82,15 @@ def load(
     )
     log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, chosen.device, chosen.why, model.load_ms)
     return model
+
+
+def choose_for(
+    bundle: Bundle, device: str, compute: str | None, *, fit: str | None = None, max_tiles: int | None = None,
+    max_pixels: int | None = None,
+) -> DeviceChoice:  # fmt: skip
+    """Where `load` would answer a bundle. Raises as `load` does for what the bundle or the machine cannot do."""
+    _check_images(bundle, fit, max_tiles, max_pixels)
+    return choose(bundle, device, compute)
 
 
 def _check_images(bundle: Bundle, fit: str | None, max_tiles: int | None, max_pixels: int | None) -> None:

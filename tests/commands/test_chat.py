@@ -44,6 +44,12 @@ def test_turns_build_on_each_other_as_in_a_chat(bundle: Path, images: list[str])
     assert typed(bundle, images[0], "red?", "and blue?").stdout == "".join(f"{text}\n" for text in wanted)
 
 
+def test_a_wrong_number_of_tokens_is_told_before_a_bundle_is_loaded(images: list[str]) -> None:
+    done = CliRunner().invoke(cli.chat, [images[0], "--bundle", "none", "--max-new-tokens", "0"])
+    assert done.exit_code == 1
+    assert "max_new_tokens is 0" in done.stderr
+
+
 def test_another_image_and_another_k_begin_anew(bundle: Path, images: list[str]) -> None:
     model = vtx.load(bundle, device="cpu")
     first = model.open(images[0]).chat().ask("red?", OPTIONS).text

@@ -53,6 +53,43 @@ def test_a_port_that_is_taken_is_told_in_one_line(bundle: Path) -> None:
     assert "choose another --port" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--compute", "bf16", "--device", "cpu"), "cpu computes in f32, not bf16"),
+        (("--max-tiles", "2"), "max_tiles has no effect here"),
+    ],
+)
+def test_what_a_further_bundle_cannot_do_is_told_at_the_start(
+    bundle: Path, tmp_path: Path, tiny_checkpoint: Callable[..., Path], words: tuple[str, ...], told: str
+) -> None:
+    tiles = export(tiny_checkpoint(Tiny(family="llava_next", layers=2)), tmp_path / "tiles", (), "fp32").folder
+    done = CliRunner().invoke(serve, ["--bundle", str(tiles), "--bundle", f"second={bundle}", "--port", "0", *words])
+    assert done.exit_code == 1
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "second: " in done.stderr or "--compute" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("--memory", "nan"), 2, "'--memory': nan is not a number from 0 to 1,000,000"),
+        (("--kv-cache", "inf"), 2, "'--kv-cache': inf"),
+        (("--timeout", "-1"), 2, "'--timeout': -1.0"),
+        (("--max-batch", "0"), 2, "'--max-batch'"),
+        (("--image-host", "https://pictures.example.org"), 1, "is not the name of a host"),
+    ],
+)
+def test_numbers_and_hosts_that_are_none_are_told_by_the_option(
+    bundle: Path, words: tuple[str, str], code: int, told: str
+) -> None:
+    done = CliRunner().invoke(serve, ["--bundle", str(bundle), "--port", "0", *words])
+    assert (done.exit_code, done.exception is None or isinstance(done.exception, SystemExit)) == (code, True)
+    assert told in done.stderr
+    assert "serving" not in done.stderr
+
+
 def test_a_key_with_spaces_around_it_is_refused(bundle: Path) -> None:
     done = CliRunner().invoke(serve, ["--bundle", str(bundle)], env={"VTX_API_KEY": "secret "})
     assert done.exit_code == 1

@@ -15,7 +15,7 @@ from PIL import Image
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.errors import DeviceError, RequestError, VtxError
 from vtx.runtime.server.compute.batching import Batching
 from vtx.runtime.server.compute.conversations import ConversationPool
 from vtx.runtime.server.compute.scheduler import Scheduler, shutting_down
@@ -52,23 +52,25 @@ class Engine:
 class Engines:
     """Bundles by name. `use` gives the engine of one, loaded where it is not yet; engines that nobody uses make room.
 
-    `memory`: bytes that all loaded bundles may need together, by the forecast of `vtx-doctor`; None: no limit but what
-    each finds free when it is loaded.
+    `memory`: bytes that all loaded bundles may need together; None: no limit but what each finds free when it is
+    loaded. `needed`: the forecast of what a bundle needs, where it is to be loaded. What it raises is told at once, so
+    that no bundle is found out to be impossible by those who ask it.
     """
 
     def __init__(
-        self, bundles: Mapping[str, Path], load: Callable[[Path], Model], limits: Limits, memory: int | None = None
-    ) -> None:
+        self, bundles: Mapping[str, Path], load: Callable[[Path], Model], limits: Limits, memory: int | None = None,
+        *, needed: Callable[[Bundle], int] = needed_memory,
+    ) -> None:  # fmt: skip
         self._bundles = {name: Bundle.open(folder) for name, folder in bundles.items()}
-        self._needed = {name: needed_memory(bundle) for name, bundle in self._bundles.items()}
+        self._needed = {name: _forecast(name, bundle, needed) for name, bundle in self._bundles.items()}
         self._load, self._limits, self._memory = load, limits, memory
         self._loaded: dict[str, Engine] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._closed = False
-        for name, needed in self._needed.items():
-            if memory is not None and needed > memory:
+        for name, taken in self._needed.items():
+            if memory is not None and taken > memory:
                 raise DeviceError(
-                    f"{name} needs about {size(needed)} of memory, the limit is {size(memory)}; raise --memory, or "
+                    f"{name} needs about {size(taken)} of memory, the limit is {size(memory)}; raise --memory, or "
                     "export with a smaller --precision"
                 )
 
@@ -199,6 +201,13 @@ def named(specs: tuple[str, ...]) -> dict[str, Path]:
             raise RequestError(f"two bundles are called {name!r}, or one has no name; name them: --bundle NAME=DIR")
         bundles[name] = path
     return bundles
+
+
+def _forecast(name: str, bundle: Bundle, needed: Callable[[Bundle], int]) -> int:
+    try:
+        return needed(bundle)
+    except VtxError as e:
+        raise RequestError(f"{name}: {e}") from e
 
 
 def _together(batching: Batching) -> dict[str, Any]:
