@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -132,8 +133,9 @@ def _exit(k: int | str | None, manifest: Manifest, odds: Odds, threshold: float)
     if k == "auto":
         return _gates(manifest, odds, threshold)
     layers = manifest.model.layers
-    if isinstance(k, bool) or not isinstance(k, int):
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
         raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
+    k = int(k)  # numpy's, too
     if not 2 <= k <= layers:
         raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
     if k not in manifest.variants:

@@ -50,7 +50,7 @@ class Session:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
-        self._backend, self._stages = backend, manifest.stages
+        self._backend, self._stages, self._image_token = backend, manifest.stages, manifest.text.image_token_id
         self.caches = PrefixCaches(backend, manifest)
         self._suffix: list[int] = []  # ids after the prefix that the caches hold
         self._selection: Selection | None = None  # the question that selected the cached image tokens
@@ -87,12 +87,19 @@ class Session:
         return sum(cache.capacity * self._stages[number].layers for number, cache in caches)
 
     def agreement(self, ids: Ids) -> tuple[int, int]:
-        """How many leading tokens of a prompt are those of the conversation so far, and how many that one has."""
-        prefix = np.frombuffer(self.caches.prefix.key[0], np.int64)
-        held = np.concatenate([prefix, np.array(self._suffix, np.int64)])
-        count = min(len(held), len(ids))
-        differing = np.flatnonzero(held[:count] != ids[:count])
-        return int(differing[0]) if len(differing) else count, len(held)
+        """How many leading tokens of a prompt about these images the conversation has, and how many it has in all.
+
+        Image tokens count as in the prompt, also where some left before the decoder.
+        """
+        prefix, is_vision = self.caches.prefix, ids == self._image_token
+        before = np.frombuffer(prefix.key[0], np.int64)[~prefix.is_vision]
+        held, text = np.concatenate([before, np.array(self._suffix, np.int64)]), np.flatnonzero(~is_vision)
+        if not len(held):
+            return 0, 0
+        count = min(len(held), len(text))
+        differing = np.flatnonzero(held[:count] != ids[text[:count]])
+        first = int(differing[0]) if len(differing) else count
+        return int(text[first]) if first < len(text) else len(ids), len(held) + int(is_vision.sum())
 
     def prefill(
         self,

@@ -148,6 +148,16 @@ def test_conversations_say_how_far_a_prompt_agrees_and_what_they_take(model: Mod
     assert conversation.cache_bytes - before >= slots * model.backend.kv_slot_bytes
 
 
+def test_a_prompt_agrees_also_where_image_tokens_left_before_the_decoder(model: Model) -> None:
+    conversation = model.open(IMAGE)
+    ids = model.prompt_ids(turns("red?"), conversation.images)
+    answer = ask(conversation, turns("red?"), reduce="cdpruner:keep=4,text=none")
+    assert answer.stats.prompt_tokens < len(ids)
+    assert conversation.agreement(ids) == (len(ids), len(ids) + len(answer.token_ids) - 1)
+    other = model.prompt_ids(turns("which?"), conversation.images)
+    assert answer.stats.vision_tokens < conversation.agreement(other)[0] < len(other)
+
+
 def test_conversations_share_encoded_images_where_the_model_has_a_cache(model: Model) -> None:
     expected = fresh(model, turns("red?"))
     model.image_cache = ImageCache(1 << 20)
