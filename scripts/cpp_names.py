@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vtx.runtime import checks
 from vtx.runtime.backends import devices
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.openvino import cache, paged, rows
@@ -60,6 +61,8 @@ def header() -> str:
         "MAX_MANIFEST": manifest.MAX_BYTES,
         "MAX_TOKENIZER": text.MAX_TOKENIZER_BYTES,
         "MAX_TEXT": messages.MAX_TEXT,
+        "MOST_WHOLE": checks.MOST,
+        "MOST_THREADS": checks.MOST_THREADS,
         "MAX_LAYERS": model_spec.MAX_LAYERS,
         "MAX_SIZE": model_spec.MAX_SIZE,
         "MAX_SEGMENT": text_tower.MAX_SEGMENT,

@@ -61,7 +61,7 @@ typedef struct vtx_load_options {
   const char* device;  /* "cpu" (ONNX Runtime), "openvino", "tensorrt", or "auto": the best that is possible here */
   const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME, $VTX_OPENVINO or
                           $VTX_TENSORRT, then the system's */
-  int32_t threads;     /* to compute with; 0: all cores */
+  int32_t threads;     /* to compute with, at most 1024; 0: all cores */
   const char* fit;     /* images of another shape: "crop", "pad", "squash"; NULL: as in the model's training */
   const char* compute; /* the type of the arithmetic, such as "f32"; NULL: the engine's default */
   int32_t max_tiles;   /* where images are seen in tiles, the most of an image, the whole one counted; 0: the model's own */

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "api/model.hpp"
+#include "base/checks.hpp"
 #include "base/utf8.hpp"
 
 namespace vtxcore {
@@ -107,7 +108,7 @@ void check_stop_count(size_t count) {
 
 void Options::check() const {
   sampling.check();
-  if (max_new_tokens < 1) fail(Kind::request, "max_new_tokens is ", max_new_tokens, "; it must be at least 1");
+  check_whole("max_new_tokens", max_new_tokens, 1, names::kMostWhole);
   if (!(gate_threshold >= 0 && gate_threshold <= 1))
     fail(Kind::request, "the gate threshold is ", python_repr(gate_threshold), "; it must be a probability from 0 to 1");
   check_stop_count(stop.size());

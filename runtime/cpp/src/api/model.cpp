@@ -5,6 +5,7 @@
 
 #include "backends/devices.hpp"
 #include "backends/tables.hpp"
+#include "base/checks.hpp"
 #include "bundle/sha256.hpp"
 
 namespace vtxcore {
@@ -32,8 +33,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
   settings_for(*layout_, manifest().image, fit_);
   if (options.max_tiles != 0) layout_ = layout_->limited(options.max_tiles);
   newline_ = layout_->newline() ? read_newline(bundle_) : Rows(0, static_cast<size_t>(manifest().model.hidden));
-  if (options.threads < 0)
-    fail(Kind::request, "threads is ", options.threads, "; it must be at least 1, or 0 for all cores");
+  if (options.threads != 0) check_whole("threads", options.threads, 1, names::kMostThreads);
   if (manifest().text.seg_token_id) final_norm_ = read_final_norm(bundle_);
   backend_ = open_backend(bundle_, options.device, {options.threads, options.library, options.compute});
   try {

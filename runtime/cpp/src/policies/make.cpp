@@ -65,7 +65,7 @@ MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, d
     decisions = std::make_shared<std::vector<Decision>>();
     return gate(odds, m.gates, threshold, decisions);
   }
-  bool digits = !k.empty() && k.size() < 10 && std::all_of(k.begin(), k.end(), [](char c) { return c >= '0' && c <= '9'; });
+  bool digits = !k.empty() && k.size() < 19 && std::all_of(k.begin(), k.end(), [](char c) { return c >= '0' && c <= '9'; });
   if (!digits) fail(Kind::request, "K is '", k.substr(0, 20), "'; give a number from 2 to ", m.model.layers, ", or none");
   int64_t number = std::stoll(k);
   if (number < 2 || number > m.model.layers)

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/checks.hpp"
 #include "base/json.hpp"
 #include "bundle/names.hpp"
 
@@ -65,7 +66,7 @@ void Sampling::check() const {
   if (!(std::isfinite(temperature) && temperature >= 0))
     fail(Kind::request, "temperature is ", python_repr(temperature), "; it must be 0 (greedy) or a positive number");
   if (!(top_p > 0 && top_p <= 1)) fail(Kind::request, "top-p is ", python_repr(top_p), "; it must be above 0 and at most 1");
-  if (top_k < 0) fail(Kind::request, "top-k is ", top_k, "; it must be at least 0");
+  check_whole("top-k", top_k, 0, names::kMostWhole);
   if (!(repetition_penalty >= names::kLeastPenalty && repetition_penalty <= 1000))
     fail(Kind::request, "repetition_penalty is ", python_repr(repetition_penalty),
          "; it must be a number from 0.001 to 1000, 1 for none");
