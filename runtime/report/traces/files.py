@@ -6,8 +6,9 @@ case-NN.safetensors    of question Q of the case, T the tokens of its prompt:
 Q.ids              [T] int64, image tokens expanded as they enter the decoder
 Q.is_vision        [T] uint8
 Q.kept.C           [image tokens] uint8: which image tokens are left after cut C
-Q.positions.L      [slots] int64: the position of the token in each filled slot of layer L after the prompt
-Q.decoded.L        [steps] int64: the positions of the decoded tokens in layer L
+Q.positions.L      [slots] int64: the position of the token in each filled slot of layer L after the prompt;
+                   [slots, 3] where positions have three parts
+Q.decoded.L        [steps] int64, or [steps, 3]: the positions of the decoded tokens in layer L
 Q.tokens           [1 + steps] int64: the greedy answer
 Q.logits           [1 + steps, vocab] f32: those that each token of the answer was chosen by
 """

@@ -16,6 +16,7 @@ from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
+from vtx.runtime.bundle.spec.model_spec import PARTS
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.report.golden import golden_pixels
@@ -40,11 +41,14 @@ Progress = Callable[[int, int], None]
 
 
 class PositionedCache:
-    """A stage's cache that knows the position of the token in each slot; `use` is told whenever it runs."""
+    """A stage's cache that knows the position of the token in each slot; `use` is told whenever it runs.
 
-    def __init__(self, cache: StageCache, use: Callable[[PositionedCache], None]) -> None:
+    `parts`: how many numbers a position is of, as the last axis of an array; () where it is one.
+    """
+
+    def __init__(self, cache: StageCache, parts: tuple[int, ...], use: Callable[[PositionedCache], None]) -> None:
         self._cache, self._use = cache, use
-        self._positions: Ids = np.zeros(cache.capacity, np.int64)
+        self._positions: Ids = np.zeros((cache.capacity, *parts), np.int64)
 
     @property
     def length(self) -> int:
@@ -60,14 +64,15 @@ class PositionedCache:
 
     @property
     def positions(self) -> Ids:
-        """[length]: of the filled slots."""
+        """[length], or [length, 3]: of the filled slots."""
         return self._positions[: self.length].copy()
 
     def append(
         self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
     ) -> HiddenStates:
         self._use(self)
-        self._positions[self.length : self.length + len(hidden)] = positions
+        of_text = positions.ndim < self._positions.ndim  # whose parts are equal
+        self._positions[self.length : self.length + len(hidden)] = positions[:, None] if of_text else positions
         return self._cache.append(hidden, positions, query=query, rows=rows)
 
     def attention(self, *, last_only: bool = False) -> Scores:
@@ -90,15 +95,16 @@ class PositionedCache:
 class PositionedBackend:
     """A backend whose caches know positions; `used` has the cache that each stage ran in last."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, manifest: Manifest) -> None:
+        self._backend, self._parts = backend, (PARTS,) if manifest.model.rope.sections else ()
         self.used: dict[int, PositionedCache] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def stage(self, index: int, capacity: int) -> StageCache:
-        cache = PositionedCache(self._backend.stage(index, capacity), partial(self.used.__setitem__, index))
+        use = partial(self.used.__setitem__, index)
+        cache = PositionedCache(self._backend.stage(index, capacity), self._parts, use)
         return cast(StageCache, cache)
 
 
@@ -148,7 +154,7 @@ def manifest_digest(model: Model) -> str:
 def _run_case(
     model: Model, case: TraceCase, prepared: Mapping[tuple[int, ...], Sequence[PreparedImage]]
 ) -> tuple[dict[str, NDArray[Any]], tuple[TracedQuestion, ...]]:
-    backend = PositionedBackend(model.backend)
+    backend = PositionedBackend(model.backend, model.manifest)
     recorder = _Recorder(model, case, backend)
     tensors, asked = dict[str, NDArray[Any]](), list[TracedQuestion]()
     for number, question in enumerate(questions(model.manifest)):

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from tests.support.bundles import IGNORE, export, write_gate
 from tests.support.exported import THREADS
+from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -100,6 +101,19 @@ def test_traces_of_a_runtime_agree_with_themselves_written_again(model: Model, t
     checks = judged(model, traces, tmp_path / "again")
     assert len(checks) == 1 + 8 * len(read_index(traces).cases)
     assert max(check.difference for check in checks) == 0
+
+
+def test_positions_of_three_parts_are_traced(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    tiny = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", layers=2)
+    model = load(export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), dialects=("ort",)).folder, device="cpu")
+    for name in ("once", "again"):
+        write_traces(model, tmp_path / name)
+    assert failures(model, tmp_path / "once", tmp_path / "again") == []
+    tensors = read_tensors(tmp_path / "once", "case-00.safetensors")
+    positions, image = tensors["0.positions.1"], tensors["0.is_vision"].astype(bool)
+    assert positions.shape == (len(image), 3)
+    assert (positions[~image] == positions[~image][:, :1]).all()
+    assert len({tuple(position) for position in positions[image]}) == image.sum()
 
 
 @pytest.mark.slow
