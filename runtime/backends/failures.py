@@ -53,9 +53,13 @@ def closed_failure(graph: str) -> VtxError:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Engines report memory by text, each in its own words: bad_alloc, "Failed to allocate", "could not allocate"."""
+    """Engines report memory by text, each in its own words: bad_alloc, "Failed to allocate", "could not allocate".
+
+    onnxruntime speaks of allocated outputs where their size is wrong, too, which is an INVALID_ARGUMENT to it.
+    """
     text = str(error).lower()
-    return isinstance(error, MemoryError) or "alloc" in text or "out of memory" in text
+    spoken = ("alloc" in text or "out of memory" in text) and "invalid_argument" not in text
+    return isinstance(error, MemoryError) or spoken
 
 
 def _reason(error: Exception) -> str:

@@ -93,14 +93,15 @@ def reseal(folder: Path, *names: str) -> None:
     write_manifest(folder, value)
 
 
-def cut_output(folder: Path, name: str, rows: int) -> None:
-    """Let a graph of one output give the first `rows` rows of it alone, as a forger may: their number is free."""
+def cut_output(folder: Path, name: str, rows: int, output: str | None = None) -> None:
+    """Let an output of a graph, the first unless named, be its first `rows` rows alone, as a forger may: it is free."""
     import onnx
 
     model = onnx.load(folder / name, load_external_data=False)
-    [output] = [port.name for port in model.graph.output]
+    output = output or model.graph.output[0].name
     for node in model.graph.node:
-        node.output[:] = ["whole" if port == output else port for port in node.output]
+        for ports in (node.input, node.output):
+            ports[:] = ["whole" if port == output else port for port in ports]
     for key, value in {"from": 0, "to": rows, "axis": 0}.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([value], np.int64), key))
     model.graph.node.append(onnx.helper.make_node("Slice", ["whole", "from", "to", "axis"], [output]))

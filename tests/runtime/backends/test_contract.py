@@ -13,7 +13,8 @@ from tests.support.exported import THREADS
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.errors import BundleError
+from vtx.runtime.bundle.spec.names import HIDDEN_OUT
+from vtx.runtime.errors import BundleError, DeviceError
 
 pytestmark = pytest.mark.dialects("ort", "plain")
 
@@ -28,3 +29,11 @@ def test_a_graph_that_gives_fewer_outputs_than_tokens_is_refused(
     cut_output(forged, f"{graph}.{dialect}.onnx", rows)
     with pytest.raises(BundleError, match=rf"{graph}.{dialect}.onnx gives {rows} outputs for {tokens} tokens; export"):
         load(forged, device=device, threads=THREADS).open(random_image(1)).ask("red?", max_new_tokens=3)
+
+
+def test_outputs_of_a_wrong_size_are_not_told_as_a_lack_of_memory(models: Callable[..., Model], tmp_path: Path) -> None:
+    model = models()
+    forged, name = copy(model.bundle.folder, tmp_path / "forged"), model.manifest.dialects["ort"].stages[0]
+    cut_output(forged, name, 1, HIDDEN_OUT)
+    with pytest.raises(DeviceError, match=f"onnxruntime failed in {name}: "):
+        load(forged, device="cpu", threads=THREADS).open(random_image(1)).ask("red?", max_new_tokens=3)

@@ -19,6 +19,7 @@ from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.spec.names import HIDDEN_OUT, QUERY
 
 pytestmark = needs_cpp
 
@@ -197,6 +198,27 @@ def test_a_graph_that_gives_fewer_outputs_than_tokens_is_refused(
     done = run("run", "--bundle", forged, "--device", device, "--threads", "1", pictures[0], "red?")
     assert f"{name} gives {rows} outputs for " in done.stderr.decode()
     assert done.returncode == 1
+
+
+@needs_openvino
+def test_a_stage_that_gives_fewer_queries_than_tokens_is_refused(
+    model: Model, pictures: list[Path], tmp_path: Path
+) -> None:
+    forged, stages = copy(model.bundle.folder, tmp_path / "forged"), model.manifest.stages
+    [name] = [file for file, spec in zip(model.manifest.dialects["plain"].stages, stages, strict=True) if spec.query]
+    cut_output(forged, name, 1, QUERY)
+    asked = ("--device", "openvino", "--threads", "1", "--k", "none", "--reduce", "fastv:k=4")
+    done = run("run", "--bundle", forged, *asked, pictures[0], "red?")
+    assert f"{name} gives queries of another size; export" in done.stderr.decode()
+
+
+def test_outputs_of_a_wrong_size_are_not_told_as_a_lack_of_memory(
+    model: Model, pictures: list[Path], tmp_path: Path
+) -> None:
+    forged, name = copy(model.bundle.folder, tmp_path / "forged"), model.manifest.dialects["ort"].stages[0]
+    cut_output(forged, name, 1, HIDDEN_OUT)
+    done = run("run", "--bundle", forged, "--threads", "1", pictures[0], "red?")
+    assert f"onnxruntime failed in {name}: " in done.stderr.decode()
 
 
 @pytest.mark.parametrize("reduce", ["cdpruner:keep=1e19", "dart:keep=1e19,k=0"])

@@ -38,8 +38,7 @@ void check_ports(const std::string& graph, const std::vector<Port>& inputs, cons
 }
 
 void check_rows(const std::string& graph, size_t rows, size_t count) {
-  if (rows != count)
-    fail(Kind::bundle, graph, " gives ", rows, " outputs for ", count, " tokens; export the bundle again");
+  if (rows != count) fail(Kind::bundle, graph, " gives ", rows, " outputs for ", count, " tokens; export the bundle again");
 }
 
 }  // namespace vtxcore

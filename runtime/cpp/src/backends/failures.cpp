@@ -7,11 +7,13 @@ namespace {
 
 constexpr size_t kMaxReason = 300;  // characters of an engine's own message
 
-// Engines report memory by text, each in its own words: bad_alloc, "Failed to allocate", "could not allocate".
+// Engines report memory by text, each in its own words: bad_alloc, "Failed to allocate", "could not allocate". onnxruntime
+// speaks of allocated outputs where their size is wrong, too, which is an INVALID_ARGUMENT to it.
 bool lacks_memory(const std::string& text) {
   std::string lower;
   for (char c : text) lower += static_cast<char>(c >= 'A' && c <= 'Z' ? c + 32 : c);
-  return lower.find("alloc") != std::string::npos || lower.find("out of memory") != std::string::npos;
+  auto has = [&](const char* words) { return lower.find(words) != std::string::npos; };
+  return (has("alloc") || has("out of memory")) && !has("invalid_argument");
 }
 
 // One line; OpenVINO's messages begin with places in its source and end with the reason.

@@ -5,9 +5,9 @@
 namespace vtxcore {
 
 SlotMemory::SlotMemory(size_t planes, size_t capacity, size_t slot_bytes)
-    : planes_(planes), capacity_(capacity), slot_bytes_(slot_bytes), 
-      memory_(static_cast<size_t>(product({static_cast<int64_t>(planes), static_cast<int64_t>(capacity),
-                                           static_cast<int64_t>(slot_bytes)})),
+    : planes_(planes), capacity_(capacity), slot_bytes_(slot_bytes),
+      memory_(static_cast<size_t>(
+                  product({static_cast<int64_t>(planes), static_cast<int64_t>(capacity), static_cast<int64_t>(slot_bytes)})),
               capacity) {}
 
 std::string SlotMemory::read(const Ids& slots) const {
