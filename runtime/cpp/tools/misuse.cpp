@@ -165,6 +165,27 @@ void freed_while_it_answers(vtx_model* model, const std::string& picture) {
   }
 }
 
+// Freed between the call and its first step: long stop strings are copied meanwhile.
+void freed_before_it_answers(vtx_model* model, const std::string& picture) {
+  const std::string text(1 << 20, 'x');
+  const std::vector<const char*> stop(16, text.c_str());
+  for (int round = 1; round < 5; ++round) {
+    vtx_conversation* conversation = opened(model, picture);
+    vtx_ask_options options = asking(nullptr, nullptr);
+    options.stop = stop.data(), options.stop_count = stop.size();
+    std::thread other([conversation, round] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(round));
+      vtx_conversation_free(conversation);
+    });
+    vtx_answer* answer = nullptr;
+    vtx_status status = vtx_ask(conversation, "red?", &options, &answer);
+    other.join();
+    bool ended = status == VTX_OK && std::string(vtx_answer_stopped(answer)) == "cancelled";
+    require(ended || status == VTX_REQUEST, "what is freed before it answers is cancelled");
+    vtx_answer_free(answer);
+  }
+}
+
 // --- callbacks ---
 
 int throws(void*, int64_t, const char*, size_t) { throw std::runtime_error("from the application"); }
@@ -319,6 +340,7 @@ void run(const std::string& bundle, const std::string& picture, const std::strin
   vtx_conversation_free(conversation);
   freed_handles(model, picture);
   freed_while_it_answers(model, picture);
+  freed_before_it_answers(model, picture);
   callbacks_that_throw(model, picture, expected);
   vtx::LoadOptions options;
   options.threads = 1, options.device = "cpu";

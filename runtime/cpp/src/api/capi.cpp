@@ -269,7 +269,7 @@ vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, con
 }
 
 void vtx_conversation_free(vtx_conversation* conversation) {
-  if (auto held = vtxcore::Handles<vtx_conversation>::all().take(conversation)) held->conversation.cancel();
+  if (auto held = vtxcore::Handles<vtx_conversation>::all().take(conversation)) held->conversation.close();
 }
 
 vtx_status vtx_ask(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,

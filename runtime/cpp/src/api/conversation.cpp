@@ -133,7 +133,7 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, Timings& tim
 }
 
 void Conversation::check_ended() const {
-  if (cancelled_) throw Ended{"cancelled"};
+  if (cancelled_ || closed_) throw Ended{"cancelled"};
   if (timeout_ > 0 && ms_since(start_) >= 1000 * timeout_) throw Ended{"timeout"};
 }
 

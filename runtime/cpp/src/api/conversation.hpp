@@ -25,6 +25,8 @@ class Conversation {
   Answer ask_ids(const Ids& ids, const Options& options);
   // Ends the answer that is being computed: within one token, or before the prompt's next stage.
   void cancel() { cancelled_ = true; }
+  // For its owner's last word: as `cancel`, and so ends whatever answer is yet to begin.
+  void close() { closed_ = true; }
 
   const Model& model() const { return *model_; }
 
@@ -49,7 +51,7 @@ class Conversation {
   Session session_;
   std::vector<Message> turns_;          // of the chat
   std::optional<Selection> selection_;  // the question that selected the chat's image tokens
-  std::atomic<bool> busy_{false}, cancelled_{false};
+  std::atomic<bool> busy_{false}, cancelled_{false}, closed_{false};
   std::chrono::steady_clock::time_point start_;
   double timeout_ = 0;
   void check_ended() const;
