@@ -80,13 +80,26 @@ def _multiply_unshaped(product: Any) -> None:
 
     OpenVINO moves such a joining behind the product, and multiplies the integers by their scales when it does. Rows
     whose number only the image says, in towers at its own size, stay as they are: OpenVINO keeps their integers, and
-    what follows has no axis of images.
+    what follows has no axis of images. Neither has what a graph gives out.
     """
     joined = product.input_value(0)
     rows = joined.get_node().input_value(0)
     before, after = rows.get_partial_shape(), joined.get_partial_shape()
-    if len(before) == 3 and before[1].is_static and len(after) == 2 and before[2] == after[1] and after[1].is_static:
+    joins = (
+        len(before) == 3 and before[1].is_static and len(after) == 2 and before[2] == after[1] and after[1].is_static
+    )
+    if joins and not _is_given_out(product):
         product.input(0).replace_source_output(rows)
+
+
+def _is_given_out(node: Any) -> bool:
+    """Whether a product, but for its bias, is an output of the graph."""
+    while node.get_type_name() in ("MatMul", "Add", "Multiply"):
+        ends = node.output(0).get_target_inputs()
+        if len(ends) != 1:
+            return False
+        node = next(iter(ends)).get_node()
+    return bool(node.get_type_name() == "Result")
 
 
 def _is_narrow_matrix(value: Any) -> bool:

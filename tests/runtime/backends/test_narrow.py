@@ -95,6 +95,22 @@ def test_a_towers_integers_are_not_multiplied_by_their_scales(bundles: Callable[
     assert matrices(model, "int8") == {"i8"}
 
 
+def test_what_a_graph_gives_out_keeps_its_shape() -> None:
+    """As the patches that CLIP's text tower is compared with."""
+    from openvino import opset13 as ops
+
+    rows = ops.parameter([-1, 9, 32], np.float32)
+    integers = ops.convert(ops.constant(np.ones((16, 32), np.int8)), "f32")
+    weights = ops.multiply(integers, ops.constant(np.ones((16, 1), np.float32)))
+    given = ops.matmul(ops.reshape(rows, ops.constant([-1, 32]), False), weights, False, True)
+    biased = ops.add(given, ops.constant(np.ones(16, np.float32)))
+    model = openvino.Model([biased], [rows], "patches")
+    before = model.output(0).get_partial_shape()
+    keep_narrow(model, "f32")
+    assert len(before) == 2
+    assert model.output(0).get_partial_shape() == before
+
+
 @pytest.mark.parametrize("compute", ["f32", "int8"])
 def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(models: Models, compute: str) -> None:
     model = models(NATIVE, (), "int4")  # the tower's weights are int8; a row of the decoder's is one block

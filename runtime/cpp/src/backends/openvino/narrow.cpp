@@ -60,16 +60,27 @@ void multiply_in_bfloat16(const NodePtr& widened) {
   }
 }
 
+// Whether a product, but for its bias, is an output of the graph.
+bool is_given_out(const NodePtr& product) {
+  const ov::Node* node = product.get();
+  while (std::set<std::string>{"MatMul", "Add", "Multiply"}.count(node->get_type_name())) {
+    auto ends = node->output(0).get_target_inputs();
+    if (ends.size() != 1) return false;
+    node = ends.begin()->get_node();
+  }
+  return std::string(node->get_type_name()) == "Result";
+}
+
 // Leaves out the joining of [images, rows, width] to [images * rows, width] before a product with scaled integers.
 // OpenVINO moves such a joining behind the product, and multiplies the integers by their scales when it does. Rows
 // whose number only the image says, in towers at its own size, stay as they are: OpenVINO keeps their integers, and what
-// follows has no axis of images.
+// follows has no axis of images. Neither has what a graph gives out.
 void multiply_unshaped(const NodePtr& product) {
   Value joined = product->input_value(0);
   Value rows = joined.get_node()->input_value(0);
   ov::PartialShape before = rows.get_partial_shape(), after = joined.get_partial_shape();
   if (before.rank().is_static() && after.rank().is_static() && before.size() == 3 && after.size() == 2 &&
-      before[1].is_static() && before[2] == after[1] && after[1].is_static())
+      before[1].is_static() && before[2] == after[1] && after[1].is_static() && !is_given_out(product))
     product->input(0).replace_source_output(rows);
 }
 
