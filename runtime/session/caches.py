@@ -12,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from vtx.runtime.backends.backend import Backend, StageCache
+from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.policies.policy import Policy, Removal
 from vtx.runtime.session.prefix import Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
-from vtx.runtime.vision.tokens import Mask
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask
 
 Check = Callable[[], None]
 
@@ -91,36 +92,55 @@ class PrefixCaches:
             self.prefix = self.prefix.rewound(min(lacking))
         self.first_pruned = len(self.stages)
 
-    def run(self, number: int, check: Check) -> PrefixSlots:
-        """Ensure that what continues of the prefix has run through stage `number`."""
+    def layout(self, number: int) -> PrefixSlots:
+        """What of the prefix stage `number` sees, and where a suffix follows it."""
         if number < self.first_pruned:
-            self._run_whole(number, check)
             return PrefixSlots(np.ones(self.prefix.size, bool), self.prefix.size, self.prefix.next_position)
         pruned = self._pruned_prefix
         assert pruned is not None
-        if pruned.depth <= number:
-            check()
-            cache = self._pruned_cache(number, pruned)
-            cache.keep(0)
-            hidden = cache.append(pruned.hidden, pruned.positions).copy() if pruned.size else pruned.hidden
-            self._pruned_prefix = pruned.deeper(hidden)
         return PrefixSlots(pruned.present, pruned.size, pruned.next_position)
 
-    def _run_whole(self, number: int, check: Check) -> None:
-        """Ensure that the prefix has run through stage `number`, with all image tokens."""
+    def run(self, number: int, suffix: HiddenStates, *, query: bool = False) -> HiddenStates:
+        """Run a suffix [n, hidden] through stage `number`, and what continues of the prefix if it has yet to.
+
+        Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
+        for `StageCache.attention`. Returns the suffix's hidden states.
+        """
+        slots, joins = self.layout(number), not query and len(suffix) <= QUESTION_ROWS
+        through = self._run_whole if number < self.first_pruned else self._run_pruned
+        ran = through(number, slots, suffix if joins else suffix[:0])
+        if len(ran):
+            return ran
+        cache = self.cache(number)
+        cache.keep(slots.slots)
+        return cache.append(suffix, slots.position + np.arange(len(suffix)), query=query)
+
+    def _run_whole(self, number: int, slots: PrefixSlots, suffix: HiddenStates) -> HiddenStates:
+        """Unless the prefix has run through stage `number` with all image tokens, run it, and a suffix behind it.
+
+        Returns the suffix's hidden states, none where it has not run.
+        """
         if number not in self.full:
             self.full[number] = self._backend.stage(number, self.capacity)
-        prefix = self.prefix
+        prefix, cache = self.prefix, self.full[number]
         if prefix.depth > number:
-            return
-        check()
-        cache = self.full[number]
-        cache.keep(0)
-        last = prefix.boundaries[-1]
+            return suffix[:0]
         leaves = cache.spares_rows and self._spares and number + 1 == self._exit and number + 1 not in self._holding
         rows = np.flatnonzero(~prefix.is_vision) if leaves else None
-        hidden = cache.append(last, prefix.positions, rows=rows).copy() if prefix.size else last
+        hidden, behind = _run_both(cache, prefix.boundaries[-1], prefix.positions, slots, suffix, rows)
         self.prefix = prefix.deeper(hidden, hold=number in self._holding)
+        return behind
+
+    def _run_pruned(self, number: int, slots: PrefixSlots, suffix: HiddenStates) -> HiddenStates:
+        """The same for what is left of the prefix."""
+        pruned = self._pruned_prefix
+        assert pruned is not None
+        if pruned.depth > number:
+            return suffix[:0]
+        cache = self._pruned_cache(number, pruned)
+        hidden, behind = _run_both(cache, pruned.hidden, pruned.positions, slots, suffix)
+        self._pruned_prefix = pruned.deeper(hidden)
+        return behind
 
     def remove(self, number: int, removal: Removal) -> PrunedPrefix:
         """Some image tokens leave before stage `number`. What is left runs anew, unless they left before as well."""
@@ -179,3 +199,25 @@ class PrefixCaches:
             cache.write(saved.survivors, cache.read(np.arange(len(saved.survivors))), length=prefix.size)
             cache.write(saved.dropped, saved.kv, length=prefix.size)
         self.prefix = replace(prefix, saved_kv=())
+
+
+def _run_both(
+    cache: StageCache, prefix: HiddenStates, positions: Ids, slots: PrefixSlots, suffix: HiddenStates,
+    rows: Ids | None = None,
+) -> tuple[HiddenStates, HiddenStates]:  # fmt: skip
+    """Run the hidden states of a prefix from a cache's first slot on, and those of a suffix behind them.
+
+    Returns both after the stage, of the prefix its `rows` alone where they are given. An empty prefix does not run, nor
+    does a suffix without one.
+    """
+    cache.keep(0)
+    if not len(prefix):
+        return prefix, suffix[:0]
+    following = slots.position + np.arange(len(suffix))
+    if positions.ndim > 1:  # text stands at one time, row and column
+        following = following[:, None].repeat(positions.shape[1], 1)
+    own = len(prefix) if rows is None else len(rows)
+    if rows is not None:
+        rows = np.concatenate([rows, len(prefix) + np.arange(len(suffix))])
+    hidden = cache.append(np.concatenate([prefix, suffix]), np.concatenate([positions, following]), rows=rows)
+    return hidden[:own].copy(), hidden[own:]

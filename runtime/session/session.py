@@ -246,9 +246,10 @@ class Session:
             if number and self._sees_image(number - 1):
                 removal = policy.ask(boundary_before(number, caches, self._layouts[-1], hidden, policy))
                 survivors = self._leave(number, removal, survivors)
-            self._layouts.append(caches.run(number, self._check))
+            self._check()
+            self._layouts.append(caches.layout(number))
             query = stage.query and stage.last in needs.queries and self._sees_image(number)
-            hidden = self._run_stage(number, hidden, query=query)
+            hidden = caches.run(number, hidden, query=query)
         if survivors is not None and needs.shrinks is not None:
             shrinking = [n for n, s in enumerate(self._stages) if s.first >= needs.shrinks]
             self._layouts = caches.shrink(shrinking, survivors, self._layouts, len(ids))
@@ -274,12 +275,12 @@ class Session:
             hidden = self._run_stage(number, hidden)
         return hidden
 
-    def _run_stage(self, number: int, hidden: HiddenStates, *, query: bool = False) -> HiddenStates:
+    def _run_stage(self, number: int, hidden: HiddenStates) -> HiddenStates:
         self._check()
         layout, cache, done = self._layouts[number], self.caches.cache(number), len(self._suffix)
         cache.keep(layout.slots + done)
         first = layout.position + done
-        return cache.append(hidden, np.arange(first, first + len(hidden), dtype=np.int64), query=query)
+        return cache.append(hidden, np.arange(first, first + len(hidden), dtype=np.int64))
 
     def _sees_image(self, number: int) -> bool:
         """Whether the suffix sees an image token in stage `number`."""
