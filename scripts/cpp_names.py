@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vtx.runtime import checks
-from vtx.runtime.backends import devices
+from vtx.runtime.backends import devices, memory
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.openvino import cache, paged, rows
 from vtx.runtime.backends.ort import library
@@ -80,6 +80,7 @@ def header() -> str:
         "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"),
         "PAGED_BLOCK": paged.BLOCK,
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES,
+        "QUESTION_ROWS": memory.QUESTION_ROWS,
     }
     numbers |= {f"QUANTISED_ROWS_{weights.upper()}": count for weights, count in openvino.QUANTISED_ROWS.items()}
     numbers |= {f"WIDE_{weights.upper()}": hidden for weights, hidden in devices.WIDE.items()}

@@ -1,4 +1,4 @@
-"""Caches and hidden states of one conversation: prefill in two chunks, tokens leaving between stages, decode.
+"""Caches and hidden states of one conversation: prefill, tokens leaving between stages, decode.
 
 A prompt is cut after its last image token. The *prefix* before the cut (system text and images) does not depend on the
 question: its hidden states and KV slots are computed once and stay. The *suffix* after it is the question, and later

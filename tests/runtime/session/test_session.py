@@ -20,6 +20,7 @@ from tests.support.fuse import check_interrupts
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.session.session import Prompt, Session
 
@@ -58,7 +59,7 @@ def one_shot(backend: Backend, session: Session, asked: Prompt, k: int | None) -
 
 
 @pytest.mark.parametrize("k", DEPTHS)
-def test_two_chunks_equal_one(model: Model, prompts: list[Prompt], k: int | None) -> None:
+def test_a_question_behind_its_image_equals_all_at_once(model: Model, prompts: list[Prompt], k: int | None) -> None:
     for asked in prompts:
         session = Session(model.backend, model.manifest)
         found = session.prefill(asked, policy(k)).logits
@@ -118,6 +119,34 @@ def test_the_context_can_be_filled_to_its_last_slot(model: Model, prompts: list[
     assert np.isfinite(session.decode(41)).all()
     with pytest.raises(ContextError, match="256 tokens"):
         session.decode(42)
+
+
+@pytest.mark.parametrize("k", DEPTHS)
+def test_a_question_runs_with_its_image_in_one_run_a_stage_unless_it_is_long(
+    model: Model, prompts: list[Prompt], k: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    append = SlotCounter.append
+
+    def counted(self: SlotCounter, hidden: Logits, positions: Any, **options: Any) -> Logits:
+        runs.append(len(hidden))
+        return append(self, hidden, positions, **options)
+
+    monkeypatch.setattr(SlotCounter, "append", counted)
+    session = Session(model.backend, model.manifest)
+    first = session.prefill(prompts[0], policy(k))
+    entering = [first.slots[stage.first - 1] for stage in model.manifest.stages]  # what is left of the prompt
+    assert runs == entering
+    runs.clear()
+    session.prefill(prompts[1], policy(k))
+    after = len(prompts[1].ids) - prompts[1].prefix_length
+    assert runs == [after] * len(entering)
+    runs.clear()
+    question = len(prompts[0].ids) - prompts[0].prefix_length
+    monkeypatch.setattr("vtx.runtime.session.caches.QUESTION_ROWS", question - 1)
+    apart = Session(model.backend, model.manifest).prefill(prompts[0], policy(k))
+    assert runs == [part for slots in entering for part in (slots - question, question)]
+    np.testing.assert_allclose(apart.logits, first.logits, atol=TOLERANCE, rtol=0)
 
 
 # --- one prompt after another ---------------------------------------------------------------------

@@ -85,6 +85,7 @@ inline constexpr int64_t kWindow = 1;
 inline constexpr int64_t kOddsWithdraw = 1;
 inline constexpr int64_t kPagedBlock = 32;
 inline constexpr int64_t kRowScaleBytes = 8;
+inline constexpr int64_t kQuestionRows = 256;
 inline constexpr int64_t kQuantisedRowsInt8 = 128;
 inline constexpr int64_t kQuantisedRowsInt4 = 64;
 inline constexpr int64_t kWideFp32 = 2048;

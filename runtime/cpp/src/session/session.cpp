@@ -1,5 +1,6 @@
 #include "session/session.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
@@ -11,6 +12,28 @@ size_t common_prefix(const Ids& cached, const Ids& wanted) {
   size_t agreed = 0;
   while (agreed < cached.size() && agreed + 1 < wanted.size() && cached[agreed] == wanted[agreed]) ++agreed;
   return agreed;
+}
+
+// Runs the hidden states of a `prefix` from a cache's first slot on, and those of a suffix behind them, at `following`.
+// Leaves the prefix's after the stage in their place, those `asked` for alone where they are given, and returns the
+// suffix's. An empty prefix does not run, nor does a suffix without one.
+Rows run_both(StageCache& here, SharedRows& prefix, const Ids& positions, int64_t following, const Rows& suffix,
+              std::optional<Ids> asked) {
+  here.keep(0);
+  if (prefix->count() == 0) return {};
+  Rows rows = *prefix;
+  rows.data.insert(rows.data.end(), suffix.data.begin(), suffix.data.end());
+  Ids at = positions;
+  for (int64_t position : count_up(following, suffix.count())) at.push_back(position);
+  size_t own = (asked ? asked->size() : prefix->count()) * rows.width;
+  if (asked)
+    for (int64_t row : count_up(static_cast<int64_t>(prefix->count()), suffix.count())) asked->push_back(row);
+  Rows found = asked ? here.append_for(*asked, rows, at) : here.append(rows, at, false);
+  Rows behind(suffix.count(), rows.width);
+  std::copy(found.data.begin() + static_cast<std::ptrdiff_t>(own), found.data.end(), behind.data.begin());
+  found.data.resize(own);
+  prefix = std::make_shared<Rows>(std::move(found));
+  return behind;
 }
 
 }  // namespace
@@ -98,9 +121,10 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
         if (removal->shrinks) survivors = pruned.present;
       }
     }
-    layouts_.push_back(run_prefix(number));
+    check_();
+    layouts_.push_back(layout(number));
     const StageSpec& stage = stages_[number];
-    hidden = run_stage(number, hidden, stage.query && needs.queries.count(stage.last) > 0 && sees_image(number));
+    hidden = run_through(number, hidden, stage.query && needs.queries.count(stage.last) > 0 && sees_image(number));
   }
   if (survivors && needs.shrinks) shrink(*needs.shrinks, *survivors, selection.ids.size());
   if (policy.renumbers())  // as the released code decodes: each layer at its own cache's length
@@ -114,17 +138,17 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
 // Runs more tokens of the suffix in the caches as they stand.
 Rows Session::append(const Ids& ids) {
   Rows hidden = backend_.embed(ids);
-  for (size_t number = 0; number < stages_.size(); ++number) hidden = run_stage(number, hidden, false);
+  for (size_t number = 0; number < stages_.size(); ++number) hidden = run_stage(number, hidden);
   return hidden;
 }
 
-Rows Session::run_stage(size_t number, const Rows& hidden, bool query) {
+Rows Session::run_stage(size_t number, const Rows& hidden) {
   check_();
   const PrefixSlots& layout = layouts_[number];
   auto done = static_cast<int64_t>(suffix_.size());
   StageCache& here = cache(number);
   here.keep(layout.slots + done);
-  return here.append(hidden, count_up(layout.position + done, hidden.count()), query);
+  return here.append(hidden, count_up(layout.position + done, hidden.count()), false);
 }
 
 // Whether the suffix sees an image token in stage `number`.
@@ -241,37 +265,47 @@ void Session::prepare(const Policy& policy) {
   if (lacking < stages_.size()) prefix_.rewind(lacking);
 }
 
-// Ensures that what continues of the prefix has run through stage `number`.
-PrefixSlots Session::run_prefix(size_t number) {
-  if (number < first_pruned_) {
-    run_whole_prefix(number);
-    return {Mask(prefix_.size(), 1), static_cast<int64_t>(prefix_.size()), prefix_.next_position};
-  }
-  if (pruned_prefix_->depth <= number) {
-    check_();
-    StageCache& here = pruned_cache(number);
-    here.keep(0);
-    if (pruned_prefix_->size() > 0)
-      pruned_prefix_->hidden =
-          std::make_shared<Rows>(here.append(*pruned_prefix_->hidden, pruned_prefix_->positions, false));
-    ++pruned_prefix_->depth;
-  }
-  return {pruned_prefix_->present, pruned_prefix_->size(), pruned_prefix_->next_position};
+// What of the prefix stage `number` sees, and where a suffix follows it.
+PrefixSlots Session::layout(size_t number) const {
+  if (number >= first_pruned_) return {pruned_prefix_->present, pruned_prefix_->size(), pruned_prefix_->next_position};
+  return {Mask(prefix_.size(), 1), static_cast<int64_t>(prefix_.size()), prefix_.next_position};
 }
 
-// Ensures that the prefix has run through stage `number`, with all image tokens.
-void Session::run_whole_prefix(size_t number) {
+// Runs a suffix through stage `number`, and what continues of the prefix if it has yet to: both in one run, which reads
+// the weights once, but not with a long suffix, nor with one whose `query` is kept. The suffix's hidden states.
+Rows Session::run_through(size_t number, const Rows& suffix, bool query) {
+  bool joins = !query && suffix.count() <= static_cast<size_t>(names::kQuestionRows);
+  Rows joined = joins ? suffix : Rows(0, suffix.width);
+  Rows ran = number < first_pruned_ ? run_whole(number, joined) : run_pruned(number, joined);
+  if (ran.count() > 0) return ran;
+  PrefixSlots slots = layout(number);
+  StageCache& here = cache(number);
+  here.keep(slots.slots);
+  return here.append(suffix, count_up(slots.position, suffix.count()), query);
+}
+
+// Unless the prefix has run through stage `number` with all image tokens, runs it, and a suffix behind it. The suffix's
+// hidden states, none where it has not run.
+Rows Session::run_whole(size_t number, const Rows& suffix) {
   if (full_.count(number) == 0) full_[number] = backend_.stage(number, capacity());
-  if (prefix_.depth() > number) return;
-  check_();
+  if (prefix_.depth() > number) return {};
   StageCache& here = *full_[number];
-  here.keep(0);
   SharedRows last = prefix_.boundaries.back();
   bool leaves = here.spares_rows() && spares_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
-  if (prefix_.size() > 0)
-    last = std::make_shared<Rows>(leaves ? here.append_for(indices_of(prefix_.is_vision, false), *last, prefix_.positions)
-                                         : here.append(*last, prefix_.positions, false));
+  std::optional<Ids> asked = leaves ? std::optional(indices_of(prefix_.is_vision, false)) : std::nullopt;
+  Rows behind = run_both(here, last, prefix_.positions, prefix_.next_position, suffix, asked);
   prefix_.deepen(last, holding_.count(number) > 0);
+  return behind;
+}
+
+// The same for what is left of the prefix.
+Rows Session::run_pruned(size_t number, const Rows& suffix) {
+  if (pruned_prefix_->depth > number) return {};
+  PrunedPrefix& pruned = *pruned_prefix_;
+  Rows behind =
+      run_both(pruned_cache(number), pruned.hidden, pruned.positions, pruned.next_position, suffix, std::nullopt);
+  ++pruned.depth;
+  return behind;
 }
 
 // Some image tokens leave before stage `number`. What is left runs anew, unless they left before as well.

@@ -1,4 +1,4 @@
-// Caches and hidden states of one conversation: prefill in two chunks, tokens leaving between stages, decode.
+// Caches and hidden states of one conversation: prefill, tokens leaving between stages, decode.
 //
 // A prompt is cut after its last image token. The *prefix* before the cut does not depend on the question: its hidden
 // states and KV slots are computed once and stay. The *suffix* after it is the question, and later the answer. Every
@@ -74,14 +74,16 @@ class Session {
   Rows run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after);
   Rows select(const Selection& selection, const Policy& policy);
   Rows append(const Ids& ids);
-  Rows run_stage(size_t number, const Rows& hidden, bool query);
+  Rows run_stage(size_t number, const Rows& hidden);
   bool sees_image(size_t number) const;
   Boundary boundary(size_t number, const Rows& hidden, const Policy& policy);
   void replace_prefix(const Prompt& prompt);
   Prefix empty_prefix() const;
   void prepare(const Policy& policy);
-  PrefixSlots run_prefix(size_t number);
-  void run_whole_prefix(size_t number);
+  PrefixSlots layout(size_t number) const;
+  Rows run_through(size_t number, const Rows& suffix, bool query);
+  Rows run_whole(size_t number, const Rows& suffix);
+  Rows run_pruned(size_t number, const Rows& suffix);
   const PrunedPrefix& remove(size_t number, const Removal& removal);
   StageCache& pruned_cache(size_t number);
   void shrink(int64_t from, const Mask& survivors, size_t suffix);
