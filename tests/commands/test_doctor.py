@@ -15,6 +15,7 @@ from vtx.cli import doctor
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report import doctor as report
+from vtx.runtime.vision import fit
 
 CARD = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30, (13, 0))
 SHARD = "weights/00001-of-00001.safetensors"
@@ -133,6 +134,16 @@ def test_a_sound_bundle_is_certified(bundle: Path) -> None:
     for word in ("checksums: all", "logits at K = none", "logits at K = 5", "same top token", "ok"):
         assert word in result.stdout
     assert "FAILED" not in result.stdout
+
+
+def test_nothing_is_noted_of_its_own_pictures(bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit.noted.clear()
+    try:
+        assert invoke(bundle, "--device", "cpu").exit_code == 0
+        assert "crop" not in caplog.text
+        assert not fit.noted.is_set(), "the first picture of somebody else is noted"
+    finally:
+        fit.noted.set()
 
 
 @pytest.mark.parametrize("words", [("--device", "cpu"), ("--compute", "f32"), ("--require-signature", "key.pem")])

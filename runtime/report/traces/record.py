@@ -34,6 +34,7 @@ from vtx.runtime.report.traces.files import (
 from vtx.runtime.session.assemble import make_prompt, selecting_text
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
+from vtx.runtime.vision.fit import without_notes
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
 
 STEPS = 4  # tokens decoded after the first one
@@ -119,9 +120,10 @@ def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: Non
         raise RequestError(f"{folder} is not an empty directory; name another for the traces")
     folder.mkdir(parents=True, exist_ok=True)
     pictures = images()
-    prepared = [model.prepare(picture) for picture in pictures]
+    with without_notes():
+        prepared = [model.prepare(picture) for picture in pictures]
+        sets = {q.images: model.prepare_all([pictures[n] for n in q.images]) for q in questions(model.manifest)}
     write_images(folder, pictures, [golden_pixels(image.views) for image in prepared])
-    sets = {q.images: model.prepare_all([pictures[n] for n in q.images]) for q in questions(model.manifest)}
     every, traced = list(cases(model.manifest)), list[TracedCase]()
     for number, case in enumerate(every):
         progress(number, len(every))
