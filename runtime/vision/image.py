@@ -114,8 +114,8 @@ def _image_errors(name: str) -> Iterator[None]:
         raise
     except Image.DecompressionBombError as error:
         raise ImageError(f"{name} has more pixels than PIL.Image.MAX_IMAGE_PIXELS allows; shrink it first") from error
-    except MemoryError as error:
-        raise ImageError(f"no memory left to decode {name}; shrink it, or free memory") from error
     except Exception as error:  # damaged files fail in every corner of the decoders
+        if isinstance(error, MemoryError) or "out of memory" in str(error):  # Pillow's decoders raise OSError for both
+            raise ImageError(f"no memory left to decode {name}; shrink it, or free memory") from error
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ImageError(f"{name} is damaged and cannot be decoded ({reason}); save or copy it again") from error

@@ -27,15 +27,20 @@ bool in_libvtx(const void* caller) {
   return dladdr(caller, &info) != 0 && info.dli_fbase == base;
 }
 
-void* allocate(size_t bytes, const void* caller) {
+// Null where this allocation is the one to fail.
+void* attempt(size_t bytes, const void* caller) noexcept {
   if (left >= 0 && in_libvtx(caller)) {
     --left;
     if (left < 0) {
       ++failed;
-      throw std::bad_alloc();
+      return nullptr;
     }
   }
-  void* memory = std::malloc(bytes ? bytes : 1);
+  return std::malloc(bytes ? bytes : 1);
+}
+
+void* allocate(size_t bytes, const void* caller) {
+  void* memory = attempt(bytes, caller);
   if (!memory) throw std::bad_alloc();
   return memory;
 }
@@ -45,7 +50,9 @@ void* allocate(size_t bytes, const void* caller) {
 // Not inlined: where GCC 12 sees one of a pair and not the other, it warns that they do not belong together.
 [[gnu::noinline]] void* operator new(size_t bytes) { return allocate(bytes, __builtin_return_address(0)); }
 [[gnu::noinline]] void* operator new[](size_t bytes) { return allocate(bytes, __builtin_return_address(0)); }
-[[gnu::noinline]] void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes ? bytes : 1); }
+[[gnu::noinline]] void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  return attempt(bytes, __builtin_return_address(0));
+}
 [[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete[](void* memory) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
@@ -273,12 +280,12 @@ void texts(vtx::Model& model, const std::string& picture) {
 
 // --- memory ---
 
-// Runs `work` with the first allocation failing, then one after it, and so on in growing steps, until none does; how
-// often it was refused.
+// Runs `work` with the first allocation failing, then one after it, and so on, in steps that grow by a `growth`-th of
+// what lies behind, until none does; how often it was refused.
 template <typename Work>
-int run_out_of_memory(Work work) {
+int run_out_of_memory(int64_t growth, Work work) {
   int refusals = 0;
-  for (int64_t number = 0;; number += 1 + number / 6) {
+  for (int64_t number = 0;; number += 1 + number / growth) {
     left = number, failed = 0;
     vtx_status status = work();
     left = -1;
@@ -294,21 +301,22 @@ int run_out_of_memory(Work work) {
 int without_memory(vtx_model* model, const std::string& bundle, const std::string& picture, const Tokens& expected) {
   vtx_load_options load = loading();
   load.threads = 2;
-  int refusals = run_out_of_memory([&] {
+  int refusals = run_out_of_memory(6, [&] {
     vtx_model* other = nullptr;
     vtx_status status = vtx_load(bundle.c_str(), &load, &other);
     vtx_model_free(other);
     return status;
   });
   vtx_image image = file_image(picture);
-  refusals += run_out_of_memory([&] {
+  const int64_t each = 1000000;  // the decoders' few among them
+  refusals += run_out_of_memory(each, [&] {
     vtx_conversation* conversation = nullptr;
     vtx_status status = vtx_open(model, &image, 1, nullptr, &conversation);
     vtx_conversation_free(conversation);
     return status;
   });
   vtx_conversation* conversation = opened(model, picture);
-  refusals += run_out_of_memory([&] {
+  refusals += run_out_of_memory(6, [&] {
     vtx_ask_options options = asking(nullptr, nullptr);
     vtx_answer* answer = nullptr;
     vtx_status status = vtx_ask(conversation, "red?", &options, &answer);

@@ -279,6 +279,34 @@ def test_a_lack_of_memory_is_one_line_and_the_model_can_be_used_on(python: Model
         assert line == "answered" or "not enough memory" in line or "no memory left" in line
 
 
+# The limit holds the picture's 48 MB of pixels, and not the 96 MB of a progressive JPEG's coefficients as well.
+DECODING_IN_LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+from tests.support.cabi import Loaded
+model, picture = Loaded(Path(sys.argv[1]), "cpu"), [Path(sys.argv[2])]
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (size + (100 << 20), hard))
+try:
+    model.ask(picture, ["red?"], max_new_tokens=4)
+except AssertionError as refusal:
+    print(refusal)
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+print(len(model.ask(picture, ["red?"], max_new_tokens=4)))
+"""
+
+
+def test_a_jpeg_that_memory_lacks_for_is_not_called_damaged(python: Model, tmp_path: Path) -> None:
+    Image.new("RGB", (4000, 4000)).save(tmp_path / "a.jpg", progressive=True, subsampling=0)
+    command = [sys.executable, "-c", DECODING_IN_LITTLE_MEMORY, str(python.bundle.folder), str(tmp_path / "a.jpg")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+    refusal, answers = done.stdout.splitlines()
+    assert "no memory left" in refusal
+    assert answers == "1"
+
+
 def test_a_program_of_an_older_header_gets_no_more_than_its_struct_holds(library: c.CDLL) -> None:
     older = c.sizeof(c.c_size_t) + 2 * c.sizeof(c.c_char_p)  # before threads came
     memory = (c.c_ubyte * 256)(*[7] * 256)

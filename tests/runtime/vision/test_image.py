@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 from transformers.image_transforms import convert_to_rgb as hf_convert_to_rgb
 from transformers.image_utils import load_image as hf_load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -361,6 +361,14 @@ def test_memory_running_out_is_an_image_error(monkeypatch):
         preprocess(RGB, image_settings({}))
     monkeypatch.setattr(Image.Image, "convert", exhausted)
     assert isinstance(refused(MODES["grey"], "no memory").__cause__, MemoryError)
+
+
+def test_a_decoder_without_memory_is_not_taken_for_damage(monkeypatch):
+    def exhausted(*args, **kwargs):
+        raise OSError(f"{ImageFile.ERRORS[-9]} when reading image file")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", exhausted)
+    refused(MODES["grey"], "no memory left to decode")
 
 
 def test_threads_may_load_at_the_same_time():

@@ -4,6 +4,7 @@
 // bytes. Hence scans are counted, and the blocks that all of them visit.
 #include <algorithm>
 #include <map>
+#include <new>
 
 #include "vision/files/container.hpp"
 
@@ -127,12 +128,13 @@ namespace {
 struct Failure {
   jpeg_error_mgr manager;
   std::jmp_buf back;
-  bool cut;
+  bool cut, out_of_memory;
   char message[JMSG_LENGTH_MAX];
 };
 
 [[noreturn]] void on_error(j_common_ptr info) {
   auto* failure = reinterpret_cast<Failure*>(info->err);
+  failure->out_of_memory = failure->manager.msg_code == JERR_OUT_OF_MEMORY;
   failure->manager.format_message(info, failure->message);
   std::longjmp(failure->back, 1);
 }
@@ -193,7 +195,10 @@ Picture decode_jpeg(const Container& container, const std::string& name) {
   Picture out(container.width, container.height);
   std::vector<uint8_t> inks(4 * static_cast<size_t>(container.width));
   Failure failure{};
-  if (!decode(container.content, inks, out, failure)) damaged(name, failure.message);
+  if (!decode(container.content, inks, out, failure)) {
+    if (failure.out_of_memory) throw std::bad_alloc();
+    damaged(name, failure.message);
+  }
   return out;
 }
 #else

@@ -1,6 +1,7 @@
 // PNG: its structure, read without decoding, and its pixels by libpng.
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "vision/files/container.hpp"
 
@@ -43,8 +44,18 @@ namespace {
 struct Source {
   const std::string& content;
   size_t at;
+  bool out_of_memory;
   char message[200];
 };
+
+// libpng reports a lack of memory as it does damage, hence allocations go by here.
+png_voidp on_allocate(png_structp png, png_alloc_size_t bytes) {
+  void* memory = ::operator new(bytes, std::nothrow);
+  if (!memory) static_cast<Source*>(png_get_mem_ptr(png))->out_of_memory = true;
+  return memory;
+}
+
+void on_free(png_structp, png_voidp memory) { ::operator delete(memory); }
 
 void on_read(png_structp png, png_bytep into, size_t count) {
   auto* source = static_cast<Source*>(png_get_io_ptr(png));
@@ -74,11 +85,10 @@ void over_white(const std::vector<uint8_t>& rgba, Picture& out) {
 // Decodes into `rows` of RGBA; false with a message where libpng gives up. Nothing with a destructor is
 // made between its jumps.
 bool decode(Source& source, int width, int height, std::vector<png_bytep>& rows) {
-  png_structp png = png_create_read_struct(PNG_LIBPNG_VER_STRING, &source, on_error, on_warning);
+  png_structp png = png_create_read_struct_2(PNG_LIBPNG_VER_STRING, &source, on_error, on_warning, &source, on_allocate, on_free);
   png_infop info = png ? png_create_info_struct(png) : nullptr;
   if (!info) {
     png_destroy_read_struct(&png, nullptr, nullptr);
-    std::strncpy(source.message, "there is no memory left", sizeof source.message - 1);
     return false;
   }
   if (setjmp(png_jmpbuf(png))) {
@@ -110,8 +120,11 @@ Picture decode_png(const Container& container, const std::string& name) {
   std::vector<uint8_t> rgba(row * static_cast<size_t>(container.height));
   std::vector<png_bytep> rows;
   for (size_t y = 0; y < static_cast<size_t>(container.height); ++y) rows.push_back(rgba.data() + y * row);
-  Source source{container.content, 0, ""};
-  if (!decode(source, container.width, container.height, rows)) damaged(name, source.message);
+  Source source{container.content, 0, false, ""};
+  if (!decode(source, container.width, container.height, rows)) {
+    if (source.out_of_memory) throw std::bad_alloc();
+    damaged(name, source.message);
+  }
   over_white(rgba, out);
   return out;
 }
