@@ -302,8 +302,7 @@ Rows Session::run_whole(size_t number, const Rows& suffix) {
 Rows Session::run_pruned(size_t number, const Rows& suffix) {
   if (pruned_prefix_->depth > number) return {};
   PrunedPrefix& pruned = *pruned_prefix_;
-  Rows behind =
-      run_both(pruned_cache(number), pruned.hidden, pruned.positions, pruned.next_position, suffix, std::nullopt);
+  Rows behind = run_both(pruned_cache(number), pruned.hidden, pruned.positions, pruned.next_position, suffix, std::nullopt);
   ++pruned.depth;
   return behind;
 }

@@ -85,7 +85,8 @@ void over_white(const std::vector<uint8_t>& rgba, Picture& out) {
 // Decodes into `rows` of RGBA; false with a message where libpng gives up. Nothing with a destructor is
 // made between its jumps.
 bool decode(Source& source, int width, int height, std::vector<png_bytep>& rows) {
-  png_structp png = png_create_read_struct_2(PNG_LIBPNG_VER_STRING, &source, on_error, on_warning, &source, on_allocate, on_free);
+  png_structp png =
+      png_create_read_struct_2(PNG_LIBPNG_VER_STRING, &source, on_error, on_warning, &source, on_allocate, on_free);
   png_infop info = png ? png_create_info_struct(png) : nullptr;
   if (!info) {
     png_destroy_read_struct(&png, nullptr, nullptr);
