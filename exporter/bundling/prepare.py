@@ -27,6 +27,7 @@ from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
 from vtx.exporter.graphs.text_tower import text_tower_tensors
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
+from vtx.exporter.weights.agreement import UNTIED, unused_weights, with_own_head
 from vtx.exporter.weights.plan import WeightPlan, plan_weights
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.scaling import scaled_weights
@@ -62,6 +63,7 @@ class Plan:
     text_tower: TextTowerCheckpoint | None = None
     reductions: Reductions = Reductions()  # noqa: RUF009 - frozen
     video: VideoSpec | None = None
+    disagreements: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -104,7 +106,7 @@ class Plan:
         skipped = self.options.aware.data.skipped if self.options.aware else ()
         tower = self.text_tower.warnings if self.text_tower else ()
         gates = self.gates.warnings if self.gates else ()
-        return *gates, *tower, *(f"skipped {line}" for line in skipped)
+        return *self.disagreements, *gates, *tower, *(f"skipped {line}" for line in skipped)
 
     def _graphs(self, dialect: str, suffix: str) -> Graphs:
         needs = self.reductions.needs
@@ -134,7 +136,8 @@ def plan_export(options: ExportOptions) -> Plan:
     model = str(demo_checkpoint()) if options.model == DEMO else options.model
     checkpoint = open_checkpoint(model, tower=options.tower, allow_pickle=options.allow_pickle)
     family = find_family(checkpoint.config)
-    config = _config(checkpoint, family)
+    stated = _config(checkpoint, family)
+    config = replace(stated, text=with_own_head(stated.text, checkpoint))
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
     text_tower = open_text_tower(options.text_tower, checkpoint, config) if options.text_tower else None
@@ -163,7 +166,17 @@ def plan_export(options: ExportOptions) -> Plan:
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
         precisions, text_tower, reductions, _video(checkpoint, config, family),
+        _disagreements(checkpoint, stated, config, weights),
     )  # fmt: skip
+
+
+def _disagreements(
+    checkpoint: Checkpoint, stated: ModelConfig, config: ModelConfig, weights: WeightPlan
+) -> tuple[str, ...]:
+    """Warnings: where the weights are others than `stated` in the checkpoint's configuration."""
+    untied = UNTIED if stated.text.tied != config.text.tied else None
+    unused = unused_weights(checkpoint, weights.stored, tied=config.text.tied)
+    return tuple(line for line in (untied, unused) if line)
 
 
 def _config(checkpoint: Checkpoint, family: Family) -> ModelConfig:

@@ -33,6 +33,7 @@ MAX_INDEX = 8 * 2**20  # a 13B LLaVA's index is 80 kB
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
+ADAPTER = "adapter_config.json"  # of peft
 PARTS = {"vision": "vision tower", "projector": "projector", "text": "decoder", "video": "video tower"}
 
 _SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -98,7 +99,7 @@ class Checkpoint:
         if info.dtype not in FLOATS:
             raise UnsupportedModelError(
                 f"tensor {name} is stored as {info.dtype}, vtx exports {', '.join(FLOATS)}; "
-                "take the unquantised checkpoint"
+                + ("save the checkpoint as float32" if info.dtype == "F64" else "take the unquantised checkpoint")
             )
         if info.shape != shape:
             raise CheckpointError(
@@ -107,7 +108,12 @@ class Checkpoint:
         return info
 
     def _refuse_packed(self, name: str) -> None:
-        packed = f"{name.removesuffix('.weight')}.qweight"
+        packed, base = (f"{name.removesuffix('.weight')}.{kind}" for kind in ("qweight", "base_layer.weight"))
+        if base in self.tensors:
+            raise UnsupportedModelError(
+                f"tensor {name} is {base} with an adapter beside it; merge the adapter (peft's merge_and_unload) and "
+                "save the model again"
+            )
         if packed in self.tensors:
             raise UnsupportedModelError(
                 f"tensor {name} is packed as {packed} (GPTQ or AWQ); take the unquantised checkpoint"
@@ -223,6 +229,7 @@ def check_finite(array: NDArray[Any], name: str) -> None:
 def _config(folder: Path, judge: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
     files = checkpoint_files(folder)
     if not files.exists("config.json"):
+        _refuse_adapter(folder)
         raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face checkpoint")
     config = json_object(files.read("config.json", MAX_CONFIG), "config.json")
     judge(config)
@@ -272,8 +279,20 @@ def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Tens
         return _sharded_tensors(files, _weight_map(files, INDEX, ".safetensors"), INDEX), ()
     if allow_pickle and (files.exists(PICKLE_INDEX) or files.exists(PICKLE)):
         return _pickles(files)
+    _refuse_adapter(folder)
     _refuse_pickles(folder)
     raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}, and vtx reads no other form of weights")
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Say so where a folder without a model holds an adapter of peft's."""
+    if not checkpoint_files(folder).exists(ADAPTER):
+        return
+    base = read_settings(folder, ADAPTER).get("base_model_name_or_path")
+    raise UnsupportedModelError(
+        f"{folder} is an adapter of {shown(str(base))}, not a model; merge it into that model (peft's "
+        "merge_and_unload), save the result, and export that"
+    )
 
 
 def _refuse_pickles(folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 from vtx.runtime.errors import VtxError
 
 BLOCK = 1 << 22  # bytes that are hashed at a time
+POINTER = b"version https://git-lfs.github.com/spec/"  # what git leaves in a file's place
 # Absent on Windows: there nothing opens by a descriptor of a directory, and no pipe stands in a folder.
 _NO_FOLLOW, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 _DIRECTORY, _FLAGS = getattr(os, "O_DIRECTORY", 0), getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -116,7 +117,14 @@ def read_all(file: BinaryIO, name: str, error: type[VtxError]) -> bytes:
         raise error(f"{name} cannot be read ({reason(cause)}); check the disk") from cause
     if len(content) != size:
         raise error(f"{name} shrank from {size:,} to {len(content):,} bytes while it was read; try again")
+    check_fetched(content, name, error)
     return content
+
+
+def check_fetched(content: bytes, name: str, error: type[VtxError]) -> None:
+    """Raise `error` where a file that begins with `content` only stands for one that git has not fetched."""
+    if content.startswith(POINTER):
+        raise error(f"{name} is a pointer of git-lfs, not the file itself; fetch it: git lfs pull")
 
 
 def digest(file: BinaryIO, name: str, error: type[VtxError], progress: Progress = lambda _: None) -> str:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NoReturn, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle.files import Identity, open_named, reason
+from vtx.runtime.bundle.files import POINTER, Identity, check_fetched, open_named, reason
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 
 # A tensor takes 100 to 200 bytes of header and a 13B LLaVA has 750 of them; parsed JSON takes up to 30 times its size.
@@ -273,8 +273,10 @@ def _header_bytes(file: BinaryIO, size: int, name: str, error: type[VtxError]) -
     """Return the header's JSON of a file of `size` bytes."""
     if size < 8:
         raise error(f"{name} holds {size} bytes, a safetensors file has at least 8; download it again")
-    (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+    start = file.read(8)
+    (length,) = struct.unpack("<Q", start.ljust(8, b"\0"))
     if length > MAX_HEADER:
+        check_fetched(start + file.read(len(POINTER)), name, error)
         raise error(
             f"{name} announces a header of {length:,} bytes, vtx reads at most {MAX_HEADER:,}; "
             "it is not a safetensors file, or is damaged: download it again"

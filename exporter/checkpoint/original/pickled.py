@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.confined import ChildLimits, confine
-from vtx.runtime.bundle.files import Folder, Identity
+from vtx.runtime.bundle.files import POINTER, Folder, Identity, check_fetched
 from vtx.runtime.bundle.safetensors import DTYPES, MAX_DIMS, TensorInfo, shown
 from vtx.runtime.errors import CheckpointError
 
@@ -38,6 +38,7 @@ def pickled_tensors(files: Folder, shards: Sequence[str]) -> dict[str, dict[str,
     for shard in shards:
         with files.open(shard) as file:
             identities[shard] = Identity.of(os.fstat(file.fileno()))
+            check_fetched(file.read(len(POINTER)), shard, CheckpointError)
     largest = max(identity.size for identity in identities.values())
     found = confine(
         "vtx.exporter.checkpoint.original.pickled_child:tensors_of",

@@ -20,6 +20,7 @@ from vtx.exporter.checkpoint.loader import (
     checkpoint_files,
     read_json_object,
 )
+from vtx.exporter.checkpoint.original.pickled import PICKLE
 from vtx.runtime.bundle.safetensors import read_bits, read_header
 from vtx.runtime.errors import BundleError, CheckpointError, DeviceError, UnsupportedModelError
 
@@ -429,6 +430,37 @@ def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
         open_checkpoint(str(make(tmp_path / "gptq", weights=packed))).require(
             "text.layers.0.self_attn.q_proj.weight", (4, 4)
         )
+
+
+def test_float64_weights_are_not_called_quantised(tmp_path: Path) -> None:
+    doubles = make(tmp_path, weights=WEIGHTS | {Q_PROJ: np.ones((4, 4), np.float64)})
+    with pytest.raises(UnsupportedModelError, match=r"stored as F64.*save the checkpoint as float32"):
+        open_checkpoint(str(doubles)).require("text.layers.0.self_attn.q_proj.weight", (4, 4))
+
+
+def test_an_unmerged_adapter_inside_the_weights_is_told_as_such(tmp_path: Path) -> None:
+    weights = {Q_PROJ.replace(".weight", ".base_layer.weight"): WEIGHTS[Q_PROJ]}
+    with pytest.raises(UnsupportedModelError, match=r"base_layer\.weight with an adapter beside it; merge"):
+        open_checkpoint(str(make(tmp_path, weights=weights))).require("text.layers.0.self_attn.q_proj.weight", (4, 4))
+
+
+@pytest.mark.parametrize("kept", [(), ("config.json",)])
+def test_an_adapter_is_named_with_the_model_it_belongs_to(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    for name in {"config.json", SINGLE} - set(kept):
+        (make(tmp_path) / name).unlink()
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    with pytest.raises(UnsupportedModelError, match="is an adapter of 'org/base', not a model; merge it"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE, PICKLE])
+def test_a_pointer_of_git_lfs_says_what_to_fetch(tmp_path: Path, name: str) -> None:
+    if name == PICKLE:
+        (make(tmp_path) / SINGLE).unlink()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 13476\n"
+    (make(tmp_path) if name != PICKLE else tmp_path).joinpath(name).write_text(pointer)
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of git-lfs.*git lfs pull"):
+        open_checkpoint(str(tmp_path), allow_pickle=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
