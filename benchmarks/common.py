@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, reports, large random bundles; spread and tables are vtx-bench's."""
+"""What the benchmarks share: options, reports, large random bundles; the spread is vtx-bench's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from vtx.exporter.bench.machine import describe
-from vtx.exporter.bench.series import markdown
 from vtx.exporter.common.files import write_json
 from vtx.runtime.strict import plain
 
@@ -56,6 +55,16 @@ def report(figures: dict[str, Any], rows: Sequence[Sequence[str]], target: Path 
     print(f"{about.in_words()}\n\n{markdown(rows)}")
     if target:
         write_json(target, plain({"machine": about, **figures}))
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first row is its head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
 
 
 @contextmanager

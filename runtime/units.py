@@ -18,3 +18,8 @@ def duration(seconds: float) -> str:
     if seconds < 300:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def counted(count: int, noun: str) -> str:
+    """One thread as `1 thread`, two as `2 threads`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

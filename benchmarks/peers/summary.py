@@ -9,11 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+from benchmarks.common import markdown
 from benchmarks.peers.contenders import CPP, US, Contender
 from benchmarks.peers.contract import Result
 from benchmarks.peers.table import Rounds, series
-
-from vtx.exporter.bench.series import markdown
 
 FIGURES = {
     "first": ("first token, s", 0.001, 2),

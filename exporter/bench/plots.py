@@ -10,6 +10,7 @@ from vtx.exporter.bench.compare import Comparison, MethodResult
 from vtx.exporter.bench.ladder import WITHDRAWAL
 from vtx.exporter.bench.report import BenchReport
 from vtx.exporter.common.plots import COLORS, GREY, draw, headline
+from vtx.runtime.units import counted
 
 LINES = {"first_token": "first token", "prefill": "prefill", "second_question": "second question"}
 
@@ -41,7 +42,7 @@ def _fill(figure: Any, report: BenchReport) -> None:
         figure,
         f"{model.name} in {model.precision} on {model.device}",
         f"a prompt of {work.prompt_tokens} tokens, {work.vision_tokens} of the image; {model.compute} "
-        f"arithmetic, {work.threads} threads; {report.machine.cpu}",
+        f"arithmetic, {counted(work.threads, 'thread')}; {report.machine.cpu}",
     )
 
 
@@ -75,7 +76,7 @@ def _fill_comparison(figure: Any, report: Comparison) -> None:
     headline(
         figure,
         f"Answers of {model.name} over their cost",
-        f"{data.items} questions of {data.source}; {model.device} in {model.compute}; {report.machine.cpu}",
+        f"{counted(data.items, 'question')} of {data.source}; {model.device} in {model.compute}; {report.machine.cpu}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Series of repeated figures: their median and spread, and tables that paste into Markdown."""
+"""Series of repeated figures: their median and spread."""
 
 from __future__ import annotations
 
@@ -29,13 +29,3 @@ def shown(series: Series, digits: int = 2) -> str:
     """Median and quartiles; with fewer than four figures, which have no quartiles, the extremes."""
     low, high = (series.q1, series.q3) if series.n >= 4 else (series.min, series.max)
     return f"{series.median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first row is its head."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Reports as text: what vtx-bench prints, with Markdown tables."""
+"""Reports as text: what vtx-bench prints."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ from vtx.exporter.bench.ceilings.ceilings import ProductRate
 from vtx.exporter.bench.compare import COSTS, PHASES, Compared, Comparison, MethodResult
 from vtx.exporter.bench.ladder import Best
 from vtx.exporter.bench.report import BenchReport, Depth
-from vtx.exporter.bench.series import Series, markdown, shown
+from vtx.exporter.bench.series import Series, shown
 from vtx.exporter.data.intervals import ShareInterval
-from vtx.runtime.units import size
+from vtx.runtime.terminal.console import WideTable
+from vtx.runtime.units import counted, size
 
 FIRST = ("vision", "prefill", "first_token", "second_question", "second_at_another_k", "decode_per_token")
 
 
-def report_tables(report: BenchReport) -> str:
-    """The report as text: machine, model and workload, and three Markdown tables."""
+def report_tables(report: BenchReport) -> list[str | WideTable]:
+    """The report as paragraphs and tables: machine, model and workload, times, stages, memory."""
     model, work, depths = report.model, report.workload, report.depths
     heads = ["K", "full layers"]
     named = [[str(depth.k or "none"), str(depth.full_layers)] for depth in depths]
     cut_short = " INTERRUPTED: fewer repeats than requested." if report.interrupted else ""
-    return "\n\n".join(
-        [
-            report.machine.in_words(),
-            f"{model.name} ({model.bundle}), {model.layers} layers of {model.hidden}, "
-            f"{model.precision} weights, on {model.device} in {model.compute} arithmetic with "
-            f"{work.threads} threads; a prompt of {work.prompt_tokens} tokens, {work.vision_tokens} of them "
-            f"of the image, {work.new_tokens} new ones, {work.repeats} repeats.{cut_short} "
-            f"Loaded once in {report.load_ms:.0f} ms{_held(report.loaded_bytes)}.",
-            "Milliseconds, medians with quartiles (extremes where there are fewer than four):",
-            markdown([[*heads, *(name.replace("_", " ") for name in FIRST)], *_with_names(named, depths, _times)]),
-            "Prefill by stage, milliseconds:",
-            markdown([[*heads, *_stage_heads(depths)], *_with_names(named, depths, _stage_times)]),
-            markdown([[*heads, *MEMORY], *_with_names(named, depths, _memory)]),
-            _ceilings(report),
-        ]
-    )
+    return [
+        report.machine.in_words(),
+        f"{model.name} ({model.bundle}), {model.layers} layers of {model.hidden}, "
+        f"{model.precision} weights, on {model.device} in {model.compute} arithmetic with "
+        f"{counted(work.threads, 'thread')}; a prompt of {work.prompt_tokens} tokens, {work.vision_tokens} of them "
+        f"of the image, {work.new_tokens} new ones, {counted(work.repeats, 'repeat')}.{cut_short} "
+        f"Loaded once in {report.load_ms:.0f} ms{_held(report.loaded_bytes)}.",
+        WideTable(
+            "milliseconds, medians with quartiles (extremes where there are fewer than four)",
+            [*heads, *(name.replace("_", " ") for name in FIRST)],
+            _with_names(named, depths, _times),
+        ),
+        WideTable(
+            "prefill by stage, milliseconds", [*heads, *_stage_heads(depths)], _with_names(named, depths, _stage_times)
+        ),
+        WideTable("memory, and shares of the ceilings", [*heads, *MEMORY], _with_names(named, depths, _memory)),
+        _ceilings(report),
+    ]
 
 
-MEMORY = ("KV cache", "memory held", "at most", "of the matrix product: vision", "prefill", "of reading: a new token")
+MEMORY = ("KV cache", "memory held", "at most", "vision, of products", "prefill, of products", "a token, of reading")
 
 
 def _with_names(
@@ -99,32 +102,32 @@ def _product(use: str, rate: ProductRate) -> str:
 # --- methods compared ----------------------------------------------------------------------------
 
 
-def comparison_tables(report: Comparison) -> str:
-    """The comparison as text: machine, model and data, two Markdown tables, the verdict."""
+def comparison_tables(report: Comparison) -> list[str | WideTable]:
+    """The comparison as paragraphs and tables: machine, model and data, the methods, how they compare, the verdict."""
     model, data = report.model, report.data
     skipped = f", {len(data.skipped)} skipped" if data.skipped else ""
     cut_short = " INTERRUPTED: fewer questions than requested." if report.interrupted else ""
-    parts = [
+    parts: list[str | WideTable] = [
         report.machine.in_words(),
         f"{model.name}, {model.layers} layers, {model.vision_tokens} vision tokens an image, "
         f"{model.precision} weights, on {model.device} in {model.compute} arithmetic with "
-        f"{model.threads} threads; {data.items} questions of {data.source}{skipped}.{cut_short} "
+        f"{counted(model.threads, 'thread')}; {counted(data.items, 'question')} of {data.source}{skipped}.{cut_short} "
         "Milliseconds are medians with quartiles, the rest means.",
-        markdown([METHOD_HEADS, *map(_method_row, report.methods)]),
+        WideTable("", METHOD_HEADS, [_method_row(method) for method in report.methods]),
     ]
     if report.compared:
         parts += [
             "Each pruning method beside the withdrawal of nearest FLOPs, and the cheapest withdrawal that answers "
             "at least as many questions:",
-            markdown([COMPARED_HEADS, *map(_compared_row, report.compared)]),
+            WideTable("", COMPARED_HEADS, [_compared_row(row) for row in report.compared]),
         ]
     for cost, rows in report.budgets.items():
         parts += [
             f"Each method's best setting within a share of {COSTS[cost]} without any, chosen by half of the questions "
             "and judged by the other half:",
-            markdown([BUDGET_HEADS, *(_budget_row(row, report.methods) for row in rows)]),
+            WideTable("", BUDGET_HEADS, [_budget_row(row, report.methods) for row in rows]),
         ]
-    return "\n\n".join([*parts, "\n".join(report.verdict)])
+    return [*parts, "\n".join(report.verdict)]
 
 
 METHOD_HEADS = (

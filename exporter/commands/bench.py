@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from vtx.exporter.commands.shared.options import (
     threads_option,
 )
 from vtx.runtime.errors import BundleError, DeviceError
-from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+from vtx.runtime.terminal.console import WideTable, bar, command, end_on_sigterm, note, say_json, say_report
 from vtx.runtime.terminal.depth import DepthType, joined
 
 DEMO_KS = (8, 3, 4, 5, 6, 12, 16)  # the first is the one behind reductions
@@ -52,10 +51,13 @@ class Output:
     target: Path | None
     plot: Path | None
 
-    def write(self, report: dict[str, Any], tables: str, draw: Callable[[Path], None]) -> None:
+    def write(self, report: dict[str, Any], parts: Sequence[str | WideTable], draw: Callable[[Path], None]) -> None:
         from vtx.exporter.common.files import write_json
 
-        click.echo(json.dumps(report, ensure_ascii=False) if self.as_json else tables)
+        if self.as_json:
+            say_json(report)
+        else:
+            say_report(parts)
         if self.target:
             write_json(self.target, report)
         if self.plot:
@@ -125,22 +127,12 @@ def bench(
     questions, and each pruning stands beside the withdrawal that costs as much.
     """
     end_on_sigterm()
-    if question is not None and prompt_tokens is not None:
-        raise click.UsageError("--question and --prompt-tokens both settle the question; give one")
-    if methods and any(given is not None for given in (image, video, question, prompt_tokens)):
-        raise click.UsageError(
-            "--methods asks the questions of --data; leave out --image, --video, --question, --prompt-tokens"
-        )
-    if image and video:
-        raise click.UsageError("--image and --video both settle what is seen; give one")
+    if methods:
+        _check_methods(image, video, question, prompt_tokens)
+    else:
+        _check_latency(image, video, question, prompt_tokens, data, images, budgets)
     if frames is not None and not video:
         raise click.UsageError("--frames goes with --video")
-    if not methods and ((data, images, budgets) != (None, None, None) or _given("samples")):
-        raise click.UsageError(
-            "--data, --images, --samples and --budgets go with --methods; time one question with --image and --question"
-        )
-    if methods and (_given("repeats") or _given("warmup")):
-        raise click.UsageError("--methods asks each of its --samples once; leave out --repeats and --warmup")
     from vtx.exporter.bench.ladder import parse_budgets
     from vtx.exporter.bench.measure import BenchOptions
     from vtx.exporter.common.files import check_folder
@@ -184,6 +176,31 @@ def bench(
         raise KeyboardInterrupt
 
 
+def _check_methods(image: str | None, video: str | None, question: str | None, prompt_tokens: int | None) -> None:
+    """Refuse what --methods would not heed."""
+    if any(given is not None for given in (image, video, question, prompt_tokens)):
+        raise click.UsageError(
+            "--methods asks the questions of --data; leave out --image, --video, --question, --prompt-tokens"
+        )
+    if _given("repeats") or _given("warmup"):
+        raise click.UsageError("--methods asks each of its --samples once; leave out --repeats and --warmup")
+
+
+def _check_latency(
+    image: str | None, video: str | None, question: str | None, prompt_tokens: int | None, data: str | None,
+    images: Path | None, budgets: str | None,
+) -> None:  # fmt: skip
+    """Refuse what contradicts, and what only --methods would heed."""
+    if question is not None and prompt_tokens is not None:
+        raise click.UsageError("--question and --prompt-tokens both settle the question; give one")
+    if image and video:
+        raise click.UsageError("--image and --video both settle what is seen; give one")
+    if (data, images, budgets) != (None, None, None) or _given("samples"):
+        raise click.UsageError(
+            "--data, --images, --samples and --budgets go with --methods; time one question with --image and --question"
+        )
+
+
 def _given(name: str) -> bool:
     """Whether the command line gives an option, be it its default."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -221,6 +238,7 @@ def _compare(
     from vtx.exporter.bench.methods import Method, Trial, find_methods
     from vtx.exporter.bench.plots import draw_comparison
     from vtx.exporter.bench.tables import comparison_tables
+    from vtx.runtime.units import counted
 
     ladder, lacking = make_ladder(model.manifest, model.backend.dialect, ks) if budgets else ({}, ())
     settings = (method for family in ladder.values() for method in family)
@@ -231,8 +249,8 @@ def _compare(
         note("this bundle only withdraws image tokens; export it with --reduce to compare other methods")
     trial = Trial(model, data, methods, new_tokens, threads)
     note(
-        f"{model.manifest.model.name} on {_device_line(model)}: {len(methods)} methods on {len(data.items)} questions "
-        f"of {data.source}; predicted: about {trial.probe():.0f} s"
+        f"{model.manifest.model.name} on {_device_line(model)}: {counted(len(methods), 'method')} on "
+        f"{counted(len(data.items), 'question')} of {data.source}; predicted: about {trial.probe():.0f} s"
     )
     with bar() as show:
         trial.run(show)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import click
 from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, say_report
 from vtx.runtime.terminal.depth import Depth, DepthType, joined
 
 if TYPE_CHECKING:
@@ -102,9 +101,9 @@ def evaluate(
 def _ask(model: Model, questions: QuestionSet, methods: Sequence[Method], max_new_tokens: int, target: Path) -> Asked:
     """Every method's answers, with a forecast after the first question and a bar."""
     from vtx.exporter.evaluation.ask import ask_all
-    from vtx.runtime.units import duration
+    from vtx.runtime.units import counted, duration
 
-    amount = f"{len(questions.questions)} questions of {questions.source}, {len(methods)} methods"
+    amount = f"{counted(len(questions.questions), 'question')} of {questions.source}, {counted(len(methods), 'method')}"
     with bar() as report:
         return ask_all(
             model, questions, methods, max_new_tokens, target / "answers.jsonl", report=report,
@@ -123,4 +122,7 @@ def _write(made: Evaluation, target: Path, *, as_json: bool) -> None:
         draw_report(made, target / "pareto.png")
     except DeviceError as e:
         note(f"no plot: {e}; run again then, nothing is asked twice")
-    click.echo(json.dumps(made.to_dict(), ensure_ascii=False) if as_json else in_tables(made))
+    if as_json:
+        say_json(made.to_dict())
+    else:
+        say_report(in_tables(made))

@@ -8,6 +8,7 @@ from typing import Any
 
 from vtx.exporter.common.plots import COLORS, GREY, draw, headline
 from vtx.exporter.evaluation.report import COSTS, Evaluation, MethodFigures
+from vtx.runtime.units import counted
 
 AXES = {
     "flops": ("by arithmetic", "FLOPs until the first token, % of the first method"),
@@ -35,7 +36,7 @@ def _fill(figure: Any, report: Evaluation) -> None:
     headline(
         figure,
         f"{task.name}: answers of {model.name} over their cost",
-        f"{task.questions} questions about {task.images} images of {task.source}; "
+        f"{counted(task.questions, 'question')} about {counted(task.images, 'image')} of {task.source}; "
         f"{model.precision} weights, {model.device} in {model.compute}; "
         f"bars: {report.confidence:.0%} intervals",
     )

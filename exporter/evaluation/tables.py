@@ -1,32 +1,34 @@
-"""An evaluation as text: what vtx-eval prints, with Markdown tables."""
+"""An evaluation as text: what vtx-eval prints."""
 
 from __future__ import annotations
 
-from vtx.exporter.bench.series import markdown, shown
+from vtx.exporter.bench.series import shown
 from vtx.exporter.evaluation.report import Evaluation, FigureInterval
-from vtx.runtime.units import size
+from vtx.runtime.terminal.console import WideTable
+from vtx.runtime.units import counted, size
 
 COST_NAMES = {"flops": "FLOPs", "kv_bytes": "KV bytes", "first_token_ms": "time to first token"}
 
 
-def in_tables(report: Evaluation) -> str:
-    """The report as text: machine, model and data, and Markdown tables."""
+def in_tables(report: Evaluation) -> list[str | WideTable]:
+    """The report as paragraphs and tables: machine, model and data, the methods, the groups of questions, the front."""
     model, task, first = report.model, report.task, report.methods[0]
     skipped = f", {len(task.skipped)} skipped" if task.skipped else ""
-    parts = [
+    parts: list[str | WideTable] = [
         report.machine.in_words() if first.first_token_ms else report.machine.cpu,
         f"{model.name} ({model.bundle}), {model.layers} layers, {model.precision} weights, on {model.device} in "
-        f"{model.compute} arithmetic; {task.name}: {task.questions} questions about {task.images} images of "
-        f"{task.source}{skipped}. In brackets {report.confidence:.0%} intervals over images.",
-        markdown(_rows(report)),
+        f"{model.compute} arithmetic; {task.name}: {counted(task.questions, 'question')} about "
+        f"{counted(task.images, 'image')} of {task.source}{skipped}. "
+        f"In brackets {report.confidence:.0%} intervals over images.",
+        _methods(report),
     ]
     if first.groups:
-        parts.append(markdown(_group_rows(report)))
+        parts.append(_groups(report))
     fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
-    return "\n\n".join([*parts, "Pareto front by " + "; by ".join(fronts) + "."])
+    return [*parts, "Pareto front by " + "; by ".join(fronts) + "."]
 
 
-def _rows(report: Evaluation) -> list[list[str]]:
+def _methods(report: Evaluation) -> WideTable:
     task, first = report.task, report.methods[0]
     factors = {name: 100 if name in task.shares else 1 for name in first.figures}
     heads = [
@@ -47,14 +49,14 @@ def _rows(report: Evaluation) -> list[list[str]]:
         ]
         for method in report.methods
     ]
-    return [heads, *rows]
+    return WideTable("", heads, rows)
 
 
-def _group_rows(report: Evaluation) -> list[list[str]]:
+def _groups(report: Evaluation) -> WideTable:
     groups, factor = report.methods[0].groups, report.task.factor
     heads = [report.task.main, *(f"{name or 'other'} ({group.questions})" for name, group in groups.items())]
     rows = [[m.name, *(f"{factor * m.groups[name].value:.1f}" for name in groups)] for m in report.methods]
-    return [heads, *rows]
+    return WideTable("", heads, rows)
 
 
 def _figure(figure: FigureInterval, factor: int, sign: str = "") -> str:

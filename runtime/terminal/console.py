@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from vtx.runtime.errors import VtxError, printable
 from vtx.runtime.process import leave_on_success, own_process, succeed
 
 INTERRUPTED = 130
+COLUMN_GAP = 3  # of blanks
 
 
 class Program(click.Command):
@@ -143,18 +146,69 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
-def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+@dataclass(frozen=True, slots=True)
+class WideTable:
+    """A table of figures in a report; its first column names the rows."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, figures: bool = False) -> None:
+    """Print a table; cells wrap where the terminal, or a file's 80 columns, are too narrow, but not `figures`."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(heads))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(heads))
+    for number, head in enumerate(heads):
+        table.add_column(head, no_wrap=figures and number > 0, overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console()
-    console.print(Text(printable(title), style="bold"))  # the table's own title would wrap at the table's width
+    if title:
+        console.print(Text(printable(title), style="bold"))  # the table's own title would wrap at the table's width
     console.print(table)
+
+
+def _print_wide(wide: WideTable, width: int) -> None:
+    """Where it is too wide, as several tables, each with the first column, so that no figure wraps."""
+    for number, columns in enumerate(_fitting([wide.heads, *wide.rows], width)):
+        heads, *rows = [[row[column] for column in columns] for row in (wide.heads, *wide.rows)]
+        table(wide.title if number == 0 else "", heads, rows, figures=True)
+
+
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """The columns of each table of at most `width`; the first column, which may wrap, counts a third of it at most."""
+    widths = [max(len(row[column]) for row in rows) + COLUMN_GAP for column in range(len(rows[0]))]
+    if sum(widths) <= width:
+        return [list(range(len(widths)))]
+    first = min(widths[0], width // 3)
+    tables, used = [[0]], first
+    for column, needed in enumerate(widths[1:], 1):
+        if used + needed > width and len(tables[-1]) > 1:
+            tables.append([0])
+            used = first
+        tables[-1].append(column)
+        used += needed
+    return tables
+
+
+def say_report(parts: Sequence[str | WideTable]) -> None:
+    """Print paragraphs, wrapped to the terminal's width, and tables, with empty lines between."""
+    from rich.console import Console
+
+    width = Console().width
+    for number, part in enumerate(parts):
+        if number:
+            click.echo()
+        if isinstance(part, WideTable):
+            _print_wide(part, width)
+            continue
+        for line in part.splitlines():
+            say(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def end_on_sigterm() -> None:

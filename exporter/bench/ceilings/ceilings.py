@@ -21,7 +21,7 @@ from vtx.exporter.weights.quantize import BLOCK
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.strict import later
-from vtx.runtime.units import size
+from vtx.runtime.units import counted, size
 
 GEMM, VISION_GEMM = "gemm", "vision_gemm"  # products: of the decoder; of the tower where it computes otherwise
 LEAST = (256, 1024, 1024)  # tokens, depth, width: a smaller product does not reach the peak
@@ -72,8 +72,8 @@ class Ceilings:
         self._memory = MemoryReader(threads)
         self.products: dict[str, list[float]] = {name: [] for name in kinds}
         self.read = list[float]()
-        sizes = f"a product [{tokens}, {depth}] x [{depth}, {width}]"
-        self._descriptions = {name: f"{sizes} by {kind.in_words()}, {threads} threads" for name, kind in kinds.items()}
+        sizes, used = f"a product [{tokens}, {depth}] x [{depth}, {width}]", counted(threads, "thread")
+        self._descriptions = {name: f"{sizes} by {kind.in_words()}, {used}" for name, kind in kinds.items()}
 
     def measure(self) -> None:
         """Measure one more figure of each."""
@@ -84,7 +84,7 @@ class Ceilings:
     def report(self) -> MeasuredCeilings:
         """Every ceiling with the spread of its figures."""
         products = {name: ProductRate(self._descriptions[name], spread(rates)) for name, rates in self.products.items()}
-        reading = f"reading {self._memory.bytes >> 20} MiB of memory, {self._memory.threads} threads"
+        reading = f"reading {self._memory.bytes >> 20} MiB of memory, {counted(self._memory.threads, 'thread')}"
         return MeasuredCeilings(**products, read=ReadRate(reading, spread(self.read)))
 
 
