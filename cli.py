@@ -133,8 +133,11 @@ def run(
         from vtx.exporter.commands.export import find_bundle
         from vtx.runtime.api.load import load
         from vtx.runtime.api.options import Options
+        from vtx.runtime.prompt.messages import check_messages
         from vtx.runtime.session.sampling import Sampling
 
+        for question in questions:
+            check_messages([{"role": "user", "content": question}])
         sampling = Sampling(temperature, top_p, top_k, seed)
         options = Options(max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup)
         pictures = _read([*images, *more], videos, formats, reduce, frames)

@@ -121,7 +121,10 @@ def test_a_precision_may_be_written_in_capitals() -> None:
     assert list(json.loads(done.stdout)["weights_bytes"]) == ["int4"]
 
 
-@pytest.mark.parametrize("words", [["nope.jpg", "q"], ["--text-only", "q", "--reduce", "nothing"]])
+@pytest.mark.parametrize(
+    "words",
+    [["nope.jpg", "q"], ["--text-only", "q", "--reduce", "nothing"], ["--text-only", "what?", " "]],
+)
 def test_a_wrong_argument_is_told_before_a_bundle_is_looked_for(words: list[str], home: Path) -> None:
     """Without a bundle the demo would be exported first, which takes seconds."""
     fails("run", *words)

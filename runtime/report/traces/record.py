@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -116,9 +117,25 @@ def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: Non
         RequestError: the directory holds something.
 
     """
+    with _whole(folder):
+        return _write(model, folder, progress)
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """`folder`, empty at first, and empty again after an interruption or an error, so that it can be named again."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RequestError(f"{folder} is not an empty directory; name another for the traces")
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for file in folder.iterdir():
+            file.unlink()
+        raise
+
+
+def _write(model: Model, folder: Path, progress: Progress) -> Traces:
     pictures = images()
     with without_notes():
         prepared = [model.prepare(picture) for picture in pictures]

@@ -103,6 +103,16 @@ def test_traces_of_a_runtime_agree_with_themselves_written_again(model: Model, t
     assert max(check.difference for check in checks) == 0
 
 
+def test_traces_that_end_half_way_leave_a_folder_that_can_be_named_again(model: Model, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_traces(model, tmp_path / "traces", interrupt)
+    assert not list((tmp_path / "traces").iterdir())
+
+
 def test_positions_of_three_parts_are_traced(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     tiny = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", layers=2)
     model = load(export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), dialects=("ort",)).folder, device="cpu")
