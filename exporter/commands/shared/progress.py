@@ -58,12 +58,16 @@ class Bars:
         self._show_left()
 
     def left(self, phase: str) -> float:
-        """Seconds that a phase still needs: by its pace, else as forecast, corrected by the phases before it."""
+        """Seconds that a phase still needs: by its pace, else as forecast, corrected by the phases before it.
+
+        The first tensors may be tiny, and take as long as large ones: their pace says nothing of a forecast phase.
+        """
         task = self._task(phase)
         if task.finished:
             return 0.0
-        if task.time_remaining is not None:
-            return float(task.time_remaining)
+        remaining = _remaining(task)
+        if remaining is not None and (task.percentage >= 100 * TELLING or phase not in self._expected):
+            return remaining
         return self._expected.get(phase, 0.0) * (1 - task.percentage / 100) * self._drift()
 
     def _drift(self) -> float:
@@ -76,9 +80,10 @@ class Bars:
         """Seconds that a phase took or, by its pace, will take; None before it has one."""
         if task.finished:
             return task.finished_time
-        if task.time_remaining is None or task.elapsed is None or task.percentage < 100 * TELLING:
+        remaining = _remaining(task)
+        if remaining is None or task.elapsed is None or task.percentage < 100 * TELLING:
             return None
-        return task.elapsed + task.time_remaining
+        return task.elapsed + remaining
 
     def _show_left(self) -> None:
         seconds = {phase: self.left(phase) for phase in self._ids if phase != ALL}
@@ -104,3 +109,8 @@ class Bars:
     def _task(self, phase: str) -> Task:
         task_id = self._ids[phase]
         return next(task for task in self._progress.tasks if task.id == task_id)
+
+
+def _remaining(task: Task) -> float | None:
+    """Seconds by the pace of the task; rich's own figure is rounded up to whole ones, which a short phase is far from."""
+    return task.remaining / task.speed if task.speed and task.remaining is not None else None

@@ -254,6 +254,26 @@ def test_phases_to_come_are_forecast_again_by_the_pace_of_those_before_them(seco
     assert ("forecast again" in screen.getvalue()) == bool(told)
 
 
+def test_neither_short_phases_nor_tiny_tensors_at_a_start_change_a_forecast() -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    now, screen = [0.0], StringIO()
+    progress = Progress(console=Console(file=screen, width=200), get_time=lambda: now[0])
+    bars = Bars(progress)
+    bars.expect({"graphs": 0.3, "weights": 1.7})
+    for graphs in (1, 2, 3):
+        now[0] += 0.1
+        bars("graphs", graphs, 3)
+    assert bars.left("weights") < 2, "a phase of less than a second is not rounded up to one"
+    bars.expect({"weights": 10.0, "reference": 30.0})
+    for tensor in range(20):  # 10 kB a second of 100 MB
+        now[0] += 0.01
+        bars("weights", 100 * tensor, 100_000_000)
+    assert bars.left("weights") == pytest.approx(10, abs=0.1)
+    assert "forecast again" not in screen.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (84.6, "85 s"), (600, "10 min"), (9000, "2.5 h")]
 )
