@@ -8,8 +8,8 @@ crashes) becomes one line of `error` that names the subject and the limit. The c
 libraries, which parsers do not need, except those named in `libraries`; it starts in 0.1 s, beside what `function`'s
 module imports.
 
-On Linux and macOS the limits are RLIMIT_AS, RLIMIT_CPU and RLIMIT_FSIZE, set by the child before it reads anything;
-where Python has no `resource` module (Windows) only the deadline holds.
+On Linux and macOS the limits are RLIMIT_AS, RLIMIT_CPU and RLIMIT_FSIZE, set by the child before it reads anything, and
+never above those of this process (ulimit); where Python has no `resource` module (Windows) only the deadline holds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import IO, Any
 
 from vtx.runtime import errors
 from vtx.runtime.errors import CheckpointError, VtxError
 from vtx.runtime.units import size
+
+resource: ModuleType | None
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 # Isolated, so that neither the working directory nor an environment variable says what is imported.
 _START = (
@@ -50,6 +57,20 @@ class ChildLimits:
     wall_seconds: int = 600
     file: int = 256 << 20
 
+    def allowed(self) -> ChildLimits:
+        """These limits, lowered to what this process may have itself, which no child of it can exceed."""
+        if resource is None:
+            return self
+        memory, cpu, file = (
+            wanted if (most := resource.getrlimit(kind)[1]) == resource.RLIM_INFINITY else min(most, wanted)
+            for kind, wanted in (
+                (resource.RLIMIT_AS, self.memory),
+                (resource.RLIMIT_CPU, self.cpu_seconds),
+                (resource.RLIMIT_FSIZE, self.file),
+            )
+        )
+        return ChildLimits(memory, cpu, self.wall_seconds, file)
+
 
 def confine(
     target: str,
@@ -62,6 +83,8 @@ def confine(
     cure: str = "it is damaged or hostile; get it again from somebody you trust",
 ) -> Any:
     """What the function `target` returns for `request`. Raises what it raises on purpose, and `error`, with `cure`."""
+    if limits != (limits := limits.allowed()):
+        cure = f"raise the limits of this shell (see ulimit -a), or {cure}"
     with tempfile.TemporaryFile("w+") as question, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
         json.dump(request, question)
         question.seek(0)

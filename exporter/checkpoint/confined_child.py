@@ -80,6 +80,8 @@ def _set_limits(limits: dict[str, int]) -> None:
         return
     seconds = limits["cpu_seconds"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    last = seconds + 1 if most == resource.RLIM_INFINITY else min(most, seconds + 1)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, last))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file"], limits["file"]))
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))

@@ -112,5 +112,5 @@ class Bars:
 
 
 def _remaining(task: Task) -> float | None:
-    """Seconds by the pace of the task; rich's own figure is rounded up to whole ones, which a short phase is far from."""
+    """Seconds by the pace of the task; rich's own figure is rounded up to whole ones, far off for a short phase."""
     return task.remaining / task.speed if task.speed and task.remaining is not None else None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ pytestmark = [
     pytest.mark.usefixtures("children_started"),
 ]
 SMALL = ChildLimits(memory=512 << 20, cpu_seconds=30, wall_seconds=300, file=1 << 20)  # its imports count, too
+LARGE = replace(SMALL, file=64 << 20)
 
 
 def run(kind: str, limits: ChildLimits = SMALL) -> object:
@@ -36,6 +38,15 @@ def test_each_limit_ends_as_one_line_that_names_it(kind: str, message: str) -> N
     with pytest.raises(CheckpointError, match=f"^the file of a stranger {message}.*; it is damaged") as error:
         run(kind, limits)
     assert "\n" not in str(error.value)
+
+
+def test_a_lower_limit_of_the_shell_holds_and_is_named_beside_the_cure() -> None:
+    lower = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20)); "
+    code = f"{lower}from {__name__} import LARGE, run; print(run('fine', LARGE), flush=True); run('file', LARGE)"
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=path, check=False)
+    assert done.stdout == "fine\n"
+    assert "makes a file of more than 8.39 MB, the limit; raise the limits of this shell (see ulimit -a)" in done.stderr
 
 
 def test_a_child_that_waits_is_ended_at_the_deadline() -> None:
