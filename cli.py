@@ -158,7 +158,8 @@ def run(
             if as_json:
                 say_json({"question": question, **source, **stream.read().to_dict()})
             else:
-                _show(stream, before="" if number else _where(model, folder, automatic=device == "auto"))
+                before = "" if number else _where(model, folder, automatic=device == "auto")
+                _show(stream, model.manifest.or_more_context, before=before)
             answers.append(stream.answer.stats)
         if show_tokens:
             _draw(show_tokens, conversation, questions, answers)
@@ -220,7 +221,7 @@ def _draw(path: Path, conversation: Conversation, questions: Sequence[str], answ
         raise RequestError(f"cannot write the picture {path} ({e.strerror}); name another output file") from e
 
 
-def _show(stream: AnswerStream, *, before: str) -> None:
+def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
     """Print an answer as it comes; `before` is noted once there is one, so that an error stands alone."""
     for piece in stream:
         if before:
@@ -232,7 +233,7 @@ def _show(stream: AnswerStream, *, before: str) -> None:
     for line in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
         note(line)
     if stream.answer.stopped == "context":
-        note("the answer ends here because the context is full; export with a larger --max-context for longer ones")
+        note(f"the answer ends here because the context is full; shorten the question for more{or_more_context}")
 
 
 # --- vtx-inspect ----------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Bench:
         if tokens + self.options.new_tokens > room:
             raise ContextError(
                 f"a prompt of {tokens} tokens and {self.options.new_tokens} new tokens do not fit a context of {room}; "
-                "use fewer, or export with a larger --max-context"
+                f"use fewer{self.model.manifest.or_more_context}"
             )
 
     def probe(self) -> float:

@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 @click.option("--batch", type=int, default=8, show_default=True, help="Items that share one reading of the weights.")
 @click.option("--attention", is_flag=True, help="Also where the attention goes, layer by layer.")
 @click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for the results [default: vtx-calibration-MODEL].")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder for the results [default: vtx-calibration-MODEL, or -BUNDLE].",
+)
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
 def calibrate(
     data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
@@ -71,7 +75,8 @@ def calibrate(
         raise RequestError("--tower and --allow-pickle are for checkpoints, not for --bundle; leave them out")
     template = library.load_template(chat_template) if chat_template else None
     source = open_source(model, bundle, template, tower, allow_pickle=allow_pickle)
-    folder = out or Path(f"vtx-calibration-{source.name}")
+    measured = source.name if bundle is None else bundle.expanduser().absolute().name
+    folder = out or Path(f"vtx-calibration-{measured}")
     report = _measure(source, data, images, samples, seed, options, choosing, folder)
     try:
         draw_report(report, folder)
@@ -152,7 +157,9 @@ def _show_calibration(report: CalibrationReport) -> None:
             click.echo(f"chosen: K = {p.k} ({p.full_layers} full layers); {', '.join(shown)}")
 
 
-def calibrated(data: str, model: str, template: str | None, tower: str | None, *, allow_pickle: bool) -> dict[str, Any]:
+def calibrated(
+    data: str, images: Path | None, model: str, template: str | None, tower: str | None, *, allow_pickle: bool
+) -> dict[str, Any]:
     """The K that a calibration on `data` chooses, or that an earlier one chose, and what to record of it."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.report import Choosing, chosen, find_report, read_choice
@@ -163,7 +170,7 @@ def calibrated(data: str, model: str, template: str | None, tower: str | None, *
         choice = read_choice(earlier, source.fingerprint)
     else:
         folder = Path(f"vtx-calibration-{source.name}-next-token")
-        choice = chosen(_measure(source, data, None, 20, 0, CalibrationOptions(max_new_tokens=0), Choosing(), folder))
+        choice = chosen(_measure(source, data, images, 20, 0, CalibrationOptions(max_new_tokens=0), Choosing(), folder))
     note(f"calibration chooses K = {choice.k} ({choice.rule}, {choice.items} items of {choice.data})")
     return asdict(choice)
 

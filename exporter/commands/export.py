@@ -100,6 +100,7 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
     help="For --k auto, --retain and --activation-aware: questions as vtx-calibrate takes them, or scenes; for "
     "--k auto also the folder of an earlier calibration.",
 )  # fmt: skip
+@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: --calibration's].")
 @click.option(
     "--activation-aware", is_flag=True,
     help="With int4 or int8: scale the decoder's channels, leaving what it computes, so that rounding loses least on "
@@ -136,8 +137,9 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
 def export(
     model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
-    gates: Path | None, calibration: str | None, dialects: tuple[str, ...], reductions: tuple[str, ...],
-    retain: float | None, max_memory: int | None, force: bool, as_json: bool, activation_aware: bool,
+    gates: Path | None, calibration: str | None, images: Path | None, dialects: tuple[str, ...],
+    reductions: tuple[str, ...], retain: float | None, max_memory: int | None, force: bool, as_json: bool,
+    activation_aware: bool,
     sign: Path | None, text_tower: str | None, tower: str | None, allow_pickle: bool, int4_block: str,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
@@ -155,14 +157,16 @@ def export(
             "--calibration chooses one K, thresholds or factors; it goes with --k auto without --gates, --retain or "
             "--activation-aware"
         )
+    if images is not None and calibration is None:
+        raise click.UsageError("--images has no effect without --calibration; leave it out")
     demo = model == library.DEMO
-    retained = None if retain is None else _retain(retain, calibration, demo=demo)
-    aware = _aware(calibration, demo=demo) if activation_aware else None
+    retained = None if retain is None else _retain(retain, calibration, images, demo=demo)
+    aware = _aware(calibration, images, demo=demo) if activation_aware else None
     chosen = None
     if calibration is not None and one_k:
         from vtx.exporter.commands.calibrate import calibrated
 
-        chosen = calibrated(calibration, model, template, tower, allow_pickle=allow_pickle)
+        chosen = calibrated(calibration, images, model, template, tower, allow_pickle=allow_pickle)
     ks = (chosen["k"],) if chosen else ks
     options = library.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
@@ -185,25 +189,25 @@ def export(
         say_json(describe(Bundle.open(made)))
 
 
-def _retain(tokens: float, calibration: str | None, *, demo: bool) -> Retain:
+def _retain(tokens: float, calibration: str | None, images: Path | None, *, demo: bool) -> Retain:
     from vtx.exporter.bundling.retain import SAMPLES, Retain
 
-    return Retain(tokens, _questions("--retain counts on", calibration, SAMPLES, demo=demo))
+    return Retain(tokens, _questions("--retain counts on", calibration, images, SAMPLES, demo=demo))
 
 
-def _aware(calibration: str | None, *, demo: bool) -> ActivationAware:
+def _aware(calibration: str | None, images: Path | None, *, demo: bool) -> ActivationAware:
     from vtx.exporter.bundling.activation_aware import SAMPLES
     from vtx.exporter.bundling.options import ActivationAware
 
-    return ActivationAware(_questions("--activation-aware measures", calibration, SAMPLES, demo=demo))
+    return ActivationAware(_questions("--activation-aware measures", calibration, images, SAMPLES, demo=demo))
 
 
-def _questions(purpose: str, calibration: str | None, samples: int, *, demo: bool) -> Data:
+def _questions(purpose: str, calibration: str | None, images: Path | None, samples: int, *, demo: bool) -> Data:
     from vtx.exporter.data.items import SCENES, read_data
 
     if calibration is None and not demo:
         raise click.UsageError(f"{purpose} questions about images; name some with --calibration DATA, or scenes")
-    return read_data(calibration or SCENES, None, samples)
+    return read_data(calibration or SCENES, images, samples)
 
 
 def _note_predicted(plan: Plan) -> None:

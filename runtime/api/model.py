@@ -84,7 +84,10 @@ class Model:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
         self.fit, self.image_formats = fit, check_formats(image_formats)
         manifest = bundle.manifest
-        self.text = Text.load(bundle.read, manifest.text, max_context=manifest.max_context, vocab=manifest.model.vocab)
+        self.text = Text.load(
+            bundle.read, manifest.text, max_context=manifest.max_context, or_more_context=manifest.or_more_context,
+            vocab=manifest.model.vocab,
+        )  # fmt: skip
         self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
         self._newline = (
             read_newline(bundle) if self.layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
@@ -375,18 +378,18 @@ class Model:
         text = len(ids) - sum(self.text.size(image.placed) for image in images)
         fewer = range(self.layout.max_views - 1, 0, -1)
         fitting = next((tiles for tiles in fewer if self._fits(tiles, text, images)), 0)
-        cure = f"--max-tiles {fitting} (max_tiles={fitting}) fits, or " if fitting else ""
+        cures = [f"--max-tiles {fitting} (max_tiles={fitting}) fits"] if fitting else []
         sizes = [image.size for image in images]
         if isinstance(self.layout, Resolving) and (pixels := self.layout.fitting(sizes, room - text)):
-            cure += f"--max-pixels {pixels} (max_pixels={pixels}) fits, or "
+            cures.append(f"--max-pixels {pixels} (max_pixels={pixels}) fits")
         if videos and self.manifest.video is not None:
             layout, others = read_frames(self.manifest.video.layout), len(ids) - sum(video.tokens for video in videos)
             fewer = range(max(len(video.views) for video in videos) - 1, 0, -1)
             frames = next((n for n in fewer if others + len(videos) * layout.count(n) <= room), 0)
-            cure += f"--frames {frames} (frames={frames}) of each video fits, or " if frames else ""
+            cures += [f"--frames {frames} (frames={frames}) of each video fits"] if frames else []
         raise ContextError(
             f"the prompt takes {len(ids)} tokens, {vision} of them for images, and {room} fit into this bundle beside "
-            f"the answer; {cure}export with a larger --max-context"
+            f"the answer; {', or '.join(cures) or 'shorten it'}{self.manifest.or_more_context}"
         )
 
     def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:

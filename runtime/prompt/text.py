@@ -26,8 +26,8 @@ _TEMPLATE_CURE = "give one that prints it for content of type '{}' with vtx-expo
 class Text:
     """A tokenizer and a chat template; safe for many threads.
 
-    Prompts that cannot fit into `max_context` slots are refused before they are tokenised, and ids beyond a model's
-    `vocab` before a graph sees them; None: no such check.
+    Prompts that cannot fit into `max_context` slots are refused before they are tokenised, in a message that ends with
+    `or_more_context`, and ids beyond a model's `vocab` before a graph sees them; None: no such check.
 
     Raises `BundleError` when tokenizer and settings do not fit together, `TemplateError` for an unusable template.
     """
@@ -39,6 +39,7 @@ class Text:
         settings: TextSettings,
         *,
         max_context: int | None = None,
+        or_more_context: str = "",
         vocab: int | None = None,
     ) -> None:
         tokenizer.no_padding()
@@ -54,6 +55,7 @@ class Text:
                 )
         self.settings = settings
         self.tokenizer, self._max_context, self._vocab = tokenizer, max_context, vocab
+        self._or_more_context = or_more_context
         self._hidden = frozenset(id for id, token in added.items() if token.special)
         self._bytes = frozenset(tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._renderer = Renderer(template, settings)
@@ -66,6 +68,7 @@ class Text:
         settings: TextSettings,
         *,
         max_context: int | None = None,
+        or_more_context: str = "",
         vocab: int | None = None,
     ) -> Text:
         """Read tokenizer.json and chat_template.jinja by `read(name, limit)`, which a bundle has.
@@ -76,7 +79,10 @@ class Text:
             utf8(read(name, limit), name, BundleError)
             for name, limit in ((TOKENIZER, MAX_TOKENIZER_BYTES), (TEMPLATE, MAX_TEMPLATE_BYTES))
         )
-        return cls(parse_tokenizer(tokenizer, BundleError), template, settings, max_context=max_context, vocab=vocab)
+        return cls(
+            parse_tokenizer(tokenizer, BundleError), template, settings, max_context=max_context,
+            or_more_context=or_more_context, vocab=vocab,
+        )  # fmt: skip
 
     def prompt(
         self,
@@ -192,7 +198,7 @@ class Text:
         if len(text) > limit:
             raise ContextError(
                 f"the prompt has {len(text):,} characters, and at most {limit:,} can fit into this bundle's context of "
-                f"{context:,} tokens; shorten it, or export with a larger --max-context"
+                f"{context:,} tokens; shorten it{self._or_more_context}"
             )
 
     def _check_ids(self, ids: NDArray[np.int64]) -> None:

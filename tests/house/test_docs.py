@@ -34,6 +34,30 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may say after its # to lead to a heading of a page, as GitHub and the site's builder name them."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading).lower() for heading in HEADING.findall(text))
+    return {re.sub(r"[^\w -]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_lead_to_headings(page: Path) -> None:
+    found = [link for link in ANCHOR.findall(page.read_text(encoding="utf-8")) if not re.match(r"[a-z]+:", link[0])]
+    assert not [(file, at) for file, at in found if at not in anchors(page.parent / file if file else page)]
+
+
+def test_every_page_is_in_the_site_s_navigation_and_on_its_first_page() -> None:
+    pages = {path.name for path in ROOT.glob("docs/*.md")}
+    assert set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)) == pages
+    first = LINK.findall((ROOT / "docs/index.md").read_text(encoding="utf-8"))
+    assert pages - {"index.md"} <= set(first)
+
+
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ENDS = {"|", "&&", ">", ";"}
 

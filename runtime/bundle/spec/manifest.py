@@ -234,6 +234,13 @@ class Manifest:
         if (self.kv_scales is None) == (self.kv_dtype == "int8"):
             raise BundleError("vtx.json: int8 K and V and a file of their scales go together; export again")
 
+    @property
+    def or_more_context(self) -> str:
+        """How a message ends that says what does not fit: with the larger context that an export could have, if any."""
+        if self.max_context < self.model.max_positions:
+            return f", or export with a larger --max-context (up to {self.model.max_positions})"
+        return "; the model itself has no more positions"
+
     def kv_slot_bytes(self, dialect: str = "ort") -> int:
         """Bytes of one KV slot of one layer in a dialect's graphs: K and V of all key/value heads."""
         return 2 * self.model.kv_heads * self.model.head_dim * KV_BYTES[kv_type(dialect, self.kv_dtype)]

@@ -139,13 +139,24 @@ def test_an_export_takes_the_k_of_a_calibration(tiny_checkpoint: Checkpoints, wo
     other = vtx("export", "--model", str(tiny_checkpoint(GQA)), "--k", "auto", "--calibration", "c/report.json")
     assert other.exit_code == 1
     assert "another model" in other.stderr
+    again = vtx("calibrate", "questions.jsonl", "--bundle", "bundle", "--max-new-tokens", "0")
+    assert again.exit_code == 0, again.stderr
+    assert Path("vtx-calibration-bundle/report.json").exists()
 
 
 def test_an_export_calibrates_on_data_and_stops_where_no_k_fits(
     tiny_checkpoint: Checkpoints, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    photos = workplace / "photos"
+    photos.mkdir()
+    for picture in workplace.glob("*.png"):
+        picture.rename(photos / picture.name)
     model = str(tiny_checkpoint(GQA))
     words = ("export", "--model", model, "--k", "auto", "--precision", "fp32", "--calibration", "questions.jsonl")
+    done = vtx(*words, "--out", "bundle")
+    assert done.exit_code == 1
+    assert "give the image directory with --images" in done.stderr
+    words = (*words, "--images", "photos")
     done = vtx(*words, "--out", "bundle")
     assert done.exit_code == 1
     assert "calibration picks no K" in done.stderr
@@ -164,6 +175,7 @@ def test_k_auto_alone_names_both_ways_to_choose(workplace: Path) -> None:
     assert "--gates FILE" in done.stderr
     assert "--calibration DATA" in done.stderr
     assert vtx("export", "--k", "5", "--calibration", "scenes").exit_code == 2
+    assert "--images has no effect" in vtx("export", "--k", "5", "--images", ".").stderr
 
 
 @pytest.mark.parametrize("broken", [{"data": []}, {"choices": []}, {"choices": [1]}, {"model": None}, {"k": True}])

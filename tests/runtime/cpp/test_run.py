@@ -20,6 +20,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.spec.names import HIDDEN_OUT, QUERY
+from vtx.runtime.errors import ContextError
 
 pytestmark = needs_cpp
 
@@ -175,6 +176,15 @@ def test_what_cannot_be_served_is_one_line_and_an_exit_code(
     [line] = done.stderr.decode().splitlines()
     assert line.startswith("Error: ")
     assert message in line
+
+
+@pytest.mark.parametrize("count", [300, 3000])  # refused by its tokens, and by its characters
+def test_a_prompt_too_long_is_refused_in_python_s_words(model: Model, pictures: list[Path], count: int) -> None:
+    question = "red " * count
+    done = run("run", "--bundle", model.bundle.folder, pictures[0], question)
+    with pytest.raises(ContextError) as refused, model.open(pictures[0]) as conversation:
+        conversation.ask(question)
+    assert done.stderr.decode() == f"Error: {refused.value}\n"
 
 
 def test_an_altered_bundle_is_refused(model: Model, pictures: list[Path], tmp_path: Path) -> None:

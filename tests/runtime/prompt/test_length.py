@@ -27,7 +27,7 @@ def bound_of(tokenizer: Tokenizer) -> LengthBound | None:
 
 def make_text(tokenizer: Tokenizer, template: str = CHATML, context: int | None = CONTEXT) -> Text:
     made = make_settings(tokenizer, length_bound=bound_of(tokenizer))
-    return Text(tokenizer, template, with_forms(made, template), max_context=context)
+    return Text(tokenizer, template, with_forms(made, template), max_context=context, or_more_context=", or export")
 
 
 def squeezing_tokenizer() -> Tokenizer:
@@ -69,9 +69,7 @@ def test_long_text_is_refused_without_tokenising_it(name: str, monkeypatch: pyte
 
     for module in ("text", "masking"):
         monkeypatch.setattr(f"vtx.runtime.prompt.{module}.encode", never)
-    message = (
-        r"^the prompt has 2,000,\d{3} characters, and at most \d+ can fit .* context of 24 tokens; .*--max-context"
-    )
+    message = r"^the prompt has 2,000,\d{3} characters, and at most \d+ can fit .* of 24 tokens; shorten it, or export$"
     with pytest.raises(ContextError, match=message):
         BOUNDED[name].prompt([ask("x" * 2_000_000)], 4)
 

@@ -103,11 +103,18 @@ def test_a_prompt_too_long_is_refused_and_changes_nothing(
     session.prefill(prompts[0], policy(3))
     filler = np.full(model.manifest.max_context, 40)
     asked = Prompt(filler, np.zeros(len(filler), bool))
-    with pytest.raises(ContextError, match="255 fit"):
+    with pytest.raises(ContextError, match=r"255 fit .*; the model itself has no more positions$"):
         session.prefill(asked, policy(None))
     done = session.prefill(prompts[1], policy(3))
     assert done.reused_image
     assert np.array_equal(done.logits, fresh[1, 3][0])
+
+
+def test_a_larger_context_is_offered_where_the_model_has_positions_for_it(model: Model) -> None:
+    longer = replace(model.manifest, model=replace(model.manifest.model, max_positions=512))
+    filler = np.full(model.manifest.max_context, 40)
+    with pytest.raises(ContextError, match=r", or export with a larger --max-context \(up to 512\)$"):
+        Session(model.backend, longer).prefill(Prompt(filler, np.zeros(len(filler), bool)), policy(None))
 
 
 @pytest.mark.parametrize("k", DEPTHS)

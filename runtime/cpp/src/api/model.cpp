@@ -86,10 +86,10 @@ void Model::check_room(const Ids& ids, const std::vector<PreparedImage>& images)
     LayoutPtr fewer = layout_of(layout_->limited(tiles), images.size());
     int64_t total = others;
     for (const PreparedImage& image : images) total += size(fewer->placed(image.width, image.height));
-    if (total <= room) cure = cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits, or ");
+    if (total <= room) cure = cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits");
   }
   fail(Kind::context, "the prompt takes ", count, " tokens, ", vision, " of them for images, and ", room,
-       " fit into this bundle beside the answer; ", cure, "export with a larger --max-context");
+       " fit into this bundle beside the answer; ", cure.empty() ? "shorten it" : cure, manifest().or_more_context());
 }
 
 Rows Model::embed_question(const std::vector<Message>& messages) const { return text_tower_->embed(asked_text(messages)); }

@@ -74,7 +74,7 @@ ModelSpec read_model(const Json& value) {
   fields.whole("intermediate");
   m.heads = fields.whole("heads"), m.kv_heads = fields.whole("kv_heads"), m.head_dim = fields.whole("head_dim");
   m.vocab = fields.whole("vocab");
-  fields.whole("max_positions");
+  m.max_positions = fields.whole("max_positions");
   m.eps = positive(fields, "eps");
   fields.text("activation");
   for (const char* key : {"tied", "qkv_bias", "o_bias", "mlp_bias"}) fields.flag(key);
@@ -415,6 +415,11 @@ Manifest read_manifest(const Json& root) {
 std::pair<int, int> ImageSettings::output() const {
   if (crop) return *crop;
   return resize ? *resize : std::pair(shortest, shortest);
+}
+
+std::string Manifest::or_more_context() const {
+  if (max_context >= model.max_positions) return "; the model itself has no more positions";
+  return cat(", or export with a larger --max-context (up to ", model.max_positions, ")");
 }
 
 std::string Manifest::kv_type(const std::string& dialect) const {

@@ -22,7 +22,7 @@ struct TowerSpec {
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.
 struct ModelSpec {
   std::string name, family;
-  int64_t layers, hidden, heads, kv_heads, head_dim, vocab;
+  int64_t layers, hidden, heads, kv_heads, head_dim, vocab, max_positions;
   double eps;  // of the decoder's norms
   TowerSpec tower;
 };
@@ -131,6 +131,9 @@ struct Manifest {
   ImageSettings image;
   TextSettings text;
   std::map<std::string, FileRecord> files;
+
+  // How a message ends that says what does not fit: with the larger context that an export could have, if any.
+  std::string or_more_context() const;
 
   // Bytes of a number of K or V in a dialect's graphs, and numpy's name of its type.
   std::string kv_type(const std::string& dialect) const;

@@ -75,7 +75,7 @@ void Session::check_room(int64_t tokens, int64_t vision) const {
   std::string images = vision ? cat(" (", vision, " of them for images)") : "";
   fail(Kind::context, "the prompt takes ", tokens, " tokens", images, ", and ", capacity() - 1,
        " fit into this bundle beside the answer; shorten it by ", tokens + 1 - capacity(),
-       " tokens, or export with a larger --max-context");
+       " tokens", m_.or_more_context());
 }
 
 // ---- the suffix
