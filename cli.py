@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
+from vtx.exporter.commands.shared.options import (
+    bundle_option,
+    compute_option,
+    device_option,
+    fit_option,
+    threads_option,
+)
 from vtx.exporter.common.demo import about
 from vtx.runtime.process import without_collections
 from vtx.runtime.terminal.console import Group, command, note, require_signature_option, say, say_json, table
@@ -78,12 +84,7 @@ if TYPE_CHECKING:
 @click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
 @click.option("--video", "videos", multiple=True, type=click.Path(), help="One more video in the same prompt.")
 @click.option("--frames", type=int, metavar="N", help="Frames sampled from each video [default: the bundle's].")
-@click.option(
-    "--fit",
-    type=click.Choice(["crop", "pad", "squash"]),
-    help="Pictures that are not square: cut off their sides, put bars around them, or stretch them [default: as the "
-    "checkpoint's image processor says].",
-)
+@fit_option
 @click.option(
     "--max-tiles", type=int, metavar="N",
     help="For models that see images in tiles: at most so many of an image, the whole image in one tile counted.",

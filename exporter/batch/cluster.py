@@ -30,12 +30,14 @@ UNTRIED = ("cuda", "tensorrt")
 
 @dataclass(frozen=True, slots=True)
 class WorkerEngine:
-    """What each worker loads; `threads` are all of its cores when not given."""
+    """What each worker loads, and how; `threads` are all of its cores when not given."""
 
     bundle: Path
     device: str
     compute: str | None
     threads: int | None
+    fit: str | None = None
+    require_signature: Path | None = None
 
 
 def answer_on_cluster(
@@ -102,8 +104,9 @@ class ChunkWorker:
                     f"{engine.bundle} is another bundle on this machine; give every worker the same one under this path"
                 )
             model = load(
-                engine.bundle, device=engine.device, compute=engine.compute, threads=engine.threads or self._cores
-            )
+                engine.bundle, device=engine.device, compute=engine.compute, threads=engine.threads or self._cores,
+                fit=engine.fit, require_signature=engine.require_signature,
+            )  # fmt: skip
             model.policy(self._how.k, self._how.options, self._how.reduce)
             self._model = model
         return self._model

@@ -17,6 +17,7 @@ from vtx.exporter.data.journal import ResultJournal
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import K, Options
+from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.video import video
@@ -37,6 +38,9 @@ class How:
     reduce: str | None
     options: Options
     most_bad: int
+    device: str = "auto"
+    compute: str | None = None
+    fit: str | None = None
 
 
 def journal_of(out: Path) -> Path:
@@ -58,8 +62,9 @@ def run_batch(
 
     """
     identity = {
-        "model": str(folder.resolve()), "lines": tasks.digest, "k": how.k, "reduce": how.reduce,
-        "options": asdict(how.options),
+        "model": str(folder.resolve()), "bundle": sha256(folder / "vtx.json"), "lines": tasks.digest, "k": how.k,
+        "reduce": how.reduce, "options": asdict(how.options), "device": how.device, "compute": how.compute,
+        "fit": how.fit,
     }  # fmt: skip
     with ResultJournal(journal_of(out), identity) as journal:
         bad = sum("error" in result for result in journal.results.values())

@@ -7,9 +7,15 @@ from pathlib import Path
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
+from vtx.exporter.commands.shared.options import (
+    bundle_option,
+    compute_option,
+    device_option,
+    fit_option,
+    threads_option,
+)
 from vtx.runtime.errors import RequestError
-from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, require_signature_option
 from vtx.runtime.terminal.depth import Depth, DepthType
 
 
@@ -31,9 +37,12 @@ from vtx.runtime.terminal.depth import Depth, DepthType
 @device_option
 @compute_option
 @threads_option
+@fit_option
+@require_signature_option
 def batch(
     questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
     max_new_tokens: int, max_bad: int, ray_address: str | None, device: str, compute: str | None, threads: int | None,
+    fit: str | None, require_signature: Path | None,
 ) -> None:  # fmt: skip
     """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
 
@@ -46,20 +55,23 @@ def batch(
     from vtx.runtime.api.options import Options
 
     end_on_sigterm()
-    how = How(k, reduce, Options(max_new_tokens), max_bad)
+    how = How(k, reduce, Options(max_new_tokens), max_bad, device, compute, fit)
     if answers.exists() and questions.exists() and answers.samefile(questions):
         raise RequestError(f"{answers} holds the questions, which the answers would replace; name another file")
     tasks = read_tasks(questions, images)
     folder = find_bundle(bundle, (k,))
     if ray_address:
-        engine = WorkerEngine(folder.resolve(), device, compute, threads)
+        key = None if require_signature is None else require_signature.resolve()
+        engine = WorkerEngine(folder.resolve(), device, compute, threads, fit, key)
         with bar() as report:
             bad = run_batch(
                 lambda lines: answer_on_cluster(ray_address, engine, lines, how), folder, tasks, answers, how,
                 report=report, tell=note,
             )  # fmt: skip
     else:
-        with load(folder, device=device, compute=compute, threads=threads) as model:
+        with load(
+            folder, device=device, compute=compute, threads=threads, fit=fit, require_signature=require_signature
+        ) as model:
             answer = on_this_machine(model, how)
             with bar() as report:
                 bad = run_batch(answer, folder, tasks, answers, how, report=report, tell=note)

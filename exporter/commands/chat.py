@@ -16,13 +16,14 @@ from vtx.exporter.commands.shared.options import (
     bundle_option,
     compute_option,
     device_option,
+    fit_option,
     max_pixels_option,
     max_tiles_option,
     threads_option,
 )
 from vtx.exporter.common.demo import about
 from vtx.runtime.errors import VtxError
-from vtx.runtime.terminal.console import command, note, say
+from vtx.runtime.terminal.console import command, note, require_signature_option, say
 from vtx.runtime.terminal.depth import Depth, DepthType
 from vtx.runtime.terminal.last import home
 
@@ -51,11 +52,14 @@ HISTORY = 1000  # lines
 @device_option
 @compute_option
 @threads_option
+@fit_option
 @max_tiles_option
 @max_pixels_option
+@require_signature_option
 def chat(
     image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, device: str,
-    compute: str | None, threads: int | None, max_tiles: int | None, max_pixels: int | None,
+    compute: str | None, threads: int | None, fit: str | None, max_tiles: int | None, max_pixels: int | None,
+    require_signature: Path | None,
 ) -> None:  # fmt: skip
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.load import load
@@ -71,6 +75,8 @@ def chat(
         device=device,
         compute=compute,
         threads=threads,
+        require_signature=require_signature,
+        fit=fit,
         max_tiles=max_tiles,
         max_pixels=max_pixels,
     )

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.exporter.commands.export import find_bundle
-from vtx.exporter.commands.shared.options import bundle_option, compute_option, device_option, threads_option
+from vtx.exporter.commands.shared.options import (
+    bundle_option,
+    compute_option,
+    device_option,
+    fit_option,
+    threads_option,
+)
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, say_report
 from vtx.runtime.terminal.depth import Depth, DepthType, joined
@@ -52,6 +58,7 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
 @device_option
 @compute_option
 @threads_option
+@fit_option
 @click.option(
     "--out", type=click.Path(path_type=Path),
     help="Folder for answers, report and plot [default: vtx-eval-TASK-BUNDLE].",
@@ -60,8 +67,8 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
 def evaluate(
     task: str, data: Path, bundle: str | None, images: Path | None, annotations: Path | None, split: str,
     ks: tuple[Depth, ...], reduces: tuple[str, ...], instruction: str | None, samples: int | None, seed: int,
-    max_new_tokens: int, no_times: bool, device: str, compute: str | None, threads: int | None, out: Path | None,
-    as_json: bool,
+    max_new_tokens: int, no_times: bool, device: str, compute: str | None, threads: int | None, fit: str | None,
+    out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Judge a bundle by a benchmark, at every K and with every reduction, accuracy beside cost.
 
@@ -86,7 +93,7 @@ def evaluate(
         note(f"skipped {line}")
     path = find_bundle(bundle, ks)
     target = out or Path(f"vtx-eval-{task}-{path.name}")
-    with load(path, device=device, compute=compute, threads=threads) as model:
+    with load(path, device=device, compute=compute, threads=threads, fit=fit) as model:
         gates = ["auto"] if model.manifest.gates else []
         methods = named or find_methods(model.manifest, (*model.manifest.variants, *gates))
         check_methods(model, methods)

@@ -16,12 +16,13 @@ from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.shared.options import (
     compute_option,
     device_option,
+    fit_option,
     max_pixels_option,
     max_tiles_option,
     threads_option,
 )
 from vtx.runtime.errors import DeviceError, RequestError
-from vtx.runtime.terminal.console import command, note
+from vtx.runtime.terminal.console import command, note, require_signature_option
 
 if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
@@ -77,13 +78,15 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
 @device_option
 @compute_option
 @threads_option
+@fit_option
 @max_tiles_option
 @max_pixels_option
+@require_signature_option
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, kv_cache: float | None, memory: float | None,
-    image_hosts: tuple[str, ...], device: str, compute: str | None, threads: int | None, max_tiles: int | None,
-    max_pixels: int | None,
+    image_hosts: tuple[str, ...], device: str, compute: str | None, threads: int | None, fit: str | None,
+    max_tiles: int | None, max_pixels: int | None, require_signature: Path | None,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. A key in $VTX_API_KEY must then be sent by every client."""
     try:
@@ -91,6 +94,7 @@ def serve(
         import uvicorn
     except ModuleNotFoundError as e:
         raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
+    from vtx.runtime.bundle.seal import PublicKey
     from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.compute.engines import Engines, named
     from vtx.runtime.server.limits import MAX_KEY, Limits
@@ -109,18 +113,23 @@ def serve(
     def load_bundle(folder: Path) -> Model:
         from vtx.runtime.api.load import load
 
-        return load(folder, device=device, compute=compute, threads=threads, max_tiles=max_tiles, max_pixels=max_pixels)
+        return load(
+            folder, device=device, compute=compute, threads=threads, require_signature=require_signature, fit=fit,
+            max_tiles=max_tiles, max_pixels=max_pixels,
+        )  # fmt: skip
 
     def needed(bundle: Bundle) -> int:
         from vtx.runtime.api.load import choose_for
         from vtx.runtime.backends.devices import float_bytes
         from vtx.runtime.backends.memory import needed_memory
 
-        chosen = choose_for(bundle, device, compute, max_tiles=max_tiles, max_pixels=max_pixels)
+        chosen = choose_for(bundle, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels)
         return needed_memory(bundle, float_bytes(chosen))
 
     folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
-    engines = Engines(folders, load_bundle, limits, None if memory is None else int(memory * 1e9), needed=needed)
+    public = None if require_signature is None else PublicKey.load(require_signature)
+    room = None if memory is None else int(memory * 1e9)
+    engines = Engines(folders, load_bundle, limits, room, needed=needed, key=public, fit=fit)
     with listening(host, port) as at:
         with engines.use(engines.acquire(engines.names[0])):  # what is wrong with it is told now
             pass

@@ -109,7 +109,7 @@ def _identity(model: Model, max_new_tokens: int) -> dict[str, Any]:
     backend = model.backend
     return {
         "model": sha256(model.bundle.folder / "vtx.json"), "device": [backend.device, backend.compute],
-        "--max-new-tokens": max_new_tokens,
+        "--max-new-tokens": max_new_tokens, "--fit": model.fit,
     }  # fmt: skip
 
 
@@ -126,7 +126,7 @@ class Asker:
 
     def __init__(self, model: Model, options: Options) -> None:
         backend, self._calls = timed(model.backend)
-        self._model, self._options = Model(model.bundle, backend, model.load_ms), options
+        self._model, self._options = Model(model.bundle, backend, model.load_ms, fit=model.fit), options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
 
     def __call__(self, question: TaskQuestion, methods: Sequence[Method], number: int) -> dict[Method, CostedAnswer]:

@@ -30,13 +30,17 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[.
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_it_is_told_to_end(bundle: Path, end: signal.Signals) -> None:
     command = [sys.executable, "-c", "from vtx.cli import serve; serve()", "--bundle", str(bundle), "--port", "0"]
-    with subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command, "--threads", "1", "--fit", "squash"], stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         try:
             line = process.stderr.readline()
             where = re.search(r"serving tiny at http://127\.0\.0\.1:(\d+)/", line)
             assert where, line
             served = Served(int(where[1]), None)  # type: ignore[arg-type]
+            [described] = served.request("GET", "/v1/models").json["data"]
+            assert described["vtx"]["image"]["fit"] == "squash"
             assert served.chat(asking(user("red?"), k=3)).status == 200
             process.send_signal(end)
             rest = process.stderr.read()

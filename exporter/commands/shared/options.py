@@ -18,6 +18,11 @@ compute_option = click.option(
     "--compute", type=click.Choice(COMPUTE, case_sensitive=False),
     help="Arithmetic: bf16 or int8 with openvino, f16 with tensorrt [default: the device's first].",
 )  # fmt: skip
+fit_option = click.option(
+    "--fit", type=click.Choice(["crop", "pad", "squash"]),
+    help="Pictures that are not square: cut off their sides, put bars around them, or stretch them [default: as the "
+    "checkpoint's image processor says].",
+)  # fmt: skip
 max_tiles_option = click.option(
     "--max-tiles", type=int, metavar="N",
     help="For models that see images in tiles: at most so many of an image, the whole image in one tile counted.",

@@ -15,6 +15,7 @@ from PIL import Image
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import DeviceError, RequestError, VtxError
 from vtx.runtime.server.compute.batching import Batching
 from vtx.runtime.server.compute.conversations import ConversationPool
@@ -53,17 +54,19 @@ class Engines:
     """Bundles by name. `use` gives the engine of one, loaded where it is not yet; engines that nobody uses make room.
 
     `memory`: bytes that all loaded bundles may need together; None: no limit but what each finds free when it is
-    loaded. `needed`: the forecast of what a bundle needs, where it is to be loaded. What it raises is told at once, so
-    that no bundle is found out to be impossible by those who ask it.
+    loaded. `needed`: the forecast of what a bundle needs, where it is to be loaded. `key`: whose signature each must
+    have. What they raise is told at once, so that no bundle is found out to be impossible by those who ask it.
+    `fit`: how `load` treats pictures of another shape; None: as each bundle says.
     """
 
     def __init__(
         self, bundles: Mapping[str, Path], load: Callable[[Path], Model], limits: Limits, memory: int | None = None,
-        *, needed: Callable[[Bundle], int] = needed_memory,
+        *, needed: Callable[[Bundle], int] = needed_memory, key: PublicKey | None = None,
+        fit: str | None = None,
     ) -> None:  # fmt: skip
-        self._bundles = {name: Bundle.open(folder) for name, folder in bundles.items()}
+        self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
         self._needed = {name: _forecast(name, bundle, needed) for name, bundle in self._bundles.items()}
-        self._load, self._limits, self._memory = load, limits, memory
+        self._load, self._limits, self._memory, self._fit = load, limits, memory, fit
         self._loaded: dict[str, Engine] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._closed = False
@@ -187,7 +190,7 @@ class Engines:
     def describe(self) -> list[dict[str, Any]]:
         """The objects of /v1/models."""
         together = {engine.name: _together(engine.batching) for engine in self.loaded}
-        return [_described(name, bundle, together.get(name)) for name, bundle in self._bundles.items()]
+        return [_described(name, bundle, together.get(name), self._fit) for name, bundle in self._bundles.items()]
 
 
 def named(specs: tuple[str, ...]) -> dict[str, Path]:
@@ -217,15 +220,15 @@ def _together(batching: Batching) -> dict[str, Any]:
     return {"most": 1, "reason": batching.obstacle}
 
 
-def _described(name: str, bundle: Bundle, together: dict[str, Any] | None) -> dict[str, Any]:
-    """`together` is known of a loaded bundle."""
+def _described(name: str, bundle: Bundle, together: dict[str, Any] | None, fit: str | None) -> dict[str, Any]:
+    """`together` is known of a loaded bundle; `fit` where it was asked for."""
     m = bundle.manifest
     height, width = m.image.sides
     facts = {
         "layers": m.model.layers, "ks": m.variants, "default_k": m.default_k, "gates": m.gates,
         "reductions": m.reductions, "precision": m.precision, "max_context": m.max_context, "batch": together,
         "image": {
-            "width": width, "height": height, "fit": trained_fit(m.image), "layout": m.layout.name,
+            "width": width, "height": height, "fit": fit or trained_fit(m.image), "layout": m.layout.name,
             "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,
         },
     }  # fmt: skip

@@ -145,6 +145,12 @@ def test_a_journal_of_other_lines_or_options_is_refused(
         run(model, write(folder, LINES[1]))
     with pytest.raises(RequestError, match="another k"):
         run(model, write(folder, LINES[0], b"{"), How(5, "none", HOW.options, 0))
+    for other, part in (({"fit": "pad"}, "fit"), ({"device": "openvino"}, "device"), ({"compute": "bf16"}, "compute")):
+        with pytest.raises(RequestError, match=f"another {part}"):
+            run(model, write(folder, LINES[0], b"{"), How(3, "none", HOW.options, 0, **other))
+    monkeypatch.setattr("vtx.exporter.batch.run.sha256", lambda _: "exported again")
+    with pytest.raises(RequestError, match="another bundle"):
+        run(model, write(folder, LINES[0], b"{"), How(3, "none", HOW.options, 0))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from vtx.exporter.data.items import read_data
 from vtx.exporter.evaluation import ask
 from vtx.exporter.evaluation.ask import make_methods
 from vtx.exporter.evaluation.questions import TaskQuestion
+from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError
@@ -96,6 +97,26 @@ def test_several_images_are_seen_as_in_one_prompt(models: Models, tmp_path: Path
     cost = asker(TaskQuestion(paths, "red?", ("yes",), "both"), [Method(None)], 0)[Method(None)]
     wanted = model.open(list(paths)).ask("red?", None, max_new_tokens=TOKENS, ignore_eos=True)
     assert (cost.text, cost.vision_tokens) == (wanted.text, wanted.stats.vision_tokens)
+
+
+def test_pictures_of_another_shape_fit_as_asked(model: Model, data: Path) -> None:
+    path = data.parent / "0.png"
+    random_image(7, (150, 40)).save(path)
+    texts = {}
+    for fit in ("crop", "pad"):
+        with load(model.bundle.folder, device="cpu", threads=1, fit=fit) as loaded:
+            asker = ask.Asker(loaded, Options(TOKENS, ignore_eos=True))
+            cost = asker(TaskQuestion((path,), "red?", ("yes",), "wide"), [Method(None)], 0)[Method(None)]
+            texts[fit] = cost.text
+            assert cost.text == loaded.open(path).ask("red?", None, max_new_tokens=TOKENS, ignore_eos=True).text
+    assert texts["crop"] != texts["pad"]
+    run(model, data, "--k", "none", "--no-times")
+    words = ["--bundle", str(model.bundle.folder), "--out", str(data.parent / "out"), "--k", "none", "--fit", "pad"]
+    done = CliRunner().invoke(
+        evaluate, ["exact", str(data), "--device", "cpu", "--max-new-tokens", str(TOKENS), *words]
+    )
+    assert done.exit_code == 1
+    assert "another --fit" in done.stderr
 
 
 def test_flops_are_those_of_vtx_bench(model: Model, data: Path) -> None:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
 import vtx
 from tests.support import bundles
+from tests.support.tiny import random_image
+from vtx import cli
 from vtx.exporter.bundling.export import ExportOptions, run_export
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.bundle import bundle as bundle_module
@@ -132,6 +135,25 @@ def test_a_signed_bundle_answers_with_and_without_asking_for_its_signature(
     for required in (None, keys[1]):
         model = vtx.load(folder, threads=1, device="cpu", require_signature=required)
         assert model.ask("what is it?", options=vtx.Options(max_new_tokens=1)).token_ids
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "none.png", "red?"), ("chat",), ("batch", "q.jsonl", "a.jsonl"), ("serve", "--port", "0")]
+)
+def test_commands_that_answer_require_a_signature(
+    folder: Path, keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    if words[0] == "serve":
+        pytest.importorskip("uvicorn", reason="needs vtx-edge[serve]")
+    monkeypatch.chdir(tmp_path)
+    random_image(0).save("none.png")
+    Path("q.jsonl").write_text('{"question": "red?"}\n')
+    (folder / "vtx.json.sig").unlink()
+    done = CliRunner().invoke(
+        cli.main, [*words, "--bundle", str(folder), "--device", "cpu", "--require-signature", str(keys[1])]
+    )
+    assert done.exit_code == 1
+    assert "is not signed, and a signature by" in done.stderr
 
 
 def test_a_forger_who_renews_the_checksum_is_refused_before_the_manifest_is_parsed(
