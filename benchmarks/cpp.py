@@ -2,6 +2,7 @@
 
     python benchmarks/cpp.py                      # the demo in fp16 on ONNX Runtime
     python benchmarks/cpp.py --device openvino --bundle build/llava-1b-int8 --tokens 64
+    python benchmarks/cpp.py --device openvino --compute int8 --bundle build/llava-1b-int8 --repeats 5
 
 Each round runs a fresh process of each, who goes first in turns, over the same picture, questions and K. Both
 must give the same token ids, or it ends. `load`, `first` and `token` are what the runtimes say; `command` is the time
@@ -29,8 +30,8 @@ QUESTIONS = ("How many shapes are there?", "Where is the star?")
 KINDS = ("libvtx", "python")
 PYTHON = """
 import json, sys, vtx
-bundle, picture, device, threads, k, tokens, *questions = sys.argv[1:]
-model = vtx.load(bundle, device=device, threads=int(threads))
+bundle, picture, device, compute, threads, k, tokens, *questions = sys.argv[1:]
+model = vtx.load(bundle, device=device, compute=compute or None, threads=int(threads))
 with model.open(picture) as conversation:
     for question in questions:
         answer = conversation.ask(question, k if k == "none" else int(k), max_new_tokens=int(tokens), ignore_eos=True)
@@ -51,8 +52,9 @@ def commands(given: Any, bundle: Path, picture: Path) -> dict[str, list[str]]:
         "--ignore-eos",
     ]
     options = [word for pair in zip(("--threads", "--k", "--max-new-tokens"), said, strict=True) for word in pair]
-    python = [sys.executable, "-c", PYTHON, str(bundle), str(picture), given.device, *said, *QUESTIONS]
-    return {"libvtx": [*tool, "--device", given.device, *options, "--wait"], "python": python}
+    python = [sys.executable, "-c", PYTHON, str(bundle), str(picture), given.device, given.compute, *said, *QUESTIONS]
+    computing = ["--device", given.device, *(["--compute", given.compute] if given.compute else [])]
+    return {"libvtx": [*tool, *computing, *options, "--wait"], "python": python}
 
 
 def environment() -> dict[str, str]:
@@ -105,6 +107,7 @@ def main() -> None:
     args.add_argument("--bundle", type=Path, help="which to ask [default: the demo, exported at K = 16 in fp16]")
     args.add_argument("--build", type=Path, default=ROOT / "build/cpp", help="what make cpp built")
     args.add_argument("--device", default="cpu", choices=["cpu", "openvino"])
+    args.add_argument("--compute", default="", help="f32, bf16 or int8 [default: the device's]")
     args.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args.add_argument("--k", default="16")
     args.add_argument("--tokens", type=int, default=32)
@@ -136,7 +139,8 @@ def main() -> None:
         ratio = spread([one / other for one, other in zip(*pair, strict=True)])
         rows.append([name, *(shown(spread(values), 2) for values in pair), shown(ratio, 2)])
         summary[name] = {kind: spread(series[kind][name]) for kind in KINDS} | {"ratio": ratio}
-    print(f"{bundle.name} on {given.device}, K = {given.k}, {given.threads} threads, {given.repeats} rounds")
+    engine = f"{given.device} {given.compute}".strip()
+    print(f"{bundle.name} on {engine}, K = {given.k}, {given.threads} threads, {given.repeats} rounds")
     report({"figures": summary}, rows, given.json)
 
 

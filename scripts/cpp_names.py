@@ -10,7 +10,7 @@ from pathlib import Path
 from vtx.runtime import checks
 from vtx.runtime.backends import devices, memory
 from vtx.runtime.backends.openvino import backend as openvino
-from vtx.runtime.backends.openvino import cache, paged, rows
+from vtx.runtime.backends.openvino import cache, integers, paged, rows
 from vtx.runtime.backends.ort import library
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings, text_tower
@@ -81,6 +81,8 @@ def header() -> str:
         "PAGED_BLOCK": paged.BLOCK,
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES,
         "QUESTION_ROWS": memory.QUESTION_ROWS,
+        "FEW_TOKENS": cache.FEW,
+        "LARGEST_INTEGER": integers.LARGEST,
     }
     numbers |= {f"QUANTISED_ROWS_{weights.upper()}": count for weights, count in openvino.QUANTISED_ROWS.items()}
     numbers |= {f"WIDE_{weights.upper()}": hidden for weights, hidden in devices.WIDE.items()}

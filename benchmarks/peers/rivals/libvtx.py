@@ -24,11 +24,11 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
     from tests.support import cabi
 
     asked = Precision.parse(precision)
-    device = asked.engine or "cpu"
+    device, compute = python.engine_of(asked)
     library, model, options = cabi.load_library(), ctypes.c_void_p(), cabi.LoadOptions()
     library.vtx_load_options_init(ctypes.byref(options), ctypes.sizeof(options))
     options.device, options.threads = device.encode(), threads
-    options.compute = b"bf16" if asked.engine and asked.stored != "fp32" else b"f32"
+    options.compute = compute.encode()
     options.library = (cabi.openvino() if asked.engine else cabi.onnxruntime()).encode()
     bundle = os.fsencode(folder / python.BUNDLE)
     check(library, library.vtx_load(bundle, ctypes.byref(options), ctypes.byref(model)))

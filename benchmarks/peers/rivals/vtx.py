@@ -32,10 +32,15 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
     import vtx
 
     asked = Precision.parse(precision)
+    device, compute = engine_of(asked)
+    return Loaded(vtx.load(folder / BUNDLE, device=device, compute=compute, threads=threads), asked.k)
+
+
+def engine_of(asked: Precision) -> tuple[str, str]:
+    """The device, and the type of its arithmetic."""
     device, _, compute = asked.engine.partition("+")
     usual = "bf16" if device and asked.stored != "fp32" else "f32"
-    model = vtx.load(folder / BUNDLE, device=device or "cpu", compute=compute or usual, threads=threads)
-    return Loaded(model, asked.k)
+    return device or "cpu", compute or usual
 
 
 class Loaded:

@@ -6,8 +6,8 @@
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
 //   sha256                    of stdin, by the processor's instructions where it has them, and without
 //   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
-//   stage BUNDLE DEVICE N [ROW...]  hidden states on stdin through stage N (from 0), of which those ROWs are asked for or
-//                             all, and the last one once more as the next token; their hidden states on stdout
+//   stage BUNDLE DEVICE[:COMPUTE] N [ROW...]  hidden states on stdin through stage N (from 0), of which those ROWs are asked
+//                             for or all, and the last one once more as the next token; their hidden states on stdout
 //   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
 //   specs                     specs on stdin, one a line; the canonical one, or the error
 //   parse KIND FILE           reads a manifest, safetensors, tokenizer, forms or image file; prints ok or the error
@@ -97,7 +97,10 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
 
 void stage(char** values, const std::vector<std::string>& asked) {
   LoadOptions options;
-  options.device = values[1], options.threads = 1;
+  std::string device = values[1];
+  size_t colon = device.find(':');
+  options.device = device.substr(0, colon), options.threads = 1;
+  if (colon != std::string::npos) options.compute = device.substr(colon + 1);
   Model model(values[0], options);
   std::string bytes = read(std::cin);
   auto width = static_cast<size_t>(model.manifest().model.hidden);

@@ -201,6 +201,7 @@ void run(const std::string& bundle, const std::string& from, const std::string& 
   Json index = parse_json(read_named(from + "/traces.json", kMaxBytes, Kind::request), "traces.json", Kind::request);
   LoadOptions options;
   options.device = device;
+  if (*need(index, "device").string() == device) options.compute = *need(index, "compute").string();
   options.threads = 1;
   Model model(bundle, options);
   std::vector<Picture> read;

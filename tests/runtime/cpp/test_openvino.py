@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from tests.support.bundles import export_with
 from tests.support.cabi import Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, output, write_pictures
+from tests.support.cpp import needs_cpp, needs_openvino, output, run, write_pictures
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.openvino import backend as engine
+from vtx.runtime.backends.openvino.cache import FEW
 
 pytestmark = [needs_cpp, needs_openvino]
 
@@ -38,18 +39,19 @@ def hidden() -> Hidden:
     return np.random.default_rng(5).standard_normal((ROWS, 256), np.float32)
 
 
-def in_cpp(bundle: Path, hidden: Hidden, *asked: int) -> Hidden:
+def in_cpp(bundle: Path, hidden: Hidden, *asked: int, compute: str = "f32") -> Hidden:
     """What stage 1 gives for these rows, then for the last of them as the next token."""
-    found = output("probe", "stage", bundle, "openvino", "1", *map(str, asked), stdin=hidden.tobytes())
+    found = output("probe", "stage", bundle, f"openvino:{compute}", "1", *map(str, asked), stdin=hidden.tobytes())
     return np.frombuffer(found, np.float32).reshape(-1, hidden.shape[1])
 
 
-def in_python(bundle: Path, hidden: Hidden) -> Hidden:
-    with load(bundle, device="openvino", threads=1) as model:
-        cache = model.backend.stage(1, ROWS + 1)
+def in_python(bundle: Path, hidden: Hidden, compute: str = "f32") -> Hidden:
+    count = len(hidden)
+    with load(bundle, device="openvino", compute=compute, threads=1) as model:
+        cache = model.backend.stage(1, count + 1)
         found = [
-            cache.append(hidden, np.arange(ROWS)).copy(),
-            cache.append(hidden[-1:], np.arange(ROWS, ROWS + 1)).copy(),
+            cache.append(hidden, np.arange(count)).copy(),
+            cache.append(hidden[-1:], np.arange(count, count + 1)).copy(),
         ]
     return np.concatenate(found)
 
@@ -67,6 +69,26 @@ def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_on
     np.testing.assert_allclose(whole, in_python(bundle, hidden), atol=SAME, rtol=0)
     monkeypatch.setattr(engine, "int4_block", lambda _: 64)
     assert np.abs(whole - in_python(bundle, hidden)).max() > 100 * SAME, "the group of activations cannot be told"
+
+
+@pytest.mark.parametrize("count", [2, FEW, FEW + 1, 100])
+def test_int4_multiplies_integers_as_python_does_by_the_number_of_tokens(
+    bundle: Path, hidden: Hidden, whole: Hidden, count: int
+) -> None:
+    """Few tokens multiply by int4, many by the same weights in int8; one more comes behind them."""
+    found = in_cpp(bundle, hidden[:count], compute="int8")
+    np.testing.assert_allclose(found, in_python(bundle, hidden[:count], "int8"), atol=SAME, rtol=0)
+    differs = np.abs(found[:count] - whole[:count]).max()
+    assert differs > 100 * SAME if count > FEW else differs < SAME
+
+
+def test_without_room_for_weights_in_int8_the_folder_is_named(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    done = run("probe", "stage", bundle, "openvino:int8", "1")
+    assert done.returncode == 1
+    assert b"none cannot take the weights in int8 (No such file or directory); set TMPDIR" in done.stderr
 
 
 def test_rows_that_nobody_asks_for_fill_their_slots_alone(bundle: Path, hidden: Hidden, whole: Hidden) -> None:

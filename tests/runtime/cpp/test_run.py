@@ -163,7 +163,7 @@ def test_pictures_of_another_shape_fit_as_in_python(model: Model, pictures: list
         (["--k", "99999999999"], "K = 99999999999 is outside 2..8"),
         (["--fit", "wide"], "fit is 'wide'"),
         (["--device", "toaster"], "device 'toaster'"),
-        (["--compute", "f8"], "no device computes in 'f8'; there are: f32, bf16"),
+        (["--compute", "f8"], "no device computes in 'f8'; there are: f32, bf16, int8"),
         (["--library", "/nowhere/libonnxruntime.so"], "onnxruntime was not found (/nowhere"),
     ],
 )

@@ -33,6 +33,7 @@ REDUCTIONS = (
 )
 
 
+SAME = 1e-4  # of logits, as a share of their largest magnitude, where both runtimes compute alike
 FEW = REDUCTIONS[0], REDUCTIONS[2]  # where another engine or precision is in question, not the methods
 
 
@@ -44,19 +45,21 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def meets(
     checkpoint: Path, folder: Path, precision: str, *, kv: str | None = None, ks: tuple[int, ...] = (3, 5),
-    device: str = "cpu", reductions: tuple[str, ...] = REDUCTIONS, gates: Path | None = None,
+    device: str = "cpu", reductions: tuple[str, ...] = REDUCTIONS, gates: Path | None = None, compute: str = "f32",
+    limit: float | None = None,
 ) -> int:  # fmt: skip
-    """The number of questions compared; fails with what differs."""
+    """The number of questions compared; fails with what differs. `limit`: of logits, by default `logits_limit`'s."""
     dialect = "plain" if device == "openvino" else "ort"
     options = ExportOptions(
         str(checkpoint), ks, precision, dialects=tuple({"ort", dialect}), reductions=reductions, kv_precision=kv,
         gates=gates,
     )  # fmt: skip
     bundle = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
-    model = load(bundle.folder, device=device, threads=THREADS)
+    model = load(bundle.folder, device=device, compute=compute, threads=THREADS)
     write_traces(model, folder / "python")
     output("traces", bundle.folder, folder / "python", folder / "cpp", device)
-    checks = list(compare_traces(folder / "python", folder / "cpp", logits_limit(model.manifest, "f32")))
+    assert read_index(folder / "cpp").compute == compute
+    checks = list(compare_traces(folder / "python", folder / "cpp", limit or logits_limit(model.manifest, compute)))
     assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
     return len(checks) - 1
 
@@ -82,6 +85,25 @@ def test_every_precision_meets_its_traces_on_openvino(
     reductions = REDUCTIONS if precision == "fp32" else FEW
     checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
     assert meets(checkpoint, tmp_path, precision, ks=(3,), device="openvino", reductions=reductions, gates=gates) > 50
+
+
+@pytest.mark.slow
+@needs_openvino
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_products_of_integers_meet_their_traces(
+    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str
+) -> None:
+    """Much closer than arithmetic in float32 would: both runtimes round the same hidden states."""
+    checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
+    asked = meets(
+        checkpoint, tmp_path, precision, ks=(3,), device="openvino", reductions=FEW, gates=gates, compute="int8",
+        limit=SAME,
+    )  # fmt: skip
+    assert asked > 50
+    plain = load(tmp_path / "bundle", device="openvino", compute="f32", threads=THREADS)
+    write_traces(plain, tmp_path / "f32")
+    checks = list(compare_traces(tmp_path / "python", tmp_path / "f32", SAME))
+    assert not all(check.passed for check in checks), "the arithmetic cannot be told"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "backends/openvino/cache.hpp"
+#include "backends/openvino/weights.hpp"
 #include "backends/tables.hpp"
 #include "base/parallel.hpp"
 
@@ -16,6 +17,8 @@ namespace {
 using openvino::Type;
 
 constexpr char kDialect[] = "plain";
+
+constexpr char kIntegers[] = "int8";  // arithmetic: products of integers, all else in float32
 
 // Values of a hidden state that share a scale in products of integers; with int4 as many as weights that share one.
 int64_t quantised_rows(const std::string& precision, int64_t int4_block) {
@@ -104,6 +107,7 @@ class OpenvinoBackend : public Backend {
 
  private:
   using GraphPtr = std::unique_ptr<OpenvinoGraph>;
+  using Settings = std::map<std::string, std::string>;
 
   void choose_settings(int threads) {
     std::string able = openvino_.core().capabilities();
@@ -112,11 +116,12 @@ class OpenvinoBackend : public Backend {
     static const std::map<Type, const char*> kWords{
         {Type::f32, "f32"}, {Type::f16, "f16"}, {Type::bf16, "bf16"}, {Type::u8, "u8"}};
     settings_ = {{"KV_CACHE_PRECISION", kWords.at(context_.kv)},
-                 {"INFERENCE_PRECISION_HINT", compute},
+                 {"INFERENCE_PRECISION_HINT", compute == kIntegers ? "f32" : compute},
                  {"INFERENCE_NUM_THREADS", std::to_string(threads)},
                  {"NUM_STREAMS", "1"},
                  {"ENABLE_CPU_PINNING", "NO"}};  // or the graphs of two processes fight over the same cores
     if (context_.kv == Type::u8) settings_["KEY_CACHE_QUANT_MODE"] = "BY_TOKEN";
+    if (compute == kIntegers && able.find("BF16") != std::string::npos) tower_settings_["INFERENCE_PRECISION_HINT"] = "bf16";
   }
 
   // All but those that only images and texts need, small ones side by side.
@@ -139,11 +144,13 @@ class OpenvinoBackend : public Backend {
     return {names::kHidden, Type::f32, {static_cast<int64_t>(rows.count()), m_.model.hidden}, rows.data.data()};
   }
 
-  // With the engine's settings for products with weights stored in `precision`.
-  std::unique_ptr<openvino::Compiled> compile(const std::string& name, openvino::Model& model,
-                                              const std::string& precision) const {
+  // With the engine's settings for products with weights stored in `precision`, and `further` ones.
+  std::unique_ptr<openvino::Compiled> compile(const std::string& name, openvino::Model& model, const std::string& precision,
+                                              const Settings& further = {}) const {
     return loading(name, [&] {
-      std::map<std::string, std::string> settings = settings_;
+      Settings settings = further;
+      settings.insert(settings_.begin(), settings_.end());
+      if (compute == kIntegers) model.multiply_integers();
       settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = std::to_string(quantised_rows(precision, model.int4_block()));
       return model.compile(settings);
     });
@@ -167,18 +174,42 @@ class OpenvinoBackend : public Backend {
     std::pair<int, int> size = m_.image.output();  // clang captures no structured binding before its release 16
     loading(name, [&] { model->reshape(names::kPixels, {1, 3, size.first, size.second}); });
     auto dropping = model->letting_go();
-    return std::make_unique<OpenvinoGraph>(name, compile(name, *model, m_.vision_precision), io);
+    return std::make_unique<OpenvinoGraph>(name, compile(name, *model, m_.vision_precision, tower_settings_), io);
   }
 
-  void compile_stage(const std::string& file, const StageSpec& spec, OpenvinoStage& stage) {
+  std::unique_ptr<openvino::Model> read_stage(const std::string& file, const StageSpec& spec) const {
     auto model = openvino_.read(bundle_, file, stage_io(m_, kDialect, spec.query, &spec), compute);
     loading(file, [&] {
       model->page_caches(spec.first, spec.last, m_.model.heads);
       model->choose_rows();
     });
-    auto dropping = model->letting_go();
-    stage = {file, compile(file, *model, m_.precision)};
-    OpenvinoStageCache(context_, stage, spec, 1).append(zero_, {0}, false);
+    return model;
+  }
+
+  // A stage of int4 in int8, where products are of integers; else null.
+  std::unique_ptr<openvino::Model> read_for_many(const std::string& file, const StageSpec& spec,
+                                                 OpenvinoStage& stage) const {
+    if (compute != kIntegers || m_.precision != "int4") return nullptr;
+    auto model = read_stage(file, spec);
+    auto memory = std::make_unique<WeightsOnDisk>();
+    loading(file, [&] { model->bring_to_int8(*memory); });
+    memory->seal();
+    stage.held = std::move(memory);
+    return model;
+  }
+
+  void compile_stage(const std::string& file, const StageSpec& spec, OpenvinoStage& stage) {
+    auto model = read_stage(file, spec), many = read_for_many(file, spec, stage);
+    auto dropping = model->letting_go(), dropping_many = many ? many->letting_go() : nullptr;
+    stage.name = file;
+    stage.compiled = compile(file, *model, m_.precision);
+    if (many) stage.for_many = compile(file, *many, "int8");
+    OpenvinoStageCache cache(context_, stage, spec, names::kFewTokens + 2);
+    cache.append(zero_, {0}, false);
+    if (stage.for_many) {
+      Rows rows(static_cast<size_t>(names::kFewTokens + 1), zero_.width);
+      cache.append(rows, count_up(0, rows.count()), false);
+    }
   }
 
   template <typename Make>
@@ -193,7 +224,7 @@ class OpenvinoBackend : public Backend {
   OpenvinoLibrary openvino_;
   OpenvinoCacheContext context_;
   Rows zero_;
-  std::map<std::string, std::string> settings_;
+  Settings settings_, tower_settings_;
   GraphPtr embed_, head_, score_, vision_, text_tower_;
   std::map<int64_t, GraphPtr> gates_;
   std::vector<OpenvinoStage> stages_;
@@ -214,7 +245,7 @@ int64_t wide(const std::string& precision) {
 
 Engine openvino_engine() {
   Engine engine;
-  engine.device = "openvino", engine.dialect = kDialect, engine.compute = {"f32", "bf16"};
+  engine.device = "openvino", engine.dialect = kDialect, engine.compute = {"f32", "bf16", kIntegers};
   engine.merit = [](const Bundle& bundle) {
     return bundle.manifest().model.hidden >= wide(bundle.manifest().precision) ? 2 : 0;
   };

@@ -3,6 +3,7 @@
 // bundle is to be answered there. Both are built together: classes and std::exception may cross between them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -49,6 +50,14 @@ class Dropping {
   virtual ~Dropping() = default;
 };
 
+// Memory for weights that a graph gets in place of its own.
+class WeightMemory {
+ public:
+  virtual ~WeightMemory() = default;
+  // `bytes` of it, which stay until it is gone.
+  virtual int8_t* take(size_t bytes) = 0;
+};
+
 // A graph that was read and can be rewritten before it is compiled.
 class Model {
  public:
@@ -59,6 +68,9 @@ class Model {
   virtual int64_t int4_block() const = 0;
   virtual void page_caches(int64_t first, int64_t last, int64_t heads) = 0;
   virtual void choose_rows() = 0;
+  virtual void multiply_integers() = 0;
+  // `memory` must stay as long as what is compiled from the model.
+  virtual void bring_to_int8(WeightMemory& memory) = 0;
   virtual void reshape(const std::string& input, const std::vector<int64_t>& shape) = 0;
   virtual std::unique_ptr<Compiled> compile(const std::map<std::string, std::string>& settings) = 0;
   virtual std::unique_ptr<Dropping> letting_go() const = 0;
@@ -73,7 +85,7 @@ class Core {
 };
 
 // The one symbol of libvtx_openvino.so; the caller owns the core. Null where the library was built for another bridge.
-inline constexpr int kBridgeVersion = 3;
+inline constexpr int kBridgeVersion = 4;
 inline constexpr char kBridgeSymbol[] = "vtx_openvino_core";
 using BridgeFunction = Core* (*)(int version);
 

@@ -52,6 +52,8 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
       block_numbers_(blocks_), row_(1, static_cast<size_t>(context.manifest.model.hidden)),
       row_out_(1, static_cast<size_t>(context.manifest.model.hidden)), row_position_(1) {
   request_ = running(stage.name, [&] { return stage.compiled->request(); });
+  if (stage.for_many) for_many_ = running(stage.name, [&] { return stage.for_many->request(); });
+  ran_ = request_.get();
   for (size_t i = 0; i < blocks_; ++i) block_numbers_[i] = static_cast<int32_t>(i);
   const Manifest& m = context.manifest;
   Ids shape{static_cast<int64_t>(blocks_), m.model.kv_heads, names::kPagedBlock, static_cast<int64_t>(context.slot_width())};
@@ -71,6 +73,12 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
 
 void OpenvinoStageCache::set(const std::string& name, Type type, const Ids& shape, const void* data) {
   request_->set(name, type, shape, const_cast<void*>(data));
+  if (for_many_) for_many_->set(name, type, shape, const_cast<void*>(data));
+}
+
+void OpenvinoStageCache::run_request(size_t count) {
+  ran_ = for_many_ && count > static_cast<size_t>(names::kFewTokens) ? for_many_.get() : request_.get();
+  ran_->run();
 }
 
 uint8_t* OpenvinoStageCache::row(size_t plane, int64_t slot, size_t head) {
@@ -110,7 +118,7 @@ void OpenvinoStageCache::run_row(const Rows& rows, int64_t position, Rows& out) 
   if (!row_bound_) bind(1, row_.row(0), row_position_.data(), row_asked_, row_out_.row(0));
   row_bound_ = true;
   place(length, 1);
-  request_->run();
+  run_request(1);
   std::copy(row_out_.data.begin(), row_out_.data.end(), out.data.begin());
 }
 
@@ -131,7 +139,7 @@ void OpenvinoStageCache::run_parts(const Ids& asked, const Rows& rows, const Ids
     bind(static_cast<int64_t>(count), rows.row(first), positions.data() + first, mine,
          next == found ? unread.row(0) : out.row(found));
     place(length + static_cast<int64_t>(first), static_cast<int64_t>(count));
-    request_->run();
+    run_request(count);
     first = end, found = next;
   }
 }
@@ -151,7 +159,7 @@ Rows OpenvinoStageCache::run(const Rows& rows, const Ids& positions, bool query)
     else
       run_parts(count_up(0, rows.count()), rows, positions, query ? 1 : runs_of(rows.count()), out);
     if (query) {
-      openvino::TensorView view = request_->get(names::kQuery);
+      openvino::TensorView view = ran_->get(names::kQuery);
       const ModelSpec& model = context_.manifest.model;
       query_ = Rows(rows.count(), static_cast<size_t>(model.heads * model.head_dim));
       bool whole = view.shape == Ids{static_cast<int64_t>(rows.count()), static_cast<int64_t>(query_.width)};

@@ -45,6 +45,8 @@ class OpenvinoStageCache : public StageCache {
 
  private:
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
+  // Runs `count` tokens over what is set.
+  void run_request(size_t count);
   void run_row(const Rows& rows, int64_t position, Rows& out);
   void run_parts(const Ids& asked, const Rows& rows, const Ids& positions, size_t runs, Rows& out);
   size_t runs_of(size_t rows) const;
@@ -61,7 +63,8 @@ class OpenvinoStageCache : public StageCache {
   const StageSpec spec_;
   const size_t heads_, blocks_;
   ZeroedPages memory_;
-  std::unique_ptr<openvino::Request> request_;
+  std::unique_ptr<openvino::Request> request_, for_many_;
+  openvino::Request* ran_;  // last
   int32_t past_[1] = {}, begins_[2] = {}, block_begins_[2] = {}, filled_ = 0;
   std::vector<int32_t> block_numbers_;
   Rows query_;

@@ -91,10 +91,12 @@ class OpenvinoGraph {
   std::mutex lock_;
 };
 
-// A stage's compiled graph; each cache makes its own infer request over it.
+// A stage's compiled graph; each cache makes its own infer request over it. `for_many`: the same stage with its weights in
+// a form that is quicker for many tokens, where it has one, and `held` the memory that these weights came from.
 struct OpenvinoStage {
   std::string name;
-  std::unique_ptr<openvino::Compiled> compiled;
+  std::unique_ptr<openvino::WeightMemory> held;
+  std::unique_ptr<openvino::Compiled> compiled, for_many;
 };
 
 }  // namespace vtxcore

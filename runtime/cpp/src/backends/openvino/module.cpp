@@ -1,5 +1,6 @@
 // libvtx_openvino.so: the bridge over OpenVINO's C++ API.
 #include "backends/openvino/bridge.hpp"
+#include "backends/openvino/integers.hpp"
 #include "backends/openvino/narrow.hpp"
 #include "backends/openvino/paged.hpp"
 
@@ -79,6 +80,8 @@ class OvModel : public Model {
     openvino::page_caches(*model_, first, last, heads);
   }
   void choose_rows() override { openvino::choose_rows(*model_); }
+  void multiply_integers() override { openvino::multiply_integers(*model_); }
+  void bring_to_int8(WeightMemory& memory) override { openvino::bring_to_int8(*model_, memory); }
   void reshape(const std::string& input, const std::vector<int64_t>& shape) override {
     model_->reshape({{input, ov::PartialShape(std::vector<ov::Dimension>(shape.begin(), shape.end()))}});
   }
