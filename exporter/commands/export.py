@@ -142,7 +142,10 @@ def export(
     activation_aware: bool,
     sign: Path | None, text_tower: str | None, tower: str | None, allow_pickle: bool, int4_block: str,
 ) -> None:  # fmt: skip
-    """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run."""
+    """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run.
+
+    An interrupted run resumes where it stopped.
+    """
     end_on_sigterm()
     from vtx.runtime.bundle.seal import SigningKey
 
@@ -301,9 +304,10 @@ def find_bundle(named: str | None, ks: Iterable[Depth] = ()) -> Path:
     out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
     if not (out / "vtx.json").is_file():
         if absent := [k for k in ks if k not in (None, "default", DEMO_K)]:
+            gates = " --gates FILE (from vtx-train-gate)" if absent[0] == "auto" else ""
             raise click.UsageError(
                 f"no bundle yet, and the demo model's, which would be exported now, has only K = none and {DEMO_K}, "
-                f"not {absent[0]}; leave out --k, or make a bundle first: vtx-export --k {DEMO_K} ..."
+                f"not {absent[0]}; leave out --k, or make a bundle that has it: vtx-export --k {absent[0]}{gates}"
             )
         library = exporter()
         note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")

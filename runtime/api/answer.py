@@ -28,12 +28,12 @@ class Stats:
     `reused_layers`: in layers 1 to this one no image token was run, since an earlier question's caches hold them.
     `reused_tokens`: of the prompt that they served; system text and images count where no image token was run.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
-    `device` computes in `compute`, f32 or bf16, with weights stored in `precision`.
+    `device` computes in `compute` (f32, bf16, int8 or f16), with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
     `drafted` tokens were looked up in the prompt and the answer, `accepted` of them were right; None without lookup.
     `seg_states` holds, for each segmentation token of the answer, the hidden state [hidden] behind the decoder's last
     norm that chose it, which a mask decoder reads; None where the model has no such token.
-    `reduce` is the canonical spec of the reductions, and `reduced` what they did; None where there are none.
+    `reduce` is the canonical spec of the reductions, and `reduced` what they did; "none" and None where there are none.
     Where the prompt was stopped before its first token, per-layer lists are empty and counts 0.
     """
 

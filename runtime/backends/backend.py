@@ -65,7 +65,7 @@ class Backend(Protocol):
 
     device: str
     dialect: str  # of the graphs it runs
-    compute: str  # the type of its arithmetic: f32 or bf16
+    compute: str  # the type of its arithmetic: f32, bf16, int8 or f16
     kv_slot_bytes: int  # of one KV slot of one layer as it keeps K and V, scales included
 
     def embed(self, ids: Ids) -> HiddenStates:

@@ -132,10 +132,15 @@ def test_a_wrong_argument_is_told_before_a_bundle_is_looked_for(words: list[str]
 
 
 @pytest.mark.parametrize(
-    ("command", "words"), [("run", ["--text-only", "q", "--k", 99]), ("bench", ["--k", "none,auto"])]
+    ("command", "words", "fix"),
+    [("run", ["--text-only", "q", "--k", 8], "--k 8"), ("bench", ["--k", "none,auto"], "--k auto --gates FILE")],
 )
-def test_no_demo_is_exported_for_a_k_that_it_will_not_have(command: str, words: list[str], home: Path) -> None:
-    assert "has only K = none and 16, not" in " ".join(fails(command, *words, code=2).split())
+def test_no_demo_is_exported_for_a_k_that_it_will_not_have(
+    command: str, words: list[str], fix: str, home: Path
+) -> None:
+    message = " ".join(fails(command, *words, code=2).split())
+    assert "has only K = none and 16, not" in message
+    assert f"vtx-export {fix}" in message
     assert not list(home.iterdir())
 
 

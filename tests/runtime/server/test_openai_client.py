@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.bundles import export
 from tests.support.serving import serving, user
 from tests.support.tiny import random_image
+from vtx.exporter.bundling.options import DEMO
 from vtx.runtime.api.model import Model
 
+ROOT = Path(__file__).resolve().parents[3]
 openai = pytest.importorskip("openai", reason="needs the openai package, of the extra dev")
 IMAGE, OTHER = random_image(1), random_image(2, (40, 90))
 FIELDS = {"model": "tiny", "max_tokens": 8, "extra_body": {"k": 3, "reduce": "none", "ignore_eos": True}}
@@ -64,3 +68,17 @@ def test_errors_are_the_clients_own(client: Any) -> None:
 
 def test_models_are_listed(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_the_program_of_the_page_prints_an_answer_and_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    [program] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    bundle = export(Path(DEMO), tmp_path / "demo", (16,), "fp16").folder
+    with serving({"vtx-demo-k16-fp16": bundle}) as served:
+        names: dict[str, Any] = {}
+        exec(program.replace("http://127.0.0.1:8000/v1", served.url), names)
+        names["client"].close()
+    assert capsys.readouterr().out == "5 390912\n"
