@@ -34,7 +34,7 @@ class LanePool:
     def __init__(self, layers: int, lanes: int, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         self.kv = zeros_in_small_pages((layers, 2, lanes, *shape), dtype, reserved=False)
         self._free = set(range(lanes))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a cache that is collected meanwhile may give its lane back within it
 
     def take(self) -> Lane | None:
         """The first free lane, None where there is none."""

@@ -193,8 +193,9 @@ class OpenvinoStageCache(SlotCounter):
         self._past[0], self._begins[1], self._filled[...] = self.length, count, filled
         blocks = -(-filled // BLOCK)
         if blocks != self._block_begins[1]:
-            self._block_begins[1] = blocks
+            self._block_begins[1] = 0  # until they are set
             self._set(BLOCKS, self._context.shared(self._block_numbers[:blocks]))
+            self._block_begins[1] = blocks
 
     @contextlib.contextmanager
     def _rotating_by(self, rope: Mapping[str, NDArray[np.float32]]) -> Iterator[None]:

@@ -109,22 +109,22 @@ class OrtStageBatch:
         return _lanes(caches)
 
     def _move(self, cache: OrtStageCache, number: int) -> None:
-        """Move a cache to another lane; one that lies there takes its place."""
+        """Move a cache to another lane; one that lies there takes its place. What can fail comes first."""
         lane, other = cache.lane, self._caches.get(number)
         assert lane is not None
         left = lane.number
-        moved = [(cache, _filled(cache))]
+        moved = [(cache, _filled(cache), cache.bound_at(number))]
         if other is None:
             self.pool.move(lane, number)
             del self._caches[left]
         else:
             assert other.lane is not None
-            moved.append((other, _filled(other)))
+            moved.append((other, _filled(other), other.bound_at(left)))
             lane.number, other.lane.number = number, left
             self._caches[left] = other
         self._caches[number] = cache
-        for one, kv in moved:
-            one.place()
+        for one, kv, placement in moved:
+            one.place(placement)
             one.kv[..., : one.length, :] = kv
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -49,6 +49,18 @@ class OrtCacheContext:
         return self.ort.OrtValue.ortvalue_from_numpy(array)
 
 
+Buffers: TypeAlias = "list[tuple[str, str, Any]]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Where K and V of a cache lie, and what is bound there."""
+
+    kv: NDArray[Any]
+    buffers: Buffers
+    row_binding: Any
+
+
 NO_TABLES: Mapping[str, NDArray[np.float32]] = MappingProxyType({})
 
 
@@ -71,7 +83,6 @@ class OrtStageCache(SlotCounter):
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
-        self.kv: NDArray[Any]
         model = context.model
         self._key_scale = context.kv_scales.get(names.key_scale(spec.last))
         self._scales = context.scales_of(spec)
@@ -81,23 +92,29 @@ class OrtStageCache(SlotCounter):
         self._row: HiddenStates = np.zeros((1, model.hidden), np.float32)
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
-        self.place()
+        self.place(self.bound_at(None if self.lane is None else self.lane.number))
 
-    def place(self) -> None:
-        """Bind the graph to K and V where they lie."""
+    def bound_at(self, number: int | None) -> Placement:
+        """K and V in the lane of this number, or in memory of their own, and what is bound to them."""
         model, capacity = self._context.model, self.capacity
         shape = (self._spec.layers, 2, 1, model.kv_heads, capacity, model.head_dim)
-        self.buffers = named(self._spec, self._allocate(shape, np.dtype(self._context.kv_dtype)))
-        self.row_binding = self._bind(self._row, self._row_position, self._row_out)
+        kv, values = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
+        buffers = named(self._spec, values)
+        return Placement(kv, buffers, self._bind(self._row, self._row_position, self._row_out, buffers))
 
-    def _allocate(self, shape: tuple[int, ...], kv_type: np.dtype[Any]) -> Iterator[tuple[Any, Any]]:
-        """Key and value buffer of each layer, of `shape` [layers, 2, 1, kv_heads, capacity, head_dim] together."""
-        if self._pool is not None and self.lane is not None:
-            self.kv = self._pool.kv[:, :, self.lane.number : self.lane.number + 1]
+    def place(self, placement: Placement) -> None:
+        """Have K and V lie there from now on; whoever moves them copies them."""
+        self.kv, self.buffers, self.row_binding = placement.kv, placement.buffers, placement.row_binding
+
+    def _allocate(
+        self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None
+    ) -> tuple[NDArray[Any], Iterable[tuple[Any, Any]]]:
+        """K and V of `shape` [layers, 2, 1, kv_heads, capacity, head_dim], and each layer's key and value buffer."""
+        if self._pool is not None and number is not None:
+            kv = self._pool.kv[:, :, number : number + 1]
         else:
-            self.kv = zeros_in_small_pages(shape, kv_type)
-        for layer in self.kv:
-            yield self._context.value(layer[0]), self._context.value(layer[1])
+            kv = zeros_in_small_pages(shape, kv_type)
+        return kv, [(self._context.value(layer[0]), self._context.value(layer[1])) for layer in kv]
 
     def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
         count, own = len(hidden), {}
@@ -111,7 +128,7 @@ class OrtStageCache(SlotCounter):
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
         hidden, positions, out = np.ascontiguousarray(hidden), positions[None].copy(), np.empty_like(hidden)
-        binding = self._bind(hidden, positions, out, own)
+        binding = self._bind(hidden, positions, out, self.buffers, own)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
             binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))
@@ -154,6 +171,7 @@ class OrtStageCache(SlotCounter):
         hidden: HiddenStates,
         positions: NDArray[np.int64],
         out: HiddenStates,
+        buffers: Buffers,
         tables: Mapping[str, NDArray[np.float32]] = NO_TABLES,
     ) -> Any:
         """`tables`: rotary ones of these tokens alone, by name."""
@@ -164,10 +182,7 @@ class OrtStageCache(SlotCounter):
             names.TOTAL_SLOTS: self._total,
             **tables,
         }
-        return bind(self._context, self._stage, inputs, out, self._scales, self.buffers)
-
-
-Buffers: TypeAlias = "list[tuple[str, str, Any]]"
+        return bind(self._context, self._stage, inputs, out, self._scales, buffers)
 
 
 def named(spec: StageSpec, values: Iterable[tuple[Any, Any]]) -> Buffers:

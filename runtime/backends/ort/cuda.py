@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,15 @@ class OrtCudaCache(OrtStageCache):
 
     bound_once = False
 
-    def _allocate(self, shape: tuple[int, ...], kv_type: np.dtype[Any]) -> Iterator[tuple[Any, Any]]:
+    def _allocate(
+        self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None
+    ) -> tuple[NDArray[Any], Iterable[tuple[Any, Any]]]:
         memory, make = self._context.memory, self._context.ort.OrtValue.ortvalue_from_numpy
-        for _ in range(shape[0]):
-            yield make(np.zeros(shape[2:], kv_type), memory, 0), make(np.zeros(shape[2:], kv_type), memory, 0)
+
+        def buffer() -> Any:
+            return make(np.zeros(shape[2:], kv_type), memory, 0)
+
+        return np.zeros(0, kv_type), [(buffer(), buffer()) for _ in range(shape[0])]
 
     def keys(self) -> NDArray[np.float32]:
         return self._scaled(self.buffers[-2][2].numpy()[0, :, : self.length])

@@ -59,8 +59,8 @@ class CDPruner(Reduction, Entry):
         if count >= len(image.rows):
             return None
         if COSINES not in image.derived:
-            image.derived[COSINES] = cosines_of(image.rows)
             image.derived[LENGTHS] = _lengths(image.rows)
+            image.derived[COSINES] = cosines_of(image.rows)  # last: conversations may share the image
         cosines = image.derived[COSINES]
         if not self.uses_question:
             return greedy(cosines, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,10 +14,14 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS
+from tests.support.gated import WAIT
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
+from vtx.runtime.backends import lanes
 from vtx.runtime.backends.backend import BatchBackend
+from vtx.runtime.backends.lanes import LanePool
+from vtx.runtime.backends.ort import cache as ort
 
 CONVERSATIONS, HIDDEN = 6, Tiny().hidden
 LENGTHS, CAPACITIES = (31, 32, 33, 1, 64), (256, 40, 256, 8, 66)  # a block of OpenVINO's has 32 slots
@@ -90,3 +95,52 @@ def test_without_room_a_cache_lies_alone_and_lanes_come_back(backend: tuple[Any,
     made[-1].append(np.ones((2, HIDDEN), np.float32), np.arange(2))
     del made
     assert engine.stage(0, 8).lane is not None
+
+
+def test_a_run_that_fails_while_caches_change_places_loses_nothing(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(bundle("fp32", None), device="cpu", threads=THREADS) as model:
+        engine: Any = model.backend
+        engine.share_caches(CONVERSATIONS)
+        rng = np.random.default_rng(1)
+        prompts, rows = (rng.standard_normal((3, count, HIDDEN)).astype(np.float32) for count in (5, 1))
+        caches, alone = ([engine.stage(0, 64) for _ in prompts] for _ in range(2))
+        for cache, prompt in zip((*caches, *alone), (*prompts, *prompts), strict=True):
+            cache.append(prompt, np.arange(5))
+        bind, left = ort.bind, [1]
+
+        def failing(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise MemoryError
+            return bind(*args)
+
+        monkeypatch.setattr(ort, "bind", failing)
+        apart = [caches[0], alone[2]]  # lanes 0 and 5: one changes places with a cache of another prompt
+        with pytest.raises(MemoryError):
+            engine.append_each(0, apart, rows[:2, 0], np.array([5, 5]))
+        monkeypatch.undo()
+        for cache, other, row in zip(caches, alone, rows, strict=True):
+            one, same = (one.append(row, np.array([5])).copy() for one in (cache, other))
+            assert np.array_equal(one, same)
+
+
+def test_a_lane_may_come_back_while_another_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector that runs there finds a cache that nobody holds."""
+    pool = LanePool(1, 2, (4, 8), np.dtype(np.float32))
+    one, other = pool.take(), pool.take()
+    assert one is not None
+    assert other is not None
+    forgotten = [other]
+
+    def collecting(_: Any) -> None:
+        if forgotten:
+            pool.give_back(forgotten.pop())
+
+    monkeypatch.setattr(lanes, "forget", collecting)
+    giving = threading.Thread(target=pool.give_back, args=(one,), daemon=True)
+    giving.start()
+    giving.join(WAIT)
+    assert not giving.is_alive()
+    assert {lane.number for lane in (pool.take(), pool.take()) if lane} == {0, 1}

@@ -29,6 +29,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.engines import AUTO
 from vtx.runtime.backends.openvino import backend as engine
+from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext
 from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.report.golden import check_golden
@@ -414,6 +415,29 @@ def test_rows_that_an_interrupt_left_behind_are_forgotten(model: Model, rows: in
         caches[1].length = 9
     one, other = (cache.append(second, np.arange(9, 13)).copy() for cache in caches)
     assert np.array_equal(one, other)
+
+
+def test_blocks_are_told_again_where_an_interrupt_came_while_they_were(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.random.default_rng(3).standard_normal((40, 64), np.float32)
+    one, other = (model.backend.stage(1, 64) for _ in range(2))
+    for cache in (one, other):
+        cache.append(rows[:31], np.arange(31))
+    shared = OpenvinoCacheContext.shared
+
+    def interrupted(self: OpenvinoCacheContext, array: NDArray[Any]) -> Any:
+        if array.tolist() == [0, 1]:  # the blocks in use
+            raise KeyboardInterrupt
+        return shared(self, array)
+
+    monkeypatch.setattr(OpenvinoCacheContext, "shared", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            one.append(rows[31:], np.arange(31, 40))
+    monkeypatch.undo()
+    found, wanted = (cache.append(rows[31:], np.arange(31, 40)) for cache in (one, other))
+    assert np.array_equal(found, wanted)
 
 
 @pytest.mark.sampled(4)
