@@ -19,6 +19,8 @@ from vtx.exporter.commands.shared.options import (
     compute_option,
     device_option,
     fit_option,
+    max_pixels_option,
+    max_tiles_option,
     threads_option,
 )
 from vtx.exporter.common.demo import about
@@ -85,14 +87,8 @@ if TYPE_CHECKING:
 @click.option("--video", "videos", multiple=True, type=click.Path(), help="One more video in the same prompt.")
 @click.option("--frames", type=int, metavar="N", help="Frames sampled from each video [default: the bundle's].")
 @fit_option
-@click.option(
-    "--max-tiles", type=int, metavar="N",
-    help="For models that see images in tiles: at most so many of an image, the whole image in one tile counted.",
-)  # fmt: skip
-@click.option(
-    "--max-pixels", type=int, metavar="N",
-    help="For models that see images at their own resolution: at most so many pixels of an image, which is shrunk.",
-)  # fmt: skip
+@max_tiles_option
+@max_pixels_option
 @click.option(
     "--image-formats", default="jpeg,png,webp,bmp,gif", show_default=True, help="Formats that are read; also ppm."
 )

@@ -111,7 +111,7 @@ TABLES = [
         ("Tokens of a frame", "runtime.vision.layouts.frames", "MAX_FRAME_TOKENS", "tokens"),
         ("Decoding", "runtime.vision.limits", "MAX_VIDEO_DECODE_SECONDS", "seconds"),
     ]),
-    ("Requests to vtx-serve, unless told otherwise", [
+    ("Requests to vtx-serve, by default", [
         ("Body", "runtime.server.limits", "Limits.body", "bytes"),
         ("Images", "runtime.server.limits", "Limits.images", "images"),
         ("Area of an image", "runtime.server.limits", "Limits.pixels", "pixels"),

@@ -38,7 +38,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 @click.option("--full", is_flag=True, help="These layers' own weights learn, not adapters.")
 @click.option("--lr", type=float, default=2e-4, show_default=True, help="Learning rate.")
 @click.option("--epochs", type=float, default=1.0, show_default=True)
-@click.option("--steps", type=int, metavar="N", help="So many steps, instead of epochs.")
+@click.option("--steps", type=int, metavar="N", help="This many steps instead of epochs.")
 @click.option("--batch", type=int, default=8, show_default=True, help="Rows of questions a step, over all processes.")
 @click.option("--questions", type=int, default=8, show_default=True, help="About one image that share a row.")
 @click.option("--max-tokens", type=int, default=2048, show_default=True, help="Of a row.")

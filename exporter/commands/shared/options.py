@@ -25,11 +25,11 @@ fit_option = click.option(
 )  # fmt: skip
 max_tiles_option = click.option(
     "--max-tiles", type=int, metavar="N",
-    help="For models that see images in tiles: at most so many of an image, the whole image in one tile counted.",
+    help="For models that see images in tiles: at most N tiles of an image, the whole image in one tile counted.",
 )  # fmt: skip
 max_pixels_option = click.option(
     "--max-pixels", type=int, metavar="N",
-    help="For models that see images at their own resolution: at most so many pixels of an image, which is shrunk.",
+    help="For models that see images at their own resolution: at most N pixels of an image; larger ones are shrunk.",
 )  # fmt: skip
 tower_option = click.option(
     "--tower", metavar="PATH",

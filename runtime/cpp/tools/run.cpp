@@ -21,7 +21,7 @@ constexpr char kHelp[] =
     "  --reduce SPEC|none      Leave out vision tokens, as fastv or mustdrop:192 [default: the bundle's first].\n"
     "  --gate-threshold P      With --k auto: exit above this [default: 0.5].\n"
     "  --image FILE            One more image in the same prompt.\n"
-    "  --fit crop|pad|squash   Pictures of another shape [default: what the model was trained with].\n"
+    "  --fit crop|pad|squash   Pictures of another shape [default: as the checkpoint's image processor says].\n"
     "  --text-only             There is no IMAGE; all arguments are questions.\n"
     "  --chat                  The questions are turns of one conversation, not independent.\n"
     "  --json                  One JSON object per question on stdout, and nothing else.\n"

@@ -70,6 +70,7 @@ def test_models_are_listed(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_prints_an_answer_and_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
