@@ -61,11 +61,11 @@ def share_interval(hits: int, count: int) -> ShareInterval:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """The Wilson interval of a share of `count`, which need not be whole."""
+    """The Wilson interval of a share of `count`, which need not be whole; it holds the share, however rounded."""
     z2 = NORMAL**2 / count
     middle = (share + z2 / 2) / (1 + z2)
     half = NORMAL * (share * (1 - share) / count + z2 / count / 4) ** 0.5 / (1 + z2)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
 def effective_count(hits: NDArray[np.float64], counts: NDArray[np.float64]) -> float:

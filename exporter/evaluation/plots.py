@@ -55,6 +55,6 @@ def _points(
         ends = (figure.value, figure.low, figure.high)
         value, low, high = (factor * (figure.value if end is None else end) for end in ends)
         axes.errorbar(
-            costs[method.name], value, yerr=[[value - low], [high - value]], capsize=3,
+            costs[method.name], value, yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], capsize=3,
             fmt=KINDS[method.kind], color=COLORS[number % len(COLORS)], label=method.name,
         )  # fmt: skip

@@ -137,6 +137,13 @@ def test_questions_that_fall_together_are_worth_one_an_image() -> None:
     assert effective_count(counts, counts) == 200
 
 
+def test_wilson_s_interval_holds_its_share_however_it_is_rounded() -> None:
+    for count in range(1, 500):
+        for share in (0.0, 1 / count, 1.0):
+            low, high = wilson(share, count)
+            assert 0.0 <= low <= share <= high <= 1.0
+
+
 def test_wilson_s_interval_covers_what_it_promises() -> None:
     rng, covered = np.random.default_rng(0), 0
     for hits in rng.binomial(80, 0.85, 2000):
