@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.checks import check_text, check_whole
+from vtx.runtime.errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +24,12 @@ def _ignore(phase: str, done: int, total: int) -> None:
 
 
 def export(
-    model: str,
+    model: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    k: Sequence[int] | int = (),
+    k: Sequence[int] | int | None = None,
     precision: str = "fp16",
-    reduce: Sequence[str] | str = (),
+    reduce: Sequence[str] | str | None = None,
     max_context: int | None = None,
     force: bool = False,
     progress: Callable[[str, int, int], None] = _ignore,
@@ -35,7 +39,7 @@ def export(
     Args:
         model: a directory in Hugging Face's layout, a repository's name on the hub, or "demo".
         out: the bundle's directory; it must not exist, unless `force` is set.
-        k: the Ks to prebuild, each the first layer without image tokens.
+        k: the Ks to prebuild, each the first layer without image tokens; none by default.
         precision: of the weights: "fp32", "fp16", "bf16", "int8" or "int4".
         reduce: specs of the reductions to prepare for, the default first.
         max_context: KV slots; the model's own limit when left out.
@@ -48,10 +52,28 @@ def export(
     Raises:
         CheckpointError: the checkpoint is damaged, or of a model that vtx does not export.
         ExportError: `out` exists, or the disk or the memory is too small.
-        RequestError: a K or a reduction that this model does not have.
+        RequestError: a K or a reduction that this model does not have, or a value of another kind.
 
     """
-    ks = (k,) if isinstance(k, int) else tuple(k)
-    reductions = (reduce,) if isinstance(reduce, str) else tuple(reduce)
-    options = ExportOptions(model, ks, precision, max_context, reductions=reductions)
-    return run_export(plan_export(options), Path(out), force=force, report=progress, say=log.info)
+    reductions = _several(reduce)
+    for spec in reductions:
+        check_text("reduce", spec)
+    if max_context is not None:
+        check_whole("max_context", max_context, 2)
+        max_context = int(max_context)  # numpy's, too
+    ks = tuple(map(_depth, _several(k)))
+    options = ExportOptions(os.fsdecode(model), ks, precision, max_context, reductions=reductions)
+    return run_export(plan_export(options), Path(os.fsdecode(out)), force=force, report=progress, say=log.info)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    """What may be left out, given alone, or given as several."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
+
+
+def _depth(k: object) -> int:
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
+        raise RequestError(f"k is {k!r:.40}; give a whole number from 2, or a list of them")
+    return int(k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -271,7 +272,8 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         note(f"scaled by the activations of {scaled['items']} items of {scaled['data']}")
     remember(bundle.folder)
     depth = ", ".join(map(str, plan.ks)) or "none"
-    note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {out} image.jpg "question"')
+    asked = f'vtx-run --bundle {shlex.quote(str(out))} image.jpg "question"'
+    note(f"made {bundle.folder} (K = {depth}); ask it with: {asked}")
     return Path(bundle.folder)
 
 
