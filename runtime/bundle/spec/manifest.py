@@ -63,6 +63,11 @@ class VideoSpec:
     image: ImageSettings
     own_graph: bool
 
+    def __post_init__(self) -> None:
+        tokens = self.layout.parameters.get("tokens")  # that a frame's graph gives
+        if self.own_graph and (type(tokens) is not int or not 1 <= tokens < 1 << 31):
+            raise BundleError(f"vtx.json: video: tokens is {tokens!r:.40}, outside 1..2147483647; export again")
+
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tests.support import bundles
 from vtx.cli import export as export_command
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.spec.manifest import FORMAT, MAX_BYTES, check_inside
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.manifest import FORMAT, MAX_BYTES, LayoutSpec, VideoSpec, check_inside
 from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError, VtxError
 
@@ -340,6 +341,13 @@ def test_a_manifest_beyond_its_size_limit_is_not_read(folder: Path, tmp_path: Pa
         file.write(b" " * MAX_BYTES)
     with pytest.raises(BundleError, match="limit"):
         Bundle.open(other)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"tokens": "4"}, {"tokens": 0}])
+def test_a_graph_of_frames_has_a_number_of_tokens(parameters: dict[str, Any]) -> None:
+    image = ImageSettings(None, (56, 56), "bicubic", None, 1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    with pytest.raises(BundleError, match=r"vtx.json: video: tokens is .*, outside 1\.\.2147483647"):
+        VideoSpec(LayoutSpec("frames", 32, parameters), image, own_graph=True)
 
 
 def test_a_manifest_cannot_be_altered_in_memory(sound: dict[str, Any]) -> None:
