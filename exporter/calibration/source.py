@@ -20,6 +20,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.strict import plain
@@ -68,7 +69,7 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
     if not set(parts) <= set(FULL):
         raise BundleError(
             f"{bundle.folder.name} holds {'/'.join(dict.fromkeys(parts))} weights, but measuring needs floating-point "
-            f"ones; measure the checkpoint it was made from instead: --model {manifest.model.name} without --bundle"
+            f"ones; measure the checkpoint it was made from instead: --model {_made_from(manifest):.200} without --bundle"
         )
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.files:
@@ -90,6 +91,13 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
         manifest.max_context,
         bundle,
     )
+
+
+def _made_from(manifest: Manifest) -> str:
+    """The checkpoint as the export was given it, which its name alone does not find again."""
+    options = manifest.record.get("options")
+    model = options.get("model") if isinstance(options, dict) else None
+    return model if isinstance(model, str) else manifest.model.name
 
 
 @contextmanager

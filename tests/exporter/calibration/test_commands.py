@@ -169,6 +169,16 @@ def test_an_export_calibrates_on_data_and_stops_where_no_k_fits(
     assert Bundle.open("bundle").manifest.variants == (5,)
 
 
+def test_integer_weights_are_refused_with_the_checkpoint_as_it_was_given(
+    tiny_checkpoint: Checkpoints, workplace: Path
+) -> None:
+    model = str(tiny_checkpoint(GQA))
+    assert vtx("export", "--model", model, "--precision", "int8", "--dialect", "ort", "--out", "i8").exit_code == 0
+    done = vtx("calibrate", "questions.jsonl", "--bundle", "i8")
+    assert done.exit_code == 1
+    assert f"--model {model} without --bundle" in done.stderr
+
+
 def test_k_auto_alone_names_both_ways_to_choose(workplace: Path) -> None:
     done = vtx("export", "--k", "auto")
     assert done.exit_code == 1
