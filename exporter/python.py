@@ -42,7 +42,7 @@ def export(
         k: the Ks to prebuild, each the first layer without image tokens; none by default.
         precision: of the weights: "fp32", "fp16", "bf16", "int8" or "int4".
         reduce: specs of the reductions to prepare for, the default first.
-        max_context: KV slots; the model's own limit when left out.
+        max_context: KV slots for prompt and answer; when left out 4096, or the model's own limit where that is less.
         force: replace a bundle that stands at `out`.
         progress: gets (phase, done, total) as the work proceeds.
 

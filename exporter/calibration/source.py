@@ -67,9 +67,10 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
     manifest = bundle.manifest
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
     if not set(parts) <= set(FULL):
+        held = "/".join(dict.fromkeys(parts))
         raise BundleError(
-            f"{bundle.folder.name} holds {'/'.join(dict.fromkeys(parts))} weights, but measuring needs floating-point "
-            f"ones; measure the checkpoint it was made from instead: --model {_made_from(manifest):.200} without --bundle"
+            f"{bundle.folder.name} holds {held} weights, but measuring needs floating-point ones; measure the "
+            f"checkpoint it was made from instead: --model {_made_from(manifest):.200} without --bundle"
         )
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.files:
