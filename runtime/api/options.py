@@ -29,10 +29,10 @@ class Options:
         gate_threshold: with K "auto", the probability above which the image is withdrawn.
         stop: strings at whose first occurrence the answer ends; they are not part of its text.
         logprobs: give the log probability of each token of the answer.
-        top_logprobs: with it, that of so many of the most likely tokens in its place.
-        prompt_lookup: look up what may come next in the prompt and the answer so far, and verify drafts of at most so
-            many tokens in one pass; 0: do not. The tokens are those that come without, up to logits that differ in
-            their last digits.
+        top_logprobs: with it, that of this many of the most likely tokens in its place.
+        prompt_lookup: look up what may come next in the prompt and the answer so far, and verify drafts of at most
+            this many tokens in one pass; 0: do not. The tokens are those without it, up to logits that differ in their
+            last digits.
         timeout: seconds from the first read of an answer, waiting for others included, to its end; None: no limit.
 
     Raises:
