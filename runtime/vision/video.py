@@ -134,6 +134,11 @@ def _opened(source: VideoFile) -> Iterator[tuple[str, BinaryIO]]:
             raise _too_large("the given video")
         yield "the given video", BytesIO(source)
         return
+    if not isinstance(source, (str, os.PathLike)):
+        raise ImageError(
+            f"the video is of type {type(source).__name__}; give a path, a data URL, bytes, or an array of uint8 "
+            "[frames, height, width, 3]"
+        )
     name = f"video {str(os.fspath(source))[:200]!r}"
     with open_file(name, source) as file:
         if os.fstat(file.fileno()).st_size > MAX_VIDEO_BYTES:

@@ -168,6 +168,12 @@ def test_limits_hold(
         levels(clip.read_bytes() if as_bytes else clip)
 
 
+def test_what_is_no_file_and_no_array_is_refused() -> None:
+    given: Any = random_image(1)
+    with pytest.raises(ImageError, match="the video is of type Image; give a path"):
+        load_frames(Video(given), 2, lambda frame: frame)
+
+
 def test_a_directory_and_an_absent_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="is a directory"):
         levels(tmp_path)

@@ -147,8 +147,9 @@ VTX_API void vtx_ask_options_init(vtx_ask_options* options, size_t size);
 VTX_API vtx_status vtx_ask(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
                            vtx_answer** answer);
 
-/* The next turn of a chat: the turns before it are part of the prompt, and K and the image tokens that stay are the first
- * turn's. A turn counts once its answer is complete. vtx_chat_restart forgets all turns. */
+/* The next turn of a chat: the turns before it are part of the prompt. The image tokens that stay are the first turn's while
+ * `options` ask for the same K, reductions and gate threshold; a turn that asks for others selects anew, by all turns so
+ * far. A turn counts once its answer is complete. vtx_chat_restart forgets all turns. */
 VTX_API vtx_status vtx_chat(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
                             vtx_answer** answer);
 VTX_API vtx_status vtx_chat_restart(vtx_conversation* conversation);
