@@ -26,6 +26,7 @@ class Vtx(lmms):
         device: as vtx-run takes it.
         compute: as vtx-run takes it.
         threads: as vtx-run takes it.
+        fit: as vtx-run takes it; "pad" for LLaVA-1.5 as its authors evaluate it.
         batch_size: 1, which lmms-eval hands over.
         max_batch_size: not used.
 
@@ -41,13 +42,14 @@ class Vtx(lmms):
         device: str | None = None,
         compute: str | None = None,
         threads: int | None = None,
+        fit: str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
         if str(batch_size) != "1":
             raise ValueError(f"batch_size is {batch_size}; vtx answers one request after another, so it must be 1")
-        self._model = vtx.load(bundle, device=device or "auto", compute=compute, threads=threads)
+        self._model = vtx.load(bundle, device=device or "auto", compute=compute, threads=threads, fit=fit)
         self._k, self._reduce = k, reduce.replace(";", ",")
         self._model.policy(self._k, reduce=self._reduce)  # what the bundle lacks is refused before the first request
 

@@ -20,6 +20,7 @@ class Vtx(BaseModel):
         device: as vtx-run takes it.
         compute: as vtx-run takes it.
         threads: as vtx-run takes it.
+        fit: as vtx-run takes it; "pad" for LLaVA-1.5 as its authors evaluate it.
         max_new_tokens: of an answer.
 
     """
@@ -36,10 +37,11 @@ class Vtx(BaseModel):
         device: str = "auto",
         compute: str | None = None,
         threads: int | None = None,
+        fit: str | None = None,
         max_new_tokens: int = 256,
     ) -> None:
         super().__init__()
-        self._model = vtx.load(bundle, device=device, compute=compute, threads=threads)
+        self._model = vtx.load(bundle, device=device, compute=compute, threads=threads, fit=fit)
         self._k, self._reduce, self._new_tokens = k, reduce, max_new_tokens
         self._model.policy(k, reduce=reduce)  # what the bundle lacks is refused before the first question
 
