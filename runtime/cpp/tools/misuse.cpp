@@ -316,7 +316,7 @@ int without_memory(vtx_model* model, const std::string& bundle, const std::strin
     return status;
   });
   vtx_conversation* conversation = opened(model, picture);
-  refusals += run_out_of_memory(6, [&] {
+  refusals += run_out_of_memory(30, [&] {
     vtx_ask_options options = asking(nullptr, nullptr);
     vtx_answer* answer = nullptr;
     vtx_status status = vtx_ask(conversation, "red?", &options, &answer);

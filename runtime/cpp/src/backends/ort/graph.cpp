@@ -57,7 +57,9 @@ OrtLibrary::OrtLibrary(const std::string& path) : library_(find_library(path)) {
   if (api == nullptr)
     fail(Kind::device, "onnxruntime ", version, " in ", library_.where(), " is too old, 1.22 or newer is needed");
   check(api->CreateEnv(ORT_LOGGING_LEVEL_FATAL, "vtx", &env), "onnxruntime does not start");
+  std::unique_ptr<OrtEnv, void (*)(OrtEnv*)> held(env, api->ReleaseEnv);
   check(api->CreateCpuMemoryInfo(OrtDeviceAllocator, OrtMemTypeDefault, &memory), "onnxruntime does not start");
+  held.release();
 }
 
 OrtLibrary::~OrtLibrary() {
@@ -67,14 +69,14 @@ OrtLibrary::~OrtLibrary() {
 
 std::string OrtLibrary::reason(OrtStatus* status) const {
   if (status == nullptr) return "";
+  std::unique_ptr<OrtStatus, void (*)(OrtStatus*)> held(status, api->ReleaseStatus);
   std::string text = api->GetErrorMessage(status);
-  api->ReleaseStatus(status);
   return text.empty() ? "for no reason that it gives" : text;
 }
 
-void OrtLibrary::check(OrtStatus* status, const std::string& doing) const {
+void OrtLibrary::check(OrtStatus* status, std::string_view doing, std::string_view what) const {
   std::string why = reason(status);
-  if (!why.empty()) fail(Kind::device, doing, ": ", why);
+  if (!why.empty()) fail(Kind::device, doing, what, ": ", why);
 }
 
 void OrtLibrary::check_run(OrtStatus* status, const std::string& graph) const {
@@ -147,19 +149,19 @@ OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::s
   try {
     bundle.check_still(name);
     check_ports(name, ports(true), ports(false), io);
+    for (const TensorSpec& spec : io.inputs) inputs_.push_back(spec.name);
+    for (const TensorSpec& spec : io.outputs) outputs_.push_back(spec.name);
   } catch (...) {
     api->ReleaseSession(session);
     throw;
   }
-  for (const TensorSpec& spec : io.inputs) inputs_.push_back(spec.name);
-  for (const TensorSpec& spec : io.outputs) outputs_.push_back(spec.name);
 }
 
 OrtGraph::~OrtGraph() { ort.api->ReleaseSession(session); }
 
 std::vector<Port> OrtGraph::ports(bool inputs) const {
   const OrtApi* api = ort.api;
-  auto told = [&](OrtStatus* status) { ort.check(status, "onnxruntime does not describe " + name); };
+  auto told = [&](OrtStatus* status) { ort.check(status, "onnxruntime does not describe ", name); };
   size_t count = 0;
   told(inputs ? api->SessionGetInputCount(session, &count) : api->SessionGetOutputCount(session, &count));
   OrtAllocator* allocator = nullptr;
@@ -169,8 +171,9 @@ std::vector<Port> OrtGraph::ports(bool inputs) const {
     char* text = nullptr;
     told(inputs ? api->SessionGetInputName(session, i, allocator, &text)
                 : api->SessionGetOutputName(session, i, allocator, &text));
+    auto give_back = [&](char* word) { api->ReleaseStatus(api->AllocatorFree(allocator, word)); };
+    std::unique_ptr<char, decltype(give_back)> name_held(text, give_back);
     out[i].name = text;
-    told(api->AllocatorFree(allocator, text));
     OrtTypeInfo* info = nullptr;
     told(inputs ? api->SessionGetInputTypeInfo(session, i, &info) : api->SessionGetOutputTypeInfo(session, i, &info));
     std::unique_ptr<OrtTypeInfo, void (*)(OrtTypeInfo*)> held(info, api->ReleaseTypeInfo);
@@ -195,17 +198,17 @@ std::vector<OrtTensor> OrtGraph::run(const std::vector<const OrtTensor*>& inputs
   for (const std::string& output : outputs_) out.push_back(output.c_str());
   for (const OrtTensor* input : inputs) values.push_back(input->get());
   std::vector<OrtValue*> found(out.size(), nullptr);
+  std::vector<OrtTensor> outputs;
+  outputs.reserve(found.size());  // before there is anything that would be lost
   OrtStatus* status =
       ort.api->Run(session, nullptr, in.data(), values.data(), in.size(), out.data(), out.size(), found.data());
-  std::vector<OrtTensor> outputs;
-  outputs.reserve(found.size());
   for (OrtValue* value : found) outputs.emplace_back(ort, value);
   ort.check_run(status, name);
   return outputs;
 }
 
 OrtBinding::OrtBinding(const OrtGraph& graph) : graph_(graph) {
-  graph.ort.check(graph.ort.api->CreateIoBinding(graph.session, &binding_), "onnxruntime failed in " + graph.name);
+  graph.ort.check(graph.ort.api->CreateIoBinding(graph.session, &binding_), "onnxruntime failed in ", graph.name);
 }
 
 OrtBinding::~OrtBinding() { graph_.ort.api->ReleaseIoBinding(binding_); }

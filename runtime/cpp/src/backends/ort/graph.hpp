@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "backends/contract.hpp"
@@ -24,8 +25,9 @@ class OrtLibrary {
   OrtLibrary(const OrtLibrary&) = delete;
   OrtLibrary& operator=(const OrtLibrary&) = delete;
 
-  // Throws Error(device) with what a status says; `doing` begins the message.
-  void check(OrtStatus* status, const std::string& doing) const;
+  // Throws Error(device) with what a status says; `doing` and `what` begin the message. They are no std::string: one that
+  // cannot be made for lack of memory would lose what the call before made.
+  void check(OrtStatus* status, std::string_view doing, std::string_view what = "") const;
   // Throws what a status of running `graph` says.
   void check_run(OrtStatus* status, const std::string& graph) const;
   // Takes a status; what it says, empty where it is none.
