@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from vtx.exporter.commands.export import find_bundle
 from vtx.exporter.commands.shared.libraries import exporter
@@ -18,6 +17,7 @@ from vtx.exporter.commands.shared.options import (
     bundle_option,
     compute_option,
     device_option,
+    given,
     max_pixels_option,
     max_tiles_option,
     threads_option,
@@ -182,7 +182,7 @@ def _check_methods(image: str | None, video: str | None, question: str | None, p
         raise click.UsageError(
             "--methods asks the questions of --data; leave out --image, --video, --question, --prompt-tokens"
         )
-    if _given("repeats") or _given("warmup"):
+    if given("repeats") or given("warmup"):
         raise click.UsageError("--methods asks each of its --samples once; leave out --repeats and --warmup")
 
 
@@ -195,15 +195,10 @@ def _check_latency(
         raise click.UsageError("--question and --prompt-tokens both settle the question; give one")
     if image and video:
         raise click.UsageError("--image and --video both settle what is seen; give one")
-    if (data, images, budgets) != (None, None, None) or _given("samples"):
+    if (data, images, budgets) != (None, None, None) or given("samples"):
         raise click.UsageError(
             "--data, --images, --samples and --budgets go with --methods; time one question with --image and --question"
         )
-
-
-def _given(name: str) -> bool:
-    """Whether the command line gives an option, be it its default."""
-    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _square(image: Image) -> Image:

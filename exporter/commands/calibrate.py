@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vtx.exporter.commands.shared.libraries import exporter
-from vtx.exporter.commands.shared.options import allow_pickle_option, tower_option
+from vtx.exporter.commands.shared.options import allow_pickle_option, given, tower_option
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
 
@@ -71,8 +71,10 @@ def calibrate(
 
     choosing = Choosing(eta, max_accuracy_drop)
     options = CalibrationOptions(k_from, max_new_tokens, batch, attention)
-    if bundle is not None and (tower is not None or allow_pickle):
-        raise RequestError("--tower and --allow-pickle are for checkpoints, not for --bundle; leave them out")
+    of_checkpoints = ("model", "tower", "allow_pickle", "chat_template")
+    checkpoints = [f"--{name.replace('_', '-')}" for name in of_checkpoints if given(name)]
+    if bundle is not None and checkpoints:
+        raise RequestError(f"a bundle takes no {' or '.join(checkpoints)}; leave it out, or leave out --bundle")
     template = library.load_template(chat_template) if chat_template else None
     source = open_source(model, bundle, template, tower, allow_pickle=allow_pickle)
     measured = source.name if bundle is None else bundle.expanduser().absolute().name

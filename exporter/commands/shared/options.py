@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from click.core import ParameterSource
 
 from vtx.runtime.backends.engines import COMPUTE, DEVICES
 from vtx.runtime.bundle.spec.manifest import PRECISIONS
@@ -44,3 +45,8 @@ threads_option = click.option("--threads", type=int, help="[default: all cores]"
 def precision_type() -> click.Choice[str]:
     """fp32, fp16, bf16, int8 or int4, in any case."""
     return click.Choice(PRECISIONS, case_sensitive=False)
+
+
+def given(name: str) -> bool:
+    """Whether the command line gives an option, be it its default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE

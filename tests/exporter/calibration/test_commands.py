@@ -105,7 +105,6 @@ def test_a_missing_plot_library_costs_the_plots_alone(
         (["--eta", "-1"], "--eta"),
         (["--k-from", "9"], "must be 2 to 6"),
         (["--batch", "0"], "--batch"),
-        (["--bundle", "."], "not a bundle"),
         (["questions.jsonl", "--max-accuracy-drop", "200"], "--max-accuracy-drop"),
         (["questions.jsonl", "--out", "questions.jsonl"], "--out"),
     ],
@@ -117,6 +116,13 @@ def test_bad_requests_are_one_line(
     assert done.exit_code == 1
     assert message in done.stderr.splitlines()[-1]
     assert isinstance(done.exception, SystemExit)
+
+
+def test_options_of_a_checkpoint_do_not_go_with_a_bundle(workplace: Path) -> None:
+    refused = vtx("calibrate", "--bundle", "x", "--model", "demo", "--tower", "tower")
+    assert refused.exit_code == 1
+    assert "a bundle takes no --model or --tower; leave it out" in refused.stderr
+    assert "not a bundle" in vtx("calibrate", "--bundle", ".").stderr
 
 
 def test_an_export_takes_the_k_of_a_calibration(tiny_checkpoint: Checkpoints, workplace: Path) -> None:
@@ -216,5 +222,3 @@ def test_a_tower_and_pickled_weights_are_read_where_they_are_given(
         assert "with --tower PATH" in vtx(name, *question, *words, "--allow-pickle").stderr
         done = vtx(name, *question, *words, "--allow-pickle", "--tower", "tower")
         assert done.exit_code == 0, done.stderr
-    refused = vtx("calibrate", "--bundle", "x", "--tower", "tower")
-    assert "are for checkpoints, not for --bundle" in refused.stderr
