@@ -55,12 +55,14 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Rep
     measures nothing again. `report` gets (phase, done, total).
 
     Raises:
-        RequestError: the data cannot be used, or `work_folder` holds another measurement.
+        RequestError: the data cannot be used, `out` is a directory, or `work_folder` holds another measurement.
         CheckpointError: the checkpoint is damaged or of a kind that vtx does not read.
         ExportError: the disk is too small, or a file cannot be written.
         DeviceError: the cluster cannot be reached or fails.
 
     """
+    if out.is_dir():
+        raise RequestError(f"cannot write the gates to {out}, which is a directory; name a file with --out")
     source = open_source(options.model, tower=options.tower, allow_pickle=options.allow_pickle)
     data = read_data(options.data, options.images, options.items + options.held_out, options.fit.seed)
     learn, held_out = split_items(

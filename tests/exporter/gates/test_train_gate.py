@@ -405,6 +405,12 @@ def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, ti
     assert out.read_bytes() == before
 
 
+def test_a_directory_in_the_place_of_the_gates_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    options = TrainOptions("no checkpoint", "no data", None, 8, 4, MEASURE, FIT)
+    with pytest.raises(RequestError, match="which is a directory; name a file with --out"):
+        train_gates(options, tmp_path, tmp_path / "work", lambda *_: None)
+
+
 def test_the_command_trains_and_says_who_wins(tmp_path: Path, tiny_checkpoint: Make) -> None:
     data, out = write_data(tmp_path, 6), tmp_path / "g.safetensors"
     base = [str(data), "--model", str(tiny_checkpoint(TINY)), "--items", "4", "--held-out", "2", "--width", "8"]
