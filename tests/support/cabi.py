@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,13 @@ class Loaded:
         self._check(self.library.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self.handle)))
 
     def ask(
-        self, pictures: Sequence[Path], questions: Sequence[str], ks: Sequence[str] = (), **fields: Any
-    ) -> list[dict[str, Any]]:
-        """The answers to questions about the same pictures, as `vtx-run --json` prints them; `ks`: each one's K."""
+        self, pictures: Sequence[Path], questions: Sequence[str], ks: Sequence[str] = (), turns: Container[int] = (),
+        **fields: Any,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """The answers to questions about the same pictures, as `vtx-run --json` prints them; `ks`: each one's K.
+
+        `turns`: the numbers of those that are turns of one chat.
+        """
         images, conversation, options = (VtxImage * len(pictures))(), c.c_void_p(), AskOptions()
         for image, picture in zip(images, pictures, strict=True):
             self.library.vtx_image_init(c.byref(image), c.sizeof(image))
@@ -102,13 +106,14 @@ class Loaded:
         for number, question in enumerate(questions):
             if ks:
                 options.k = ks[number].encode()
-            found.append(self._ask(conversation, question, options))
+            call = self.library.vtx_chat if number in turns else self.library.vtx_ask
+            found.append(self._ask(call, conversation, question, options))
         self.library.vtx_conversation_free(conversation)
         return found
 
-    def _ask(self, conversation: c.c_void_p, question: str, options: AskOptions) -> dict[str, Any]:
+    def _ask(self, call: Any, conversation: c.c_void_p, question: str, options: AskOptions) -> dict[str, Any]:
         answer = c.c_void_p()
-        self._check(self.library.vtx_ask(conversation, question.encode(), c.byref(options), c.byref(answer)))
+        self._check(call(conversation, question.encode(), c.byref(options), c.byref(answer)))
         facts: dict[str, Any] = json.loads(self.library.vtx_answer_json(answer))
         facts["stopped"] = self.library.vtx_answer_stopped(answer).decode()
         self.library.vtx_answer_free(answer)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.bundles import IGNORE, write_gate
-from tests.support.cpp import needs_cpp, needs_openvino, output
+from tests.support.cabi import Loaded
+from tests.support.cpp import needs_cpp, needs_openvino, output, write_pictures
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.export import plan_export, run_export
@@ -68,6 +69,28 @@ def test_every_policy_meets_its_traces(tiny_checkpoint: Callable[..., Path], gat
     assert meets(tiny_checkpoint(), tmp_path, "fp32", ks=(3,), gates=gates) > 100
     cases = {(case.k, case.reduce): case for case in read_index(tmp_path / "cpp").cases}
     assert {question.k for question in cases["auto", "none"].questions} == {None, 3}, "the gate decides alike for all"
+
+
+def test_gates_are_told_where_python_tells_them(
+    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path
+) -> None:
+    """Not again in a turn that had to run the chat's first question again, after another question."""
+    options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", gates=gates)
+    bundle = run_export(plan_export(options), tmp_path / "bundle", force=False, report=IGNORE).folder
+    [picture] = write_pictures(tmp_path, [(60, 60)])
+    questions, turns = ("red?", "What is it?", "Where is it?", "And now?"), (0, 1, 3)
+    library = Loaded(bundle, "cpu")
+    found = library.ask([picture], questions, ["auto"] * 4, turns, max_new_tokens=4)
+    library.close()
+    with load(bundle, device="cpu", threads=THREADS) as model, model.open(picture) as conversation:
+        chat = conversation.chat("auto")
+        for number, (question, answer) in enumerate(zip(questions, found, strict=True)):
+            if number in turns:
+                want = chat.ask(question, max_new_tokens=4)
+            else:
+                want = conversation.ask(question, "auto", max_new_tokens=4)
+            assert answer["token_ids"] == list(want.token_ids), question
+            assert len(answer["gate"]) == len(want.stats.gate or ()) == (number in (0, 2)), question
 
 
 @pytest.mark.slow

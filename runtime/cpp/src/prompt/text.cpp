@@ -107,8 +107,7 @@ void Text::check_length(const std::vector<Message>& messages) const {
   auto length = static_cast<int64_t>(length_utf8(text));
   if (length > limit)
     fail(Kind::context, "the prompt has ", grouped(length), " characters, and at most ", grouped(limit),
-         " can fit into this bundle's context of ", grouped(m_.max_context),
-         " tokens; shorten it", m_.or_more_context());
+         " can fit into this bundle's context of ", grouped(m_.max_context), " tokens; shorten it", m_.or_more_context());
 }
 
 std::string Detokenizer::push(int64_t id) {

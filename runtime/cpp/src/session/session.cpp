@@ -74,8 +74,7 @@ void Session::check_room(int64_t tokens, int64_t vision) const {
   if (tokens + 1 <= capacity()) return;
   std::string images = vision ? cat(" (", vision, " of them for images)") : "";
   fail(Kind::context, "the prompt takes ", tokens, " tokens", images, ", and ", capacity() - 1,
-       " fit into this bundle beside the answer; shorten it by ", tokens + 1 - capacity(),
-       " tokens", m_.or_more_context());
+       " fit into this bundle beside the answer; shorten it by ", tokens + 1 - capacity(), " tokens", m_.or_more_context());
 }
 
 // ---- the suffix
@@ -90,10 +89,12 @@ Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selec
   if (!continues) return select(asked, policy);
   Selection before = *after;  // `after` may be what this session holds
   bool cached = selection_ && before == *selection_;
-  if (cached)
+  if (cached) {
     reused_stages_ = stages_.size();
-  else
+  } else {
     select(before, policy);
+    if (policy.decisions) policy.decisions->clear();  // they are of the question before, whose answer told them
+  }
   size_t agreed = common_prefix(suffix_, suffix);
   suffix_.resize(agreed);
   reused_suffix_ = cached ? agreed : 0;
