@@ -14,9 +14,15 @@ class ImageCache:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.bytes, self.hits, self.misses = 0, 0, 0
+        self.hits, self.misses = 0, 0
         self._tokens = OrderedDict[Hashable, ImageTokens]()
         self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """What all of them take now: a policy may keep what it found out about an image with it."""
+        with self._lock:
+            return self._size()
 
     def get(self, key: Hashable) -> ImageTokens | None:
         """The tokens of an image, None where they are not kept."""
@@ -27,6 +33,7 @@ class ImageCache:
                 return None
             self._tokens.move_to_end(key)
             self.hits += 1
+            self._shrink()
             return tokens
 
     def put(self, key: Hashable, tokens: ImageTokens) -> None:
@@ -35,13 +42,18 @@ class ImageCache:
             if key in self._tokens or nbytes(tokens) > self.limit_bytes:
                 return
             self._tokens[key] = tokens
-            self.bytes += nbytes(tokens)
-            while self.bytes > self.limit_bytes:
-                self.bytes -= nbytes(self._tokens.popitem(last=False)[1])
+            self._shrink()
+
+    def _size(self) -> int:
+        return sum(map(nbytes, self._tokens.values()))
+
+    def _shrink(self) -> None:
+        while self._size() > self.limit_bytes:
+            self._tokens.popitem(last=False)
 
 
 def nbytes(tokens: ImageTokens) -> int:
-    """Bytes of an image's tokens and of what is known of their patches."""
+    """Bytes of an image's tokens, of what is known of their patches, and of what policies derived from them."""
     patches = tokens.patches
-    signals = sum(signal.nbytes for signal in patches.signals.values())
-    return tokens.rows.nbytes + patches.indices.nbytes + signals
+    known = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
+    return tokens.rows.nbytes + patches.indices.nbytes + sum(array.nbytes for array in known)

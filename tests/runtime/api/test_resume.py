@@ -15,6 +15,7 @@ from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.policies.methods.cdpruner import CDPruner
 from vtx.runtime.session.image_cache import ImageCache, nbytes
 from vtx.runtime.vision.tokens import ImageTokens
 
@@ -183,3 +184,17 @@ def test_the_image_least_recently_used_leaves_first(model: Model) -> None:
     small = ImageCache(nbytes(tokens) - 1)
     small.put("a", tokens)
     assert (small.bytes, small.get("a")) == (0, None)
+
+
+def test_what_a_policy_works_out_of_an_image_counts_in_the_cache(model: Model) -> None:
+    """The cosines of CDPruner, a square of the tokens, which come after the image was kept."""
+    images = [model.backend.vision(model.prepare(random_image(number)).pixels[None]) for number in (1, 2)]
+    cache = ImageCache(sum(map(nbytes, images)))
+    for number, tokens in enumerate(images):
+        cache.put(number, tokens)
+    before = cache.bytes
+    CDPruner(4, "none").select(images[1])
+    assert cache.bytes >= before + 4 * len(images[1].rows) ** 2
+    assert cache.get(1) is images[1]
+    assert cache.get(0) is None
+    assert cache.bytes == nbytes(images[1]) <= cache.limit_bytes
