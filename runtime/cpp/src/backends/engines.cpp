@@ -15,10 +15,4 @@ const std::vector<Engine>& engines() {
   return kEngines;
 }
 
-int loading_threads(const Manifest& m, int threads) {
-  int64_t bytes = 0;
-  for (const auto& [name, file] : m.files) bytes += file.bytes;
-  return bytes <= names::kQuickBytes ? threads : 1;
-}
-
 }  // namespace vtxcore

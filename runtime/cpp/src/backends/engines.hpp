@@ -33,8 +33,4 @@ struct Engine {
 // All of them, in the order in which messages name them.
 const std::vector<Engine>& engines();
 
-// How many graphs to load at a time, of so many threads: small bundles' side by side, since what that takes beside the
-// weights is then small, too.
-int loading_threads(const Manifest& m, int threads);
-
 }  // namespace vtxcore

@@ -4,8 +4,8 @@
 
 #include "backends/openvino/cache.hpp"
 #include "backends/openvino/weights.hpp"
+#include "backends/loading.hpp"
 #include "backends/tables.hpp"
-#include "base/parallel.hpp"
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -44,7 +44,7 @@ class OpenvinoBackend : public Backend {
       : bundle_(bundle), m_(bundle.manifest()), openvino_(options.library),
         context_{m_,      kv_type(options.compute, m_.kv_dtype),       m_.kv_type(kDialect) == "float16", {},
                  nullptr, rows_of_a_run(m_.precision, options.compute)},
-        zero_(1, static_cast<size_t>(m_.model.hidden)) {
+        zero_(1, static_cast<size_t>(m_.model.hidden)), roomy_(is_roomy(m_, options.compute)) {
     device = "openvino", dialect = kDialect, compute = options.compute, library = openvino_.described();
     kv_slot_bytes = context_.slot_bytes();
     choose_settings(options.threads > 0 ? options.threads : cores());
@@ -129,15 +129,15 @@ class OpenvinoBackend : public Backend {
     const Graphs& graphs = m_.dialects.at(kDialect);
     stages_.resize(m_.stages.size());
     for (int64_t k : m_.gates) gates_[k];
-    std::vector<std::function<void()>> work;
+    Loads loads;
+    loads.add(m_.model.layers, [&] { head_ = load(graphs.head, head_io(m_), m_.head_precision, true); });  // as many layers
     for (size_t i = 0; i < m_.stages.size(); ++i)
-      work.emplace_back([&, i] { compile_stage(graphs.stages[i], m_.stages[i], stages_[i]); });
-    work.emplace_back([&] { head_ = load(graphs.head, head_io(m_), m_.head_precision, true); });
-    work.emplace_back([&] { embed_ = load(graphs.embed, embed_io(m_)); });
+      loads.add(m_.stages[i].layers(), [&, i] { compile_stage(graphs.stages[i], m_.stages[i], stages_[i]); });
+    loads.add(1, [&] { embed_ = load(graphs.embed, embed_io(m_)); });
     for (size_t i = 0; i < m_.gates.size(); ++i)
-      work.emplace_back([&, i] { gates_.at(m_.gates[i]) = load(graphs.gates[i], gate_io(m_)); });
-    if (graphs.score) work.emplace_back([&] { score_ = load(*graphs.score, score_io(m_, kDialect)); });
-    run_all(work, loading_threads(m_, threads));
+      loads.add(0, [&, i] { gates_.at(m_.gates[i]) = load(graphs.gates[i], gate_io(m_)); });
+    if (graphs.score) loads.add(0, [&] { score_ = load(*graphs.score, score_io(m_, kDialect)); });
+    loads.run(roomy_ ? threads : 1);
   }
 
   OpenvinoInput over(const Rows& rows) const {
@@ -161,7 +161,7 @@ class OpenvinoBackend : public Backend {
   // With `first` the graph runs once, since the engine packs the weights of a graph of any size when it first runs.
   GraphPtr load(const std::string& name, const GraphIO& io, const std::string& precision, bool first = false) {
     auto model = openvino_.read(bundle_, name, io, compute);
-    auto dropping = model->letting_go();
+    auto dropping = model->letting_go(!roomy_);
     auto graph = std::make_unique<OpenvinoGraph>(name, compile(name, *model, precision), io);
     if (first) graph->run({over(zero_)});
     return graph;
@@ -173,7 +173,7 @@ class OpenvinoBackend : public Backend {
     auto model = openvino_.read(bundle_, name, io, compute);
     std::pair<int, int> size = m_.image.output();  // clang captures no structured binding before its release 16
     loading(name, [&] { model->reshape(names::kPixels, {1, 3, size.first, size.second}); });
-    auto dropping = model->letting_go();
+    auto dropping = model->letting_go(!roomy_);
     return std::make_unique<OpenvinoGraph>(name, compile(name, *model, m_.vision_precision, tower_settings_), io);
   }
 
@@ -200,7 +200,7 @@ class OpenvinoBackend : public Backend {
 
   void compile_stage(const std::string& file, const StageSpec& spec, OpenvinoStage& stage) {
     auto model = read_stage(file, spec), many = read_for_many(file, spec, stage);
-    auto dropping = model->letting_go(), dropping_many = many ? many->letting_go() : nullptr;
+    auto dropping = model->letting_go(!roomy_), dropping_many = many ? many->letting_go(true) : nullptr;
     stage.name = file;
     stage.compiled = compile(file, *model, m_.precision);
     if (many) stage.for_many = compile(file, *many, "int8");
@@ -224,6 +224,7 @@ class OpenvinoBackend : public Backend {
   OpenvinoLibrary openvino_;
   OpenvinoCacheContext context_;
   Rows zero_;
+  const bool roomy_;
   Settings settings_, tower_settings_;
   GraphPtr embed_, head_, score_, vision_, text_tower_;
   std::map<int64_t, GraphPtr> gates_;

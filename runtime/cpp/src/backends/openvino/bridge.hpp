@@ -44,7 +44,7 @@ class Compiled {
   virtual std::unique_ptr<Request> request() = 0;
 };
 
-// Drops pages of the weights' files while it lives.
+// Drops pages of the weights' files while it lives, or when it goes.
 class Dropping {
  public:
   virtual ~Dropping() = default;
@@ -73,7 +73,7 @@ class Model {
   virtual void bring_to_int8(WeightMemory& memory) = 0;
   virtual void reshape(const std::string& input, const std::vector<int64_t>& shape) = 0;
   virtual std::unique_ptr<Compiled> compile(const std::map<std::string, std::string>& settings) = 0;
-  virtual std::unique_ptr<Dropping> letting_go() const = 0;
+  virtual std::unique_ptr<Dropping> letting_go(bool at_once) const = 0;
 };
 
 class Core {

@@ -109,14 +109,16 @@ std::vector<Mapping> mapped(const ov::Model& model) {
 
 class Watcher : public Dropping {
  public:
-  explicit Watcher(std::vector<Mapping> mappings) : mappings_(std::move(mappings)), thread_([this] { watch(); }) {}
+  Watcher(std::vector<Mapping> mappings, bool at_once) : mappings_(std::move(mappings)) {
+    if (at_once) thread_ = std::thread([this] { watch(); });
+  }
   ~Watcher() override {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       done_ = true;
     }
     woken_.notify_one();
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
     drop();
   }
 
@@ -169,10 +171,10 @@ int64_t int4_block(const ov::Model& model) {
   return least == 0 ? names::kQuantisedRowsInt4 : least;
 }
 
-std::unique_ptr<Dropping> letting_go(const ov::Model& model) {
+std::unique_ptr<Dropping> letting_go(const ov::Model& model, bool at_once) {
   std::vector<Mapping> mappings = mapped(model);
   if (mappings.empty()) return nullptr;
-  return std::make_unique<Watcher>(std::move(mappings));
+  return std::make_unique<Watcher>(std::move(mappings), at_once);
 }
 
 }  // namespace vtxcore::openvino

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <mutex>
 
+#include "backends/loading.hpp"
 #include "backends/ort/cache.hpp"
 #include "backends/tables.hpp"
-#include "base/parallel.hpp"
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -105,16 +105,16 @@ class OrtBackend : public Backend {
     const Graphs& graphs = m_.dialects.at("ort");
     stages_.resize(m_.stages.size());
     for (int64_t k : m_.gates) gates_[k];
-    std::vector<std::function<void()>> work;
+    Loads loads;
+    loads.add(m_.model.layers, [&] { head_ = load(graphs.head, head_io(m_)); });  // it may be as large as many layers
     for (size_t i = 0; i < m_.stages.size(); ++i)
-      work.emplace_back(
-          [&, i] { stages_[i] = load(graphs.stages[i], stage_io(m_, "ort", m_.stages[i].query, &m_.stages[i])); });
-    work.emplace_back([&] { embed_ = load(graphs.embed, embed_io(m_), 1); });
-    work.emplace_back([&] { head_ = load(graphs.head, head_io(m_)); });
+      loads.add(m_.stages[i].layers(),
+                [&, i] { stages_[i] = load(graphs.stages[i], stage_io(m_, "ort", m_.stages[i].query, &m_.stages[i])); });
+    loads.add(1, [&] { embed_ = load(graphs.embed, embed_io(m_), 1); });
     for (size_t i = 0; i < m_.gates.size(); ++i)
-      work.emplace_back([&, i] { gates_.at(m_.gates[i]) = load(graphs.gates[i], gate_io(m_), 1); });
-    if (graphs.score) work.emplace_back([&] { score_ = load(*graphs.score, score_io(m_, "ort")); });
-    run_all(work, loading_threads(m_, threads_));
+      loads.add(0, [&, i] { gates_.at(m_.gates[i]) = load(graphs.gates[i], gate_io(m_), 1); });
+    if (graphs.score) loads.add(0, [&] { score_ = load(*graphs.score, score_io(m_, "ort")); });
+    loads.run(is_roomy(m_, compute) ? threads_ : 1);
   }
 
   OrtTensor over(const Rows& rows) {

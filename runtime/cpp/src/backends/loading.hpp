@@ -1,0 +1,27 @@
+// Graphs of a bundle that are loaded side by side: an engine folds and packs weights on one thread a graph.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "bundle/manifest.hpp"
+
+namespace vtxcore {
+
+// Whether a load may take memory to be quicker: graphs side by side, and pages of the weights let go at the end alone. So
+// it is with small bundles, and where twice what the weights take in `compute` arithmetic is free: each graph holds them
+// twice while they are packed.
+bool is_roomy(const Manifest& m, const std::string& compute);
+
+// Graphs to be loaded: how to, and how large each is beside the others.
+struct Loads {
+  std::vector<std::function<void()>> work;
+  std::vector<int64_t> sizes;
+  void add(int64_t size, std::function<void()> load);
+  // `threads` at a time, the largest first: so the last of them is a short one, beside which few threads wait.
+  void run(int threads);
+};
+
+}  // namespace vtxcore
