@@ -167,7 +167,9 @@ def seal_manifest(folder: Path, manifest: Manifest, key: SigningKey | None = Non
 def _read_manifest(path: Path, key: PublicKey | None) -> Manifest:
     folder = _folder(path)
     if path.is_file():
-        raise BundleError(f"{path} is a file; name the bundle's directory, and unpack an archive first")
+        raise BundleError(
+            f"{path} is a file; name the bundle's directory, unpack an archive first, or make a bundle with vtx-export"
+        )
     if not path.is_dir():
         raise BundleError(f"{path} is not a directory; make a bundle with vtx-export --out {path.name}")
     if not folder.exists(MANIFEST):

@@ -75,7 +75,7 @@ def test_a_bundle_is_found_by_a_relative_path_and_through_a_link(
 
 
 def test_a_file_in_a_bundle_s_place_says_what_to_name(folder: Path) -> None:
-    with pytest.raises(BundleError, match=r"vtx\.json is a file; name the bundle's directory, and unpack an archive"):
+    with pytest.raises(BundleError, match=r"vtx\.json is a file; name the bundle's directory, unpack an archive"):
         Bundle.open(folder / "vtx.json")
 
 
