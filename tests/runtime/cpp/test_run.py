@@ -20,7 +20,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.spec.names import HIDDEN_OUT, QUERY
-from vtx.runtime.errors import ContextError
+from vtx.runtime.errors import BundleError, ContextError
 
 pytestmark = needs_cpp
 
@@ -176,6 +176,13 @@ def test_what_cannot_be_served_is_one_line_and_an_exit_code(
     [line] = done.stderr.decode().splitlines()
     assert line.startswith("Error: ")
     assert message in line
+
+
+def test_a_file_given_as_a_bundle_is_refused_in_python_s_words(pictures: list[Path]) -> None:
+    with pytest.raises(BundleError) as refusal:
+        load(pictures[0])
+    done = run("run", "--bundle", pictures[0], pictures[0], "red?")
+    assert done.stderr.decode() == f"Error: {refusal.value}\n"
 
 
 @pytest.mark.parametrize("count", [300, 3000])  # refused by its tokens, and by its characters

@@ -12,7 +12,11 @@ constexpr char kManifest[] = "vtx.json";
 // The content of vtx.json.
 std::string read_manifest(const Folder& folder, const PublicKey* key) {
   struct stat status;
-  if (::stat(folder.path().c_str(), &status) != 0 || !S_ISDIR(status.st_mode))
+  bool there = ::stat(folder.path().c_str(), &status) == 0;
+  if (there && S_ISREG(status.st_mode))
+    fail(Kind::bundle, folder.path(),
+         " is a file; name the bundle's directory, unpack an archive first, or make a bundle with vtx-export");
+  if (!there || !S_ISDIR(status.st_mode))
     fail(Kind::bundle, folder.path(), " is not a directory; make a bundle with vtx-export --out DIR");
   if (!folder.exists(kManifest))
     fail(Kind::bundle, folder.path(), " holds no ", kManifest, ", so it is not a bundle; make one with vtx-export");
