@@ -56,10 +56,11 @@ OrtLibrary::OrtLibrary(const std::string& path) : library_(find_library(path)) {
   api = base->GetApi(kApiVersion);
   if (api == nullptr)
     fail(Kind::device, "onnxruntime ", version, " in ", library_.where(), " is too old, 1.22 or newer is needed");
-  check(api->CreateEnv(ORT_LOGGING_LEVEL_FATAL, "vtx", &env), "onnxruntime does not start");
-  std::unique_ptr<OrtEnv, void (*)(OrtEnv*)> held(env, api->ReleaseEnv);
+  OrtEnv* made = nullptr;
+  check(api->CreateEnv(ORT_LOGGING_LEVEL_FATAL, "vtx", &made), "onnxruntime does not start");
+  std::unique_ptr<OrtEnv, void (*)(OrtEnv*)> held(made, api->ReleaseEnv);
   check(api->CreateCpuMemoryInfo(OrtDeviceAllocator, OrtMemTypeDefault, &memory), "onnxruntime does not start");
-  held.release();
+  env = held.release();
 }
 
 OrtLibrary::~OrtLibrary() {
