@@ -178,7 +178,7 @@ def bench(
 
 def _check_methods(image: str | None, video: str | None, question: str | None, prompt_tokens: int | None) -> None:
     """Refuse what --methods would not heed."""
-    if any(given is not None for given in (image, video, question, prompt_tokens)):
+    if any(value is not None for value in (image, video, question, prompt_tokens)):
         raise click.UsageError(
             "--methods asks the questions of --data; leave out --image, --video, --question, --prompt-tokens"
         )

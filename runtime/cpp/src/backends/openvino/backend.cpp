@@ -2,9 +2,9 @@
 
 #include <mutex>
 
+#include "backends/loading.hpp"
 #include "backends/openvino/cache.hpp"
 #include "backends/openvino/weights.hpp"
-#include "backends/loading.hpp"
 #include "backends/tables.hpp"
 
 #ifdef __GLIBC__
@@ -124,13 +124,14 @@ class OpenvinoBackend : public Backend {
     if (compute == kIntegers && able.find("BF16") != std::string::npos) tower_settings_["INFERENCE_PRECISION_HINT"] = "bf16";
   }
 
-  // All but those that only images and texts need, small ones side by side.
+  // All but those that only images and texts need, side by side where memory is to spare.
   void load_graphs(int threads) {
     const Graphs& graphs = m_.dialects.at(kDialect);
     stages_.resize(m_.stages.size());
     for (int64_t k : m_.gates) gates_[k];
     Loads loads;
-    loads.add(m_.model.layers, [&] { head_ = load(graphs.head, head_io(m_), m_.head_precision, true); });  // as many layers
+    // The head may be as large as many layers.
+    loads.add(m_.model.layers, [&] { head_ = load(graphs.head, head_io(m_), m_.head_precision, true); });
     for (size_t i = 0; i < m_.stages.size(); ++i)
       loads.add(m_.stages[i].layers(), [&, i] { compile_stage(graphs.stages[i], m_.stages[i], stages_[i]); });
     loads.add(1, [&] { embed_ = load(graphs.embed, embed_io(m_)); });

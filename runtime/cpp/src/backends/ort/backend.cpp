@@ -99,14 +99,15 @@ class OrtBackend : public Backend {
   }
   GraphPtr load(const std::string& name, const GraphIO& io) { return load(name, io, threads_); }
 
-  // All but those that only images and texts need, small ones side by side. Embedding and gates are too little work to
-  // share among threads.
+  // All but those that only images and texts need, side by side where memory is to spare. Embedding and gates are too little
+  // work to share among threads.
   void load_graphs() {
     const Graphs& graphs = m_.dialects.at("ort");
     stages_.resize(m_.stages.size());
     for (int64_t k : m_.gates) gates_[k];
     Loads loads;
-    loads.add(m_.model.layers, [&] { head_ = load(graphs.head, head_io(m_)); });  // it may be as large as many layers
+    // The head may be as large as many layers.
+    loads.add(m_.model.layers, [&] { head_ = load(graphs.head, head_io(m_)); });
     for (size_t i = 0; i < m_.stages.size(); ++i)
       loads.add(m_.stages[i].layers(),
                 [&, i] { stages_[i] = load(graphs.stages[i], stage_io(m_, "ort", m_.stages[i].query, &m_.stages[i])); });
