@@ -32,7 +32,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How every line is asked. Beyond `most_bad` bad lines the batch ends."""
+    """How every line is asked that does not say otherwise. Beyond `most_bad` bad lines the batch ends."""
 
     k: K
     reduce: str | None
@@ -54,7 +54,8 @@ def run_batch(
     """Let `answer` answer all lines by the bundle in `folder`, and write `out`, whole or not at all.
 
     Returns how many lines were bad. Each answer is on disk once it is there. What an earlier run of the same lines,
-    model and options has answered is not asked again. `tell` gets a line for each bad one.
+    model and options has answered is not asked again, unless an image of the line has changed since. `tell` gets a
+    line for each bad one.
 
     Raises:
         RequestError: too many bad lines; a journal of another batch lies there.
@@ -67,22 +68,25 @@ def run_batch(
         "fit": how.fit,
     }  # fmt: skip
     with ResultJournal(journal_of(out), identity) as journal:
-        bad = sum("error" in result for result in journal.results.values())
-        left = [line for line in tasks.lines if str(line.number) not in journal.results]
-        done = len(tasks.lines) - len(left)
+        keys = {line.number: line.key for line in tasks.lines}
+        kept = [journal.results[key] for key in keys.values() if key in journal.results]
+        reasons = [result["error"] for result in kept if "error" in result]
+        _check_bad(reasons, how.most_bad)
+        left = [line for line in tasks.lines if keys[line.number] not in journal.results]
+        done = len(kept)
         report("lines", done, len(tasks.lines))
         for line, result in answer(left):
-            journal.add({str(line.number): result})
+            journal.add({keys[line.number]: result})
             if "error" in result:
-                bad += 1
-                tell(f"line {line.number}: {result['error']}")
-                _check_bad(bad, how.most_bad, result["error"])
+                reasons.append(result["error"])
+                tell(f"line {line.number}: {reasons[-1]}")
+                _check_bad(reasons, how.most_bad)
             done += 1
             report("lines", done, len(tasks.lines))
-        _write(out, tasks, journal.results)
+        _write(out, {number: journal.results[key] for number, key in keys.items()})
     with suppress(OSError):
         journal_of(out).unlink()
-    return bad
+    return len(reasons)
 
 
 def on_this_machine(model: Model, how: How) -> Answers:
@@ -91,18 +95,20 @@ def on_this_machine(model: Model, how: How) -> Answers:
     return lambda lines: zip(lines, answer_lines(model, lines, how), strict=True)
 
 
-def _check_bad(bad: int, most: int, reason: str) -> None:
-    if bad > most:
+def _check_bad(reasons: Sequence[str], most: int) -> None:
+    if len(reasons) > most:
         raise RequestError(
-            f"{bad} lines cannot be answered, the limit is {most}; fix them, or raise --max-bad. The last: {reason}"
+            f"{len(reasons)} lines cannot be answered, the limit is {most}; fix them, or raise --max-bad. "
+            f"The last: {reasons[-1]}"
         )
 
 
-def _write(out: Path, tasks: Tasks, results: Mapping[str, Result]) -> None:
+def _write(out: Path, results: Mapping[int, Result]) -> None:
+    """Write the results by the numbers of their lines."""
     try:
         with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
-            for line in tasks.lines:
-                file.write(json.dumps({"line": line.number, **results[str(line.number)]}, ensure_ascii=False) + "\n")
+            for number, result in results.items():
+                file.write(json.dumps({"line": number, **result}, ensure_ascii=False) + "\n")
     except OSError as e:
         raise ExportError(f"cannot write {out} ({e.strerror}); free some space and run again") from e
 
@@ -125,7 +131,8 @@ def answer_lines(model: Model, lines: Sequence[Line], how: How) -> Iterator[Resu
                 if conversation is not None:
                     conversation.close()
                 conversation = Conversation(model, held)
-            answer = conversation.ask(line.question, how.k, how.options, reduce=how.reduce)
+            asked = {"k": how.k, "reduce": how.reduce, **line.own}
+            answer = conversation.ask(line.question, asked["k"], how.options, reduce=asked["reduce"])
         except ModelClosedError:
             raise
         except BAD as e:

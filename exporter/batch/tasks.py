@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.data.items import MAX_FILE, named_files, parse_line
+from vtx.exporter.data.items import MAX_FILE, Item, named_files, parse_line
 from vtx.runtime.bundle.files import read_named
-from vtx.runtime.errors import RequestError
+from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.errors import ImageError, RequestError
+
+OWN = ("k", "reduce")  # settings that a line may have of its own
+FIELDS = ("question", "image", "video", "id", *OWN)
+UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line, its number counted from 1: a question about images and videos; `id` is the line's own."""
+    """One line, its number counted from 1: a question about images and videos; `id` is the line's own.
+
+    `own` holds the line's `k` and `reduce`, where it has them.
+    """
 
     number: int
     id: Any
     images: tuple[Path, ...]
     question: str
     videos: tuple[Path, ...] = ()
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Changes with the question and with the files it is about; the number alone where one of them is missing."""
+        try:
+            return f"{self.number} {Item((*self.images, *self.videos), self.question).digest()}"
+        except ImageError:
+            return str(self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +47,11 @@ class BadLine:
 
     number: int
     reason: str
+
+    @property
+    def key(self) -> str:
+        """The line's number."""
+        return str(self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +91,12 @@ def _read(number: int, line: bytes, images: Path) -> Task | BadLine:
 def _task(number: int, record: Any, images: Path) -> Task:
     if not isinstance(record, dict):
         raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
+    unknown = sorted(set(record) - {*FIELDS, *UNUSED})
+    if unknown:
+        raise RequestError(f"it has the unknown field {shown(unknown[0])}; a line may have {', '.join(FIELDS)}")
     question = record.get("question")
     if not isinstance(question, str) or not question.strip():
         raise RequestError("it has no question")
     pictures, videos = (named_files(record, kind, images) for kind in ("image", "video"))
-    return Task(number, record.get("id"), pictures, question, videos)
+    own = {name: record[name] for name in OWN if name in record}
+    return Task(number, record.get("id"), pictures, question, videos, own)

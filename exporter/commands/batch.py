@@ -32,7 +32,9 @@ from vtx.runtime.terminal.depth import Depth, DepthType
 )
 @click.option("--reduce", default="default", metavar="SPEC|none", help="[default: the bundle's first]")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True)
-@click.option("--max-bad", type=click.IntRange(0), default=100, show_default=True, help="Lines that may be skipped.")
+@click.option(
+    "--max-bad", type=click.IntRange(0), default=100, show_default=True, help="End after more failed lines than this."
+)
 @click.option("--ray-address", metavar="ADDR", help="Answer on a Ray cluster: host:port, or auto.")
 @device_option
 @compute_option
@@ -46,7 +48,8 @@ def batch(
 ) -> None:  # fmt: skip
     """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
 
-    Interrupted, the same command goes on where it was. Bad lines are reported and have an "error" in ANSWERS.
+    A line may have its own "k" and "reduce". Interrupted, the same command goes on where it was. Failed lines are
+    reported and have an "error" in ANSWERS; with any, the exit code is 1.
     """
     from vtx.exporter.batch.cluster import WorkerEngine, answer_on_cluster
     from vtx.exporter.batch.run import How, on_this_machine, run_batch
@@ -75,5 +78,9 @@ def batch(
             answer = on_this_machine(model, how)
             with bar() as report:
                 bad = run_batch(answer, folder, tasks, answers, how, report=report, tell=note)
-    skipped = f", {bad} bad line{'' if bad == 1 else 's'}" if bad else ""
-    note(f"{len(tasks.lines) - bad} answers in {answers}{skipped}")
+    if bad:
+        raise RequestError(
+            f"{bad} of {len(tasks.lines)} lines failed; {answers} has their errors beside the answers to the others; "
+            "fix these lines and run again"
+        )
+    note(f"{len(tasks.lines)} answers in {answers}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from vtx.runtime.errors import ExportError, RequestError
 class ResultJournal:
     """A JSONL file: a line that identifies the measurement, then one line per item. `results` are keyed by item digest.
 
-    An incomplete last line is dropped; a file of another measurement is refused. One process may write at a time.
+    An incomplete last line is dropped; a file of another measurement is refused, and so is a line that does not have
+    its CRC-32. One process may write at a time.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -43,7 +45,8 @@ class ResultJournal:
 
     def add(self, results: Mapping[str, dict[str, Any]]) -> None:
         """Write the results of some items; they are on disk when this returns."""
-        self._write(b"".join(as_line({"item": item, **result}) for item, result in results.items()))
+        lines = [{"item": item, **result} for item, result in results.items()]
+        self._write(b"".join(as_line({**line, "crc": zlib.crc32(as_line(line))}) for line in lines))
         self.results.update(results)
 
     def _lock(self) -> None:
@@ -71,7 +74,7 @@ class ResultJournal:
         if not lines:
             self._write(as_line(self._identity))
             return
-        if "model" not in lines[0] or not all(isinstance(line.get("item"), str) for line in lines[1:]):
+        if "model" not in lines[0] or not all(map(_is_intact, lines[1:])):
             raise RequestError(f"{self._path} is damaged or is not a measurement; remove it, or name another --out")
         self._check_identity(lines[0])
         self.results = {line.pop("item"): line for line in lines[1:]}
@@ -90,3 +93,9 @@ class ResultJournal:
             os.fsync(self._file.fileno())
         except OSError as e:
             raise ExportError(f"cannot write {self._path} ({e.strerror}); free some space and run again") from e
+
+
+def _is_intact(line: dict[str, Any]) -> bool:
+    """Whether the line of an item is as it was written; its CRC-32 is taken out."""
+    crc = line.pop("crc", None)
+    return isinstance(line.get("item"), str) and crc == zlib.crc32(as_line(line))

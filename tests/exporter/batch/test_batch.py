@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.exported import Models
 from tests.support.tiny import random_image
 from vtx.cli import batch
 from vtx.exporter.batch.run import How, journal_of, on_this_machine, run_batch
-from vtx.exporter.batch.tasks import BadLine, read_tasks
+from vtx.exporter.batch.tasks import BadLine, Task, read_tasks
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError
@@ -103,56 +104,6 @@ def test_too_many_bad_lines_end_the_batch_and_leave_no_output(model: Model, fold
     assert not (folder / "answers.jsonl").exists()
 
 
-def test_an_interrupted_batch_goes_on_where_it_was(model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, out = write(folder, *LINES), folder / "answers.jsonl"
-    asked: list[int] = []
-    prefill = type(model.backend).head
-
-    def counting(backend: Any, rows: Any) -> Any:
-        if len(asked) == 15:
-            raise KeyboardInterrupt
-        asked.append(1)
-        return prefill(backend, rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model.backend), "head", counting)
-        with pytest.raises(KeyboardInterrupt):
-            run(model, file)
-    assert not out.exists()
-    kept = journal_of(out).read_text().splitlines()
-    assert len(kept) == 3, "the identity and two answers of six tokens"
-    with journal_of(out).open("a") as journal:
-        journal.write('{"item": "3", "id"')  # a line cut short
-    resumed: list[int] = []
-
-    def recording(backend: Any, rows: Any) -> Any:
-        resumed.append(1)
-        return prefill(backend, rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model.backend), "head", recording)
-        results, _ = run(model, file)
-    assert len(resumed) == 18, "three answers of six tokens"
-    assert [result["token_ids"] for result in results] == [expected(model, folder, line) for line in LINES]
-
-
-def test_a_journal_of_other_lines_or_options_is_refused(
-    model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(RequestError, match="limit is 0"):
-        run(model, write(folder, LINES[0], b"{"), How(3, "none", HOW.options, 0))
-    with pytest.raises(RequestError, match="another lines"):
-        run(model, write(folder, LINES[1]))
-    with pytest.raises(RequestError, match="another k"):
-        run(model, write(folder, LINES[0], b"{"), How(5, "none", HOW.options, 0))
-    for other, part in (({"fit": "pad"}, "fit"), ({"device": "openvino"}, "device"), ({"compute": "bf16"}, "compute")):
-        with pytest.raises(RequestError, match=f"another {part}"):
-            run(model, write(folder, LINES[0], b"{"), How(3, "none", HOW.options, 0, **other))
-    monkeypatch.setattr("vtx.exporter.batch.run.sha256", lambda _: "exported again")
-    with pytest.raises(RequestError, match="another bundle"):
-        run(model, write(folder, LINES[0], b"{"), How(3, "none", HOW.options, 0))
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -161,6 +112,7 @@ def test_a_journal_of_other_lines_or_options_is_refused(
         ({"image": 5, "question": "red?"}, "must be a file name"),
         ({"image": ["one.png"] * 65, "question": "red?"}, "65 images"),
         ({"image": "one.png", "question": " "}, "no question"),
+        ({"image": "one.png", "question": "red?", "max_tokens": 5}, "unknown field 'max_tokens'; a line may have que"),
         ([], "not an object"),
         (b"\xff", "UTF-8"),
         (b'"' + b"x" * (1 << 20) + b'"', "the limit"),
@@ -172,14 +124,50 @@ def test_a_line_that_asks_nothing_is_bad_for_a_reason(folder: Path, line: Any, r
     assert reason in bad.reason
 
 
-def test_the_command_answers_and_counts(model: Model, folder: Path) -> None:
-    file, out = write(folder, LINES[0], b"{", LINES[3]), folder / "answers.jsonl"
+def command(model: Model, file: Path, out: Path) -> Result:
     words = [str(file), str(out), "--bundle", str(model.bundle.folder), "--k", "3", "--max-new-tokens", "4"]
-    done = CliRunner().invoke(batch, [*words, "--threads", "1", "--device", "cpu"])
+    return CliRunner().invoke(batch, [*words, "--threads", "1", "--device", "cpu"])
+
+
+def test_a_right_answer_in_a_line_is_no_fault(folder: Path) -> None:
+    (task,) = read_tasks(write(folder, {**LINES[0], "answer": "yes"}), None).lines
+    assert isinstance(task, Task)
+
+
+def test_the_command_answers_and_counts(model: Model, folder: Path) -> None:
+    out = folder / "answers.jsonl"
+    done = command(model, write(folder, LINES[0], LINES[3]), out)
     assert done.exit_code == 0, done.output
     assert "2 answers in" in done.stderr
-    assert "1 bad line" in done.stderr
-    assert len(out.read_text().splitlines()) == 3
+    assert [json.loads(line)["line"] for line in out.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("answered", [0, 2])
+def test_the_command_fails_where_a_line_does(model: Model, folder: Path, answered: int) -> None:
+    file, out = write(folder, *LINES[:answered], b"{", {**LINES[0], "image": "none.png"}), folder / "answers.jsonl"
+    done = command(model, file, out)
+    assert done.exit_code == 1
+    assert f"2 of {2 + answered} lines failed" in done.stderr
+    assert ["error" in json.loads(line) for line in out.read_text().splitlines()] == answered * [False] + 2 * [True]
+
+
+def test_a_line_has_settings_of_its_own(models: Models, folder: Path) -> None:
+    model = models(reductions=("fastv:k=3",))
+    own: list[dict[str, Any]] = [
+        {}, {"k": 5}, {"reduce": "fastv:k=3,ratio=0.2"}, {"k": None, "reduce": "fastv:k=3"}, {"k": "none"},
+        {"k": 4}, {"k": "5"}, {"k": True}, {"reduce": 5}, {"reduce": "fastvv"},
+    ]  # fmt: skip
+    results, told = run(model, write(folder, *({**LINES[0], **settings} for settings in own)), replace(HOW, most_bad=5))
+    assert [(result["k"], result["reduce"]) for result in results[:5]] == [
+        (3, "none"), (5, "none"), (3, "fastv:k=3,ratio=0.2"), (None, "fastv:k=3,ratio=0.5"), (None, "none"),
+    ]  # fmt: skip
+    for settings, result in zip(own[:5], results[:5], strict=True):
+        asked = {"k": 3, "reduce": "none", **settings}
+        fresh = model.open([folder / "one.png"]).ask("red?", asked["k"], HOW.options, reduce=asked["reduce"])
+        assert result["token_ids"] == list(fresh.token_ids)
+    reasons = ("K = 4 was not prebuilt", "K is '5'", "K is True", "reduce is 5", "fastvv")
+    assert len(told) == len(reasons)
+    assert all(reason in line for reason, line in zip(reasons, told, strict=True)), told
 
 
 def test_answers_do_not_replace_their_questions(model: Model, folder: Path) -> None:

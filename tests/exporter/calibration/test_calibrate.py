@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate, forecast
 from vtx.exporter.calibration.source import open_source
+from vtx.exporter.common.journal import as_line
 from vtx.exporter.data import prompts
 from vtx.exporter.data.items import Data, Item
 from vtx.exporter.data.prompts import prepare
@@ -221,6 +223,17 @@ def test_a_measurement_of_another_model_or_with_other_options_is_not_continued(
     assert measure(tiny_checkpoint(GQA), data, tmp_path, replace(ALL, batch=1)).results
 
 
+def test_a_journal_that_was_edited_is_refused(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    data = questions(count=1)
+    measure(tiny_checkpoint(GQA), data, tmp_path)
+    journal = tmp_path / "samples.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b'"top1":[', b'"top1":[ '))
+    assert measure(tiny_checkpoint(GQA), data, tmp_path).results, "blanks say nothing"
+    journal.write_bytes(journal.read_bytes().replace(b"true", b"false", 1))
+    with pytest.raises(RequestError, match=r"samples\.jsonl is damaged"):
+        measure(tiny_checkpoint(GQA), data, tmp_path)
+
+
 @pytest.mark.parametrize("line", [b"garbage\n", b"[]\n", b'{"item": 5}\n', b'{"item": "a"}\n{"model": 1}\n'])
 def test_a_damaged_journal_is_refused(tiny_checkpoint: Checkpoints, tmp_path: Path, line: bytes) -> None:
     data = questions(count=1)
@@ -236,7 +249,9 @@ def test_a_row_without_every_k_is_refused(tiny_checkpoint: Checkpoints, tmp_path
     measure(tiny_checkpoint(GQA), data, tmp_path)
     journal = tmp_path / "samples.jsonl"
     head, row = journal.read_text().splitlines()
-    journal.write_text(head + "\n" + json.dumps({**json.loads(row), "kl": [1.0]}) + "\n")
+    short = {name: [1.0] if name == "kl" else value for name, value in json.loads(row).items() if name != "crc"}
+    crc = zlib.crc32(as_line(short))
+    journal.write_bytes(head.encode() + b"\n" + as_line({**short, "crc": crc}))
     with pytest.raises(RequestError, match="no kl for every K"):
         measure(tiny_checkpoint(GQA), data, tmp_path)
 
