@@ -62,6 +62,22 @@ def _mean_colour(settings: ImageSettings) -> tuple[int, ...]:
     return tuple(int(min(max(value / (255 * settings.rescale), 0.0), 1.0) * 255) for value in settings.mean)
 
 
+def among_several(settings: ImageSettings) -> ImageSettings:
+    """The settings by which LLaVA-OneVision squares one of several pictures, as transformers' processor has it.
+
+    Its bars are int(255 * mean), whatever pixel values are scaled by. Raises RequestError where that is not a colour,
+    or the processor does not normalise: its mean is then unknown here.
+    """
+    bars = tuple(int(255 * mean) for mean in settings.mean)
+    if not all(0 <= part <= 255 for part in bars) or (settings.mean, settings.std) == ((0, 0, 0), (1, 1, 1)):
+        raise RequestError(
+            f"several images get bars of the image processor's mean colour, and its mean of {list(settings.mean)} is "
+            "not one; ask about one image at a time, or about square ones"
+        )
+    red, green, blue = bars
+    return replace(fitted(settings, "pad"), pad=(red, green, blue))
+
+
 def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, float]:
     """Which part of a picture's width and height is lost, from 0 to 1, because it is not as wide or high as the crop.
 

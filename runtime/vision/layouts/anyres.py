@@ -20,7 +20,7 @@ from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.strict import later
 from vtx.runtime.vision.bilinear import nearest, resized
-from vtx.runtime.vision.fit import fitted
+from vtx.runtime.vision.fit import among_several
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import image_layout
 from vtx.runtime.vision.preprocess import preprocess
@@ -113,7 +113,8 @@ class Anyres:
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image = to_rgb(image)
-        found = [preprocess(image, fitted(settings, "pad") if self.padded else settings)]
+        barred = self.padded and image.width != image.height
+        found = [preprocess(image, among_several(settings) if barred else settings)]
         if self.resolutions:
             padded, side = self._padded(image, settings), self.tile
             for top in range(0, padded.height, side):

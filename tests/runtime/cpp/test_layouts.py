@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.runtime.cpp.test_run import assert_answers_equal, expected
-from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY
+from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY, onevision_of_another_scale
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.bundles import ORT, export
 from tests.support.cpp import ask, needs_cpp, output, run, write_pictures
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny
+from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.errors import ContextError
+from vtx.runtime.bundle.bundle import seal_manifest
+from vtx.runtime.errors import ContextError, RequestError
 
 pytestmark = needs_cpp
 
@@ -49,6 +53,30 @@ def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pict
 def test_answers_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
     model = models(tiny, (3, 5))
     assert_answers_equal(model, pictures, QUESTIONS, ("none", 5, 3))
+
+
+def test_several_images_of_onevision_answer_as_python_at_another_scale_of_pixel_values(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path]
+) -> None:
+    checkpoint = onevision_of_another_scale(tiny_checkpoint(ONEVISION), tmp_path / "checkpoint")
+    folder = export(checkpoint, tmp_path / "bundle", (3, 5), dialects=ORT).folder
+    with load(folder, device="cpu", threads=1) as model:
+        assert_answers_equal(model, pictures, QUESTIONS, ("none", 5, 3))
+
+
+@pytest.mark.parametrize("changed", [{"mean": [2.0, 0.5, 0.5]}, {"mean": [0.0] * 3, "std": [1.0] * 3}], ids=str)
+def test_bars_without_a_colour_are_refused_as_in_python(
+    models: Callable[..., Model], tmp_path: Path, pictures: list[Path], changed: dict[str, list[float]]
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(models(ONEVISION, (3, 5)).bundle.folder, folder)
+    manifest = models(ONEVISION, (3, 5)).manifest
+    seal_manifest(folder, replace(manifest, image=replace(manifest.image, **{k: tuple(v) for k, v in changed.items()})))
+    with load(folder, device="cpu", threads=1) as model, pytest.raises(RequestError) as refused:
+        model.open(pictures[1:3])
+    done = run("run", "--bundle", folder, pictures[1], "red?", "--image", pictures[2])
+    assert done.returncode == 1
+    assert str(refused.value) in done.stderr.decode()
 
 
 @pytest.mark.slow

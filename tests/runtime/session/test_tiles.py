@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.bundles import export
+from tests.support.bundles import ORT, export
 from tests.support.dialects import DialectBackend
 from tests.support.exported import Models, greedy, prompt
 from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
@@ -64,6 +66,25 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
 ) -> None:
     images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
     assert_answers_as_reference(models(tiny, (3, 5)), reference(tiny), prompt_messages(QUESTION, len(images)), images)
+
+
+def onevision_of_another_scale(source: Path, target: Path) -> Path:
+    """A copy of the checkpoint whose pixel values go from -1 to 1 by another road: value / 127.5 - 1."""
+    shutil.copytree(source, target)
+    file = target / "preprocessor_config.json"
+    changed = {"rescale_factor": 1 / 127.5, "image_mean": [1.0, 0.9, 0.8], "image_std": [1.0, 1.0, 1.0]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed), encoding="utf-8")
+    return target
+
+
+def test_several_images_of_onevision_answer_as_transformers_at_another_scale_of_pixel_values(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = onevision_of_another_scale(tiny_checkpoint(ONEVISION), tmp_path / "checkpoint")
+    folder = export(checkpoint, tmp_path / "bundle", (3, 5), dialects=ORT).folder
+    images = [random_image(0, WIDE), random_image(1, HIGH)]
+    with load(folder, device="cpu", threads=1) as model:
+        assert_answers_as_reference(model, Reference(checkpoint), prompt_messages(QUESTION, 2), images)
 
 
 @pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)

@@ -45,6 +45,10 @@ Picture decode_picture(const std::string& content, const std::string& name);
 // Throws Error(request).
 ImageSettings fitted(const ImageSettings& settings, const std::string& fit);
 
+// The settings by which LLaVA-OneVision squares one of several pictures: bars of int(255 * mean). Throws Error(request)
+// where that is not a colour, or the processor does not normalise.
+ImageSettings among_several(const ImageSettings& settings);
+
 // The square of `side` pixels at x, y, which lies inside of the picture.
 Picture cut(const Picture& picture, int x, int y, int side);
 

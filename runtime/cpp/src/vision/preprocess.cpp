@@ -98,6 +98,23 @@ ImageSettings fitted(const ImageSettings& settings, const std::string& fit) {
   return out;
 }
 
+ImageSettings among_several(const ImageSettings& settings) {
+  ImageSettings out = fitted(settings, "pad");
+  bool normalised = false, colour = true;
+  out.pad = {0, 0, 0};
+  for (size_t c = 0; c < 3; ++c) {
+    double bar = std::trunc(255 * settings.mean[c]);
+    normalised |= settings.mean[c] != 0 || settings.std[c] != 1;
+    colour &= bar >= 0 && bar <= 255;
+    if (colour) (*out.pad)[c] = static_cast<int>(bar);
+  }
+  if (!normalised || !colour)
+    fail(Kind::request, "several images get bars of the image processor's mean colour, and its mean of [",
+         python_repr(settings.mean[0]), ", ", python_repr(settings.mean[1]), ", ", python_repr(settings.mean[2]),
+         "] is not one; ask about one image at a time, or about square ones");
+  return out;
+}
+
 Floats preprocess(const Picture& picture, const ImageSettings& settings) {
   Picture square;
   const Picture* source = &picture;

@@ -14,7 +14,7 @@ from tests.support.tiny import Tiny, make, random_image
 from vtx.exporter.checkpoint.families.llava_onevision import FAMILY as LLAVA_ONEVISION
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import read_settings
-from vtx.exporter.checkpoint.processor import read_image_settings
+from vtx.exporter.checkpoint.processor import image_settings, read_image_settings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layout_spec import read_layout, spec_of
@@ -126,6 +126,37 @@ def test_onevisions_pixels_and_tokens_equal_transformers(
     np.testing.assert_allclose(found.rows, wanted[0].numpy(), rtol=1e-5)
     assert len(found.rows) == layout.count(*shape) <= layout.max_tokens
     assert layout.among(2).count(*shape) == 17
+
+
+@pytest.mark.parametrize("rescale", [1 / 255, 1 / 127.5, 0.002, 1.0])
+@pytest.mark.parametrize("mean", [(0.5, 0.5, 0.5), (0.9, 0.2, 1.0), (0.0, 0.0, 0.0)], ids=str)
+def test_onevisions_bars_among_several_images_equal_transformers(
+    onevision: tuple[Path, Anyres, Any], rescale: float, mean: tuple[float, ...]
+) -> None:
+    folder, layout, processor = onevision
+    changed = {"rescale_factor": rescale, "image_mean": list(mean), "image_std": [0.5, 0.25, 1.5]}
+    settings = image_settings(read_settings(folder, "preprocessor_config.json") | changed, LLAVA_ONEVISION.processors)
+    theirs = type(processor)(**{**processor.to_dict(), **changed})
+    images = [random_image(3, (80, 60)), random_image(4, (40, 90)), random_image(5, (56, 56))]
+    wanted = theirs(images=[images], return_tensors="np")["pixel_values"]
+    for image, view in zip(images, wanted, strict=True):
+        np.testing.assert_array_equal(layout.among(3).views(image, settings), view)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"image_mean": [123.0, 117.0, 104.0], "rescale_factor": 1.0}, {"do_normalize": False}, {"image_mean": -0.5}],
+    ids=["beyond a byte", "unknown", "below 0"],
+)
+def test_bars_without_a_colour_are_refused_and_square_images_have_none(
+    onevision: tuple[Path, Anyres, Any], changed: dict[str, Any]
+) -> None:
+    folder, layout, _ = onevision
+    settings = image_settings(read_settings(folder, "preprocessor_config.json") | changed, LLAVA_ONEVISION.processors)
+    with pytest.raises(RequestError, match="bars of the image processor's mean colour"):
+        layout.among(2).views(random_image(3, (80, 60)), settings)
+    assert len(layout.among(2).views(random_image(3, (80, 80)), settings)) == 1
+    assert len(layout.views(random_image(3, (80, 60)), settings)) > 1
 
 
 def test_onevisions_published_counts() -> None:

@@ -71,7 +71,8 @@ class Anyres : public TiledLayout {
   }
 
   std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
-    std::vector<Floats> out{preprocess(picture, padded_ ? fitted(settings, "pad") : settings)};
+    bool barred = padded_ && picture.width != picture.height;
+    std::vector<Floats> out{preprocess(picture, barred ? among_several(settings) : settings)};
     if (!resolutions_.empty()) cut_tiles(padded(picture, settings.resample), settings, out);
     return out;
   }
