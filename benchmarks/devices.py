@@ -21,6 +21,7 @@ from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.devices import INTEGER_WEIGHTS
+from vtx.runtime.vision.tokens import TokenStates
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 PLACES = (("cpu", "f32"), ("openvino", "f32"), ("openvino", "bf16"))
@@ -45,7 +46,7 @@ class Runner:
     def _timed(self, rows: Any) -> Times:
         positions = np.arange(self.cache.length, self.cache.length + len(rows))
         start = _now()
-        self.cache.append(rows, positions)
+        self.cache.append(TokenStates(rows), positions)
         return _now() - start
 
 

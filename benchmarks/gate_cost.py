@@ -23,6 +23,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import HiddenStates
 from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.vision.tokens import TokenStates
 
 K = 2
 
@@ -47,7 +48,7 @@ def prefill(model: Model, rows: HiddenStates) -> Callable[[], None]:
         x = rows
         for stage in stages:
             stage.keep(0)
-            x = stage.append(x, positions)
+            x = stage.append(TokenStates(x), positions)
 
     return run
 

@@ -18,6 +18,7 @@ from common import parser, report
 
 from vtx.exporter.bench.series import Series, shown, spread
 from vtx.runtime.prompt.lookup import PromptLookup
+from vtx.runtime.vision.tokens import TokenStates
 
 DOCS = Path(__file__).parents[1] / "docs"
 TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
@@ -79,9 +80,9 @@ class Passes:
 
     def _run(self, tokens: int) -> None:
         backend, first = self.model.backend, self._stages[0].length
-        hidden = backend.embed(np.arange(5, 5 + tokens))
+        hidden = backend.embed(np.arange(5, 5 + tokens)).hidden
         for stage in self._stages:
-            hidden = stage.append(hidden, np.arange(first, first + tokens))
+            hidden = stage.append(TokenStates(hidden), np.arange(first, first + tokens))
         backend.head(hidden[-17:])
 
     def cost(self, tokens: int) -> float:

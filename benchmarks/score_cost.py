@@ -21,7 +21,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.vision.tokens import HiddenStates, Ids
+from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 LAYER = 1  # after which rows are scored
 
@@ -41,7 +41,7 @@ def prefill(stages: list[StageCache], front: HiddenStates, tail: HiddenStates) -
         x, y = front, tail
         for stage in stages:
             stage.keep(0)
-            x, y = stage.append(x, before), stage.append(y, after)
+            x, y = stage.append(TokenStates(x), before), stage.append(TokenStates(y), after)
 
     return run
 
@@ -52,7 +52,7 @@ def question(stage: StageCache, front: HiddenStates, tail: HiddenStates, *, scor
 
     def run() -> None:
         stage.keep(len(front))
-        stage.append(tail, after, query=score)
+        stage.append(TokenStates(tail), after, query=score)
         if score:
             stage.attention()
 

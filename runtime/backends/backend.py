@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores, TokenStates
 
 
 class StageCache(Protocol):
@@ -23,10 +23,11 @@ class StageCache(Protocol):
     spares_rows: bool  # whether hidden states that `append` is not asked for cost less
 
     def append(
-        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
     ) -> HiddenStates:
-        """Run hidden states [n, hidden] at their positions; their K/V fill the next n slots. Returns [n, hidden].
+        """Run tokens [n] at their positions; their K/V fill the next n slots. Returns their hidden states [n, hidden].
 
+        Of the tokens' further inputs the stage reads those that the manifest lists for it.
         `rows` [m], rising: return these rows' alone, [m, hidden], and not with `query`. Of the others the stage's last
         layer needs K and V only, and an engine may leave out the rest of it.
         Positions are [n], or [n, 3] where the manifest's rotary embedding has sections: time, row and column.
@@ -68,8 +69,11 @@ class Backend(Protocol):
     compute: str  # the type of its arithmetic: f32, bf16, int8 or f16
     kv_slot_bytes: int  # of one KV slot of one layer as it keeps K and V, scales included
 
-    def embed(self, ids: Ids) -> HiddenStates:
-        """Token ids [n] int64 to hidden states [n, hidden]. Raises BundleError for an id beyond the vocabulary."""
+    def embed(self, ids: Ids) -> TokenStates:
+        """Token ids [n] int64 to hidden states and further inputs. Raises BundleError for an id beyond the vocabulary.
+
+        Of the manifest's `token_inputs` it has those that the embed graph gives.
+        """
         ...
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
@@ -131,9 +135,9 @@ class BatchBackend(Backend, Protocol):
         ...
 
     def append_each(
-        self, index: int, caches: Sequence[StageCache], hidden: HiddenStates, positions: Ids
+        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids
     ) -> HiddenStates:
-        """Run stage `index` for several conversations: the n-th of `hidden` [n, hidden] goes into the n-th cache.
+        """Run stage `index` for several conversations: the n-th of `tokens` [n] goes into the n-th cache.
 
         Tokens stand at their positions [n]; returns [n, hidden]. What a token becomes is what `append` to its cache
         gives, but for the order in which sums are taken.

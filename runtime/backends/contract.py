@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec
 from vtx.runtime.errors import BundleError
-from vtx.runtime.vision.tokens import Ids
+from vtx.runtime.vision.tokens import Ids, TokenStates
 
 Tensor = tuple[Sequence[int | None], str]  # sizes (None: any) and onnxruntime's name of the type
 Contract = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # inputs and outputs
@@ -54,7 +54,7 @@ def vision_extras(
 
 
 def stage(m: Manifest, spec: StageSpec, dialect: str) -> Contract:
-    return _contract(graphs.stage(m, dialect, query=spec.query).of_layers(spec))
+    return _contract(graphs.stage(m, dialect, query=spec.query, reads=spec.inputs).of_layers(spec))
 
 
 def score(m: Manifest, dialect: str) -> Contract:
@@ -71,6 +71,12 @@ def text_tower(m: Manifest) -> Contract:
 
 def gate(m: Manifest) -> Contract:
     return _contract(graphs.gate(m))
+
+
+def embedded(graph: str, outputs: Mapping[str, NDArray[np.float32]], count: int) -> TokenStates:
+    """What the embed graph gives for `count` tokens; raises BundleError where it gives another number."""
+    each = {name: of_each(graph, output, count) for name, output in outputs.items()}
+    return TokenStates(each.pop(names.HIDDEN), {name.removeprefix(names.TOKEN_INPUT): x for name, x in each.items()})
 
 
 def of_each(graph: str, output: NDArray[np.float32], count: int) -> NDArray[np.float32]:

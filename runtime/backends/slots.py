@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from vtx.runtime.vision.tokens import HiddenStates, Ids
+from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 
 class SlotCounter(ABC):
@@ -19,13 +19,13 @@ class SlotCounter(ABC):
         self.length, self.capacity = 0, capacity
 
     def append(
-        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
     ) -> HiddenStates:
         """As `StageCache` says."""
-        count = len(hidden)
+        count = len(tokens)
         if self.length + count > self.capacity:
             raise AssertionError(f"{self.length} + {count} tokens in a cache of {self.capacity} slots")
-        out = self._run(hidden, positions, query=query) if rows is None else self._run_for(rows, hidden, positions)
+        out = self._run(tokens, positions, query=query) if rows is None else self._run_for(rows, tokens, positions)
         self.length += count
         return out
 
@@ -35,9 +35,9 @@ class SlotCounter(ABC):
         self.length = length
 
     @abstractmethod
-    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
+    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         """Run the stage; K/V go into the slots from `length` on, which are counted afterwards."""
 
-    def _run_for(self, rows: Ids, hidden: HiddenStates, positions: Ids) -> HiddenStates:
+    def _run_for(self, rows: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
         """`_run`, and of the hidden states those of `rows`; an engine that need not compute the others has its own."""
-        return self._run(hidden, positions, query=False)[rows]
+        return self._run(tokens, positions, query=False)[rows]

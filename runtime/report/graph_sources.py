@@ -35,7 +35,7 @@ from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.tokens import ImageTokens
+from vtx.runtime.vision.tokens import ImageTokens, TokenStates
 
 Tensors = Mapping[str, NDArray[Any]]
 EMBED, VISION, STAGE, SCORE, GATE, HEAD = "embed", "vision", "stage", "score", "gate", "head"
@@ -189,7 +189,7 @@ class BackendSource:
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         backend = self._backend
         if part.kind == EMBED:
-            return {names.HIDDEN: backend.embed(inputs[names.IDS])}
+            return {names.HIDDEN: backend.embed(inputs[names.IDS]).hidden}
         if part.kind == VISION:
             return {names.FEATURES: backend.vision(inputs[names.PIXELS]).rows}
         hidden = inputs[names.HIDDEN]
@@ -198,7 +198,10 @@ class BackendSource:
         if part.kind == GATE:
             return {names.ODDS: backend.gate(part.number, hidden)}
         cache = backend.stage(part.number, len(hidden))
-        out = np.array(cache.append(hidden, np.arange(len(hidden)), query=part.kind == SCORE))
+        further = {
+            name.removeprefix(names.TOKEN_INPUT): x for name, x in inputs.items() if name.startswith(names.TOKEN_INPUT)
+        }
+        out = np.array(cache.append(TokenStates(hidden, further), np.arange(len(hidden)), query=part.kind == SCORE))
         if part.kind == STAGE:
             return {names.HIDDEN_OUT: out}
         total, largest = cache.attention()

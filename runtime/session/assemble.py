@@ -36,7 +36,7 @@ def selecting_text(
         question = np.array(after.ids, np.int64)
     text = np.concatenate([before, question])
     seen = embeddings() if policy.needs().text_tower else None
-    return PromptText(text, backend.embed(text), np.arange(len(text)) >= len(before), seen)
+    return PromptText(text, backend.embed(text).hidden, np.arange(len(text)) >= len(before), seen)
 
 
 def make_prompt(

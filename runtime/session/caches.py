@@ -13,10 +13,11 @@ import numpy as np
 
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.backends.memory import QUESTION_ROWS
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.policies.policy import Policy, Removal
 from vtx.runtime.session.prefix import Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, TokenStates
 
 Check = Callable[[], None]
 
@@ -29,7 +30,7 @@ class PrefixCaches:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
-        self._backend = backend
+        self._backend, self._token_inputs = backend, manifest.token_inputs
         self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
         self.full: dict[int, StageCache] = {}
         self.pruned: dict[int, StageCache] = {}
@@ -57,15 +58,32 @@ class PrefixCaches:
         is_vision = prompt.is_vision[: prompt.prefix_length]
         if not is_vision.size:
             return replace(self._empty_prefix(), key=prompt.prefix_key)
-        hidden = self._backend.embed(prompt.ids[: prompt.prefix_length])
+        embedded = self._backend.embed(prompt.ids[: prompt.prefix_length])
         images = []
         for _, encode in prompt.encoders:
             check()
             images.append(encode())
+        hidden, inputs = embedded.hidden, self._with_zeros(embedded).inputs
         hidden[is_vision] = np.concatenate([image.rows for image in images])
+        for each in self._token_inputs:
+            if each.of_images:
+                said = [image.patches.signals[names.token_input(each.name)] for image in images]
+                inputs[each.name][is_vision] = np.concatenate(said)
         positions, following = assign_positions(is_vision, images)
         patches = tuple(image.patches for image in images)
-        return Prefix(prompt.prefix_key, is_vision, patches, positions, following, (hidden,))
+        return Prefix(prompt.prefix_key, is_vision, patches, positions, following, (hidden,), inputs)
+
+    def embed_text(self, ids: Ids) -> TokenStates:
+        """Text tokens [n] before the decoder."""
+        return self._with_zeros(self._backend.embed(ids))
+
+    def _with_zeros(self, tokens: TokenStates) -> TokenStates:
+        """With zeros for the inputs that the embed graph does not give."""
+        if not self._token_inputs:
+            return tokens
+        lacking = [each for each in self._token_inputs if not each.of_text]
+        zeros = {each.name: np.zeros((len(tokens), each.width), np.float32) for each in lacking}
+        return TokenStates(tokens.hidden, {**tokens.inputs, **zeros})
 
     def enter(self, prefix: Prefix) -> None:
         """Take another prefix; it runs through the decoder when a question needs it."""
@@ -100,22 +118,22 @@ class PrefixCaches:
         assert pruned is not None
         return PrefixSlots(pruned.present, pruned.size, pruned.next_position)
 
-    def run(self, number: int, suffix: HiddenStates, *, query: bool = False) -> HiddenStates:
-        """Run a suffix [n, hidden] through stage `number`, and what continues of the prefix if it has yet to.
+    def run(self, number: int, suffix: TokenStates, *, query: bool = False) -> HiddenStates:
+        """Run a suffix [n] through stage `number`, and what continues of the prefix if it has yet to.
 
         Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
         for `StageCache.attention`. Returns the suffix's hidden states.
         """
         slots, joins = self.layout(number), not query and len(suffix) <= QUESTION_ROWS
         through = self._run_whole if number < self.first_pruned else self._run_pruned
-        ran = through(number, slots, suffix if joins else suffix[:0])
+        ran = through(number, slots, suffix if joins else suffix.part(0, 0))
         if len(ran):
             return ran
         cache = self.cache(number)
         cache.keep(slots.slots)
         return cache.append(suffix, slots.position + np.arange(len(suffix)), query=query)
 
-    def _run_whole(self, number: int, slots: PrefixSlots, suffix: HiddenStates) -> HiddenStates:
+    def _run_whole(self, number: int, slots: PrefixSlots, suffix: TokenStates) -> HiddenStates:
         """Unless the prefix has run through stage `number` with all image tokens, run it, and a suffix behind it.
 
         Returns the suffix's hidden states, none where it has not run.
@@ -124,21 +142,22 @@ class PrefixCaches:
             self.full[number] = self._backend.stage(number, self.capacity)
         prefix, cache = self.prefix, self.full[number]
         if prefix.depth > number:
-            return suffix[:0]
+            return suffix.hidden[:0]
         leaves = cache.spares_rows and self._spares and number + 1 == self._exit and number + 1 not in self._holding
         rows = np.flatnonzero(~prefix.is_vision) if leaves else None
-        hidden, behind = _run_both(cache, prefix.boundaries[-1], prefix.positions, slots, suffix, rows)
+        hidden, behind = _run_both(cache, prefix.tokens(prefix.boundaries[-1]), prefix.positions, slots, suffix, rows)
         self.prefix = prefix.deeper(hidden, hold=number in self._holding)
         return behind
 
-    def _run_pruned(self, number: int, slots: PrefixSlots, suffix: HiddenStates) -> HiddenStates:
+    def _run_pruned(self, number: int, slots: PrefixSlots, suffix: TokenStates) -> HiddenStates:
         """The same for what is left of the prefix."""
         pruned = self._pruned_prefix
         assert pruned is not None
         if pruned.depth > number:
-            return suffix[:0]
+            return suffix.hidden[:0]
         cache = self._pruned_cache(number, pruned)
-        hidden, behind = _run_both(cache, pruned.hidden, pruned.positions, slots, suffix)
+        tokens = self.prefix.tokens(pruned.hidden, pruned.present)
+        hidden, behind = _run_both(cache, tokens, pruned.positions, slots, suffix)
         self._pruned_prefix = pruned.deeper(hidden)
         return behind
 
@@ -202,22 +221,22 @@ class PrefixCaches:
 
 
 def _run_both(
-    cache: StageCache, prefix: HiddenStates, positions: Ids, slots: PrefixSlots, suffix: HiddenStates,
+    cache: StageCache, prefix: TokenStates, positions: Ids, slots: PrefixSlots, suffix: TokenStates,
     rows: Ids | None = None,
 ) -> tuple[HiddenStates, HiddenStates]:  # fmt: skip
-    """Run the hidden states of a prefix from a cache's first slot on, and those of a suffix behind them.
+    """Run the tokens of a prefix from a cache's first slot on, and those of a suffix behind them.
 
-    Returns both after the stage, of the prefix its `rows` alone where they are given. An empty prefix does not run, nor
-    does a suffix without one.
+    Returns the hidden states of both after the stage, of the prefix its `rows` alone where they are given. An empty
+    prefix does not run, nor does a suffix without one.
     """
     cache.keep(0)
     if not len(prefix):
-        return prefix, suffix[:0]
+        return prefix.hidden, suffix.hidden[:0]
     following = slots.position + np.arange(len(suffix))
     if positions.ndim > 1:  # text stands at one time, row and column
         following = following[:, None].repeat(positions.shape[1], 1)
     own = len(prefix) if rows is None else len(rows)
     if rows is not None:
         rows = np.concatenate([rows, len(prefix) + np.arange(len(suffix))])
-    hidden = cache.append(np.concatenate([prefix, suffix]), np.concatenate([positions, following]), rows=rows)
+    hidden = cache.append(prefix.then(suffix), np.concatenate([positions, following]), rows=rows)
     return hidden[:own].copy(), hidden[own:]

@@ -64,10 +64,12 @@ def decode_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
     caches = [session.decoding_caches for session in sessions]
     lengths = [[cache.length for cache in of_one] for of_one in caches]
     try:
-        hidden = backend.embed(np.array([session.next_token for session in sessions], np.int64))
+        ids = np.array([session.next_token for session in sessions], np.int64)
+        tokens = sessions[0].caches.embed_text(ids)
         for number, stage in enumerate(zip(*caches, strict=True)):
             positions = np.array([session.next_position(number) for session in sessions], np.int64)
-            hidden = backend.append_each(number, stage, hidden, positions)
+            tokens = tokens.after(backend.append_each(number, stage, tokens, positions))
+        hidden = tokens.hidden
         logits = backend.head(hidden)
     except BaseException:
         for of_one, before in zip(caches, lengths, strict=True):

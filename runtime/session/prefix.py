@@ -5,14 +5,15 @@ Records here are frozen and replaced as a whole at every step, so that an interr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.policies.policy import Removal
-from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches
+from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches, TokenStates
 
 Key = tuple[bytes, tuple[str, ...]]
 ImageEncoders = tuple[tuple[str, Callable[[], ImageTokens]], ...]
@@ -58,8 +59,9 @@ class Prefix:
 
     `boundaries` hold its hidden states after 0, 1, 2, ... stages: the first [size, hidden], the last likewise unless
     the image leaves there, those between where tokens may leave there, else those of the text only. `saved_kv` is what
-    full stages' caches lack. `positions` [size] are its tokens', `next_position` is the suffix's first; [size, 3] where
-    images have positions of three parts.
+    full stages' caches lack. `inputs` [size, width] are what stages read of the tokens beside their hidden states.
+    `positions` [size] are its tokens', `next_position` is the suffix's first; [size, 3] where images have positions of
+    three parts.
     """
 
     key: Key
@@ -68,6 +70,7 @@ class Prefix:
     positions: Ids
     next_position: int
     boundaries: tuple[HiddenStates, ...]
+    inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     saved_kv: tuple[SavedKV, ...] = ()
 
     @property
@@ -81,6 +84,11 @@ class Prefix:
     @property
     def text_size(self) -> int:
         return int((~self.is_vision).sum())
+
+    def tokens(self, hidden: HiddenStates, present: Mask | None = None) -> TokenStates:
+        """Those `present` (None: all), whose hidden states at some boundary these are."""
+        inputs = self.inputs if present is None else {name: x[present] for name, x in self.inputs.items()}
+        return TokenStates(hidden, inputs)
 
     def deeper(self, hidden: HiddenStates, *, hold: bool) -> Prefix:
         """With its hidden states after one more stage; `hold` the image tokens' of the boundary before."""

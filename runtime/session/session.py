@@ -152,11 +152,13 @@ class Session:
             return ahead
         assert not self._drafts, "a draft is neither accepted nor forgotten"
         self._check_room(self.length + len(draft))
-        hidden = self._backend.embed(np.array([token, *draft], np.int64))
+        tokens = self.caches.embed_text(np.array([token, *draft], np.int64))
         for number in range(len(self._stages)):
             first = self.next_position(number)
-            hidden = self.caches.cache(number).append(hidden, np.arange(first, first + len(hidden), dtype=np.int64))
+            positions = np.arange(first, first + len(tokens), dtype=np.int64)
+            tokens = tokens.after(self.caches.cache(number).append(tokens, positions))
         self._suffix.append(token)
+        hidden = tokens.hidden
         logits, self.state = self._backend.head(hidden), hidden[0]
         self._drafts.extend(zip(draft, logits[1:], hidden[1:], strict=True))
         first_logits: NDArray[np.float32] = logits[0]
@@ -242,15 +244,15 @@ class Session:
         self._cuts, self._layouts = [], []
         depth = caches.prefix.depth
         survivors: Mask | None = None
-        hidden = self._backend.embed(ids)
+        tokens = caches.embed_text(ids)
         for number, stage in enumerate(self._stages):
             if number and self._sees_image(number - 1):
-                removal = policy.ask(boundary_before(number, caches, self._layouts[-1], hidden, policy))
+                removal = policy.ask(boundary_before(number, caches, self._layouts[-1], tokens.hidden, policy))
                 survivors = self._leave(number, removal, survivors)
             self._check()
             self._layouts.append(caches.layout(number))
             query = stage.query and stage.last in needs.queries and self._sees_image(number)
-            hidden = caches.run(number, hidden, query=query)
+            tokens = tokens.after(caches.run(number, tokens, query=query))
         if survivors is not None and needs.shrinks is not None:
             shrinking = [n for n, s in enumerate(self._stages) if s.first >= needs.shrinks]
             self._layouts = caches.shrink(shrinking, survivors, self._layouts, len(ids))
@@ -258,7 +260,7 @@ class Session:
             self._layouts = [replace(layout, position=layout.slots) for layout in self._layouts]
         self._selection, self._suffix = selection, [*selection.ids]
         self._reused_stages = min(depth, caches.first_pruned)
-        return hidden
+        return tokens.hidden
 
     def _leave(self, number: int, removal: Removal | None, survivors: Mask | None) -> Mask | None:
         """The prefix's tokens that caches shrink to, after what a policy decided before stage `number`."""
@@ -271,17 +273,13 @@ class Session:
 
     def _append(self, ids: Ids) -> HiddenStates:
         """Run more tokens of the suffix in the caches as they stand."""
-        hidden = self._backend.embed(ids)
-        for number in range(len(self._stages)):
-            hidden = self._run_stage(number, hidden)
-        return hidden
-
-    def _run_stage(self, number: int, hidden: HiddenStates) -> HiddenStates:
-        self._check()
-        layout, cache, done = self._layouts[number], self.caches.cache(number), len(self._suffix)
-        cache.keep(layout.slots + done)
-        first = layout.position + done
-        return cache.append(hidden, np.arange(first, first + len(hidden), dtype=np.int64))
+        tokens, done = self.caches.embed_text(ids), len(self._suffix)
+        for number, layout in enumerate(self._layouts):
+            self._check()
+            cache, first = self.caches.cache(number), layout.position + done
+            cache.keep(layout.slots + done)
+            tokens = tokens.after(cache.append(tokens, np.arange(first, first + len(tokens), dtype=np.int64)))
+        return tokens.hidden
 
     def _sees_image(self, number: int) -> bool:
         """Whether the suffix sees an image token in stage `number`."""

@@ -23,6 +23,33 @@ NEWLINE = -2  # the patch index of a learned newline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TokenStates:
+    """Tokens on their way into a stage: their hidden states [n, hidden], and what stages read of each beside these.
+
+    `inputs`: [n, width] float32, by the names that the manifest declares under `token_inputs`.
+    """
+
+    hidden: HiddenStates
+    inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def part(self, start: int, end: int) -> TokenStates:
+        """Those from number `start` to before number `end`."""
+        return TokenStates(self.hidden[start:end], {name: x[start:end] for name, x in self.inputs.items()})
+
+    def then(self, others: TokenStates) -> TokenStates:
+        """These, and others behind them."""
+        inputs = {name: np.concatenate([x, others.inputs[name]]) for name, x in self.inputs.items()}
+        return TokenStates(np.concatenate([self.hidden, others.hidden]), inputs)
+
+    def after(self, hidden: HiddenStates) -> TokenStates:
+        """The same tokens behind a stage that made these hidden states of them."""
+        return TokenStates(hidden, self.inputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Patches:
     """Where the tokens of one image come from; arrays [tokens], in the order of the tokens.
 
@@ -81,7 +108,8 @@ class ImageTokens:
         plain = cls.plain(rows).patches
         indices, merged = outputs.get(names.PATCH_INDEX, plain.indices), outputs.get(names.MERGED, plain.merged)
         there = np.flatnonzero(merged != names.GONE)
-        signals = {name: outputs[name] for name in names.VISION_SIGNALS if name in outputs}
+        signals = {name: x for name, x in outputs.items() if name in names.VISION_SIGNALS}
+        signals |= {name: x for name, x in outputs.items() if name.startswith(names.TOKEN_INPUT)}
         patches = Patches(indices, merged == names.WINDOW, signals)
         if len(there) == len(rows):
             return cls(rows, patches)
@@ -134,13 +162,13 @@ class MarkedImage:
 def joined(views: Sequence[ImageTokens]) -> ImageTokens:
     """The tokens of views, and of newlines, one after the other."""
     indices, numbers, signals = list[Ids](), list[Ids](), dict[str, list[NDArray[np.float32]]]()
-    kinds = dict.fromkeys(name for view in views for name in view.patches.signals)
+    widths = {name: signal.shape[1:] for view in views for name, signal in view.patches.signals.items()}
     for number, view in enumerate(views):
         own = view.patches.indices
         indices.append(np.where(own >= 0, own + sum(map(len, indices)), own))
         numbers.append(np.where(own == NEWLINE, -1, number))
-        for name in kinds:
-            silent = np.zeros(len(own), np.float32)
+        for name in widths:
+            silent = np.zeros((len(own), *widths[name]), np.float32)
             signals.setdefault(name, []).append(view.patches.signals.get(name, silent))
     merged = np.concatenate([view.patches.merged for view in views])
     said = {name: np.concatenate(parts) for name, parts in signals.items()}

@@ -16,7 +16,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.rope import read_rope, tables_at
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores, TokenStates
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -48,8 +48,8 @@ class DialectBackend:
         contract.check(name, session, promised)
         return session
 
-    def embed(self, ids: NDArray[np.int64]) -> HiddenStates:
-        return _first(self._embed, {names.IDS: ids})
+    def embed(self, ids: NDArray[np.int64]) -> TokenStates:
+        return contract.embedded("embed", _run(self._embed, {names.IDS: ids}), len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         feeds = {names.PIXELS: pixels, **contract.vision_extras(self.manifest, self.dialect, extras)}
@@ -86,7 +86,7 @@ class _Cache:
 
     def __init__(self, backend: DialectBackend, spec: StageSpec, session: Any, capacity: int) -> None:
         self._backend, self._session, self.capacity = backend, session, capacity
-        self._layers = range(spec.first, spec.last + 1)
+        self._layers, self._reads = spec.cached, spec.inputs
         model = backend.manifest.model
         self._sections = model.rope.sections
         empty = np.zeros(
@@ -105,8 +105,9 @@ class _Cache:
         raise NotImplementedError
 
     def append(
-        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
     ) -> HiddenStates:
+        hidden = tokens.hidden
         assert self.length + len(hidden) <= self.capacity
         rope = self._backend.rope
         if positions.ndim > 1:  # tables of these tokens alone, as long as the bundle's
@@ -114,6 +115,7 @@ class _Cache:
             room = ((0, len(rope[names.COS]) - len(hidden)), (0, 0))
             rope, positions = {names.COS: np.pad(cos, room), names.SIN: np.pad(sin, room)}, np.arange(len(hidden))
         inputs = {names.HIDDEN: hidden, names.POSITIONS: positions[None], **rope, **self._kv}
+        inputs |= {names.token_input(name): tokens.inputs[name] for name in self._reads}
         found = _run(self._session, inputs | self.told(len(hidden)))
         for n in self._layers:
             self._kv[names.past_key(n)] = found[names.present_key(n)]

@@ -14,7 +14,7 @@ from tests.support.exported import answer, policy
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.session.session import Prompt, Session
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores, TokenStates
 
 Logits = NDArray[np.float32]
 
@@ -61,11 +61,12 @@ class FusedCache:
         return self._cache.spares_rows
 
     def append(
-        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
     ) -> HiddenStates:
         before = self._cache.length
         found: HiddenStates = self._backend.fuse.run(
-            lambda: self._cache.append(hidden, positions, query=query, rows=rows), lambda: self._cache.keep(before)
+            lambda: self._cache.append(tokens, positions, query=query, rows=rows),
+            lambda: self._cache.keep(before),
         )
         return found
 
@@ -98,8 +99,8 @@ class FusedBackend:
         self._backend, self.device, self.dialect, self.fuse = backend, backend.device, backend.dialect, Fuse()
         self.compute, self.kv_slot_bytes = backend.compute, backend.kv_slot_bytes
 
-    def embed(self, ids: NDArray[np.int64]) -> HiddenStates:
-        found: HiddenStates = self.fuse.run(lambda: self._backend.embed(ids))
+    def embed(self, ids: NDArray[np.int64]) -> TokenStates:
+        found: TokenStates = self.fuse.run(lambda: self._backend.embed(ids))
         return found
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:

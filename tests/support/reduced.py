@@ -118,7 +118,7 @@ class Talk:
         is_vision = ids == token
         last = int(np.flatnonzero(is_vision)[-1]) if is_vision.any() else -1
         text = ids[~is_vision]
-        return PromptText(text, self._model.backend.embed(text), np.flatnonzero(~is_vision) > last)
+        return PromptText(text, self._model.backend.embed(text).hidden, np.flatnonzero(~is_vision) > last)
 
     def _encode(self, picture: PreparedImage, policy: Policy, question: PromptText) -> ImageTokens:
         tokens = picture.encode(self._model.backend, vision_extras(policy.entries))

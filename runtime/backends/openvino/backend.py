@@ -32,7 +32,7 @@ from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
 DIALECT = "plain"
 KV_TYPES = {"float32": "f32", "float16": "f16", "int8": "u8"}  # numpy's and OpenVINO's
@@ -101,7 +101,9 @@ class OpenvinoBackend:
         rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
         key_type = names.kv_type(DIALECT, self._manifest.kv_dtype)
         most_rows = ROWS_OF_A_RUN.get((self._manifest.precision, compute))
-        self._context = OpenvinoCacheContext(openvino, model, self._kv, rope, score, np.dtype(key_type), most_rows)
+        self._context = OpenvinoCacheContext(
+            openvino, model, self._kv, rope, score, np.dtype(key_type), most_rows, self._manifest.token_inputs
+        )
         self.kv_slot_bytes = self._context.slot_bytes
         self._head, self.stages = self._compile_decoder()
         self._batches: list[OpenvinoStageBatch] = []
@@ -160,14 +162,16 @@ class OpenvinoBackend:
             for_many = None if many is None else self._engine(file, many, "int8")
             stage = StageGraph(file, self._engine(file, model), for_many, held)
             cache = OpenvinoStageCache(self._context, stage, spec, FEW + 2)
-            cache.append(self._row, np.zeros(1, np.int64))
+            inputs = {each.name: np.zeros((FEW + 1, each.width), np.float32) for each in self._manifest.token_inputs}
+            tokens = TokenStates(self._row.repeat(FEW + 1, 0), inputs)
+            cache.append(tokens.part(0, 1), np.zeros(1, np.int64))
             if stage.for_many is not None:
-                cache.append(self._row.repeat(FEW + 1, 0), np.arange(FEW + 1))
+                cache.append(tokens, np.arange(FEW + 1))
         return stage
 
     def _read_stage(self, spec: StageSpec, file: str) -> Any:
         model = self._read(file, contract.stage(self._manifest, spec, DIALECT))
-        page_caches(model, range(spec.first, spec.last + 1), self._manifest.model.heads)
+        page_caches(model, spec.cached, self._manifest.model.heads)
         choose_rows(model)
         return model
 
@@ -187,9 +191,9 @@ class OpenvinoBackend:
         except (RuntimeError, MemoryError) as e:
             raise load_failure(ENGINE, name, e) from e
 
-    def embed(self, ids: Ids) -> HiddenStates:
-        found = self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
-        return contract.of_each(self._embed.name, found, len(ids))
+    def embed(self, ids: Ids) -> TokenStates:
+        outputs = self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})
+        return contract.embedded(self._embed.name, outputs, len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         with self._vision_lock:
@@ -260,10 +264,10 @@ class OpenvinoBackend:
         return all(isinstance(cache, OpenvinoStageCache) and cache.lane is not None for cache in caches)
 
     def append_each(
-        self, index: int, caches: Sequence[StageCache], hidden: HiddenStates, positions: Ids
+        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids
     ) -> HiddenStates:
         taken = [cache for cache in caches if isinstance(cache, OpenvinoStageCache)]
-        return self._batches[index].append_each(taken, hidden, positions)
+        return self._batches[index].append_each(taken, tokens, positions)
 
     def close(self) -> None:
         self._batches = []

@@ -17,7 +17,7 @@ from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLO
 from vtx.runtime.backends.openvino.rows import ROWS
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import HiddenStates, Ids
+from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 
 class OpenvinoStageBatch:
@@ -26,26 +26,27 @@ class OpenvinoStageBatch:
     def __init__(
         self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, lanes: int, capacity: int
     ) -> None:
-        self._context, self._stage = context, stage
+        self._context, self._stage, self._reads = context, stage, spec.inputs
         self._blocks = -(-capacity // BLOCK)  # of a lane
-        self.pool = LanePool(spec.layers, lanes, context.shape(self._blocks), np.dtype(KV_ARRAYS[context.kv]))
+        self.pool = LanePool(len(spec.cached), lanes, context.shape(self._blocks), np.dtype(KV_ARRAYS[context.kv]))
         self._request = stage.request()
         self._lock = threading.Lock()
-        every = self.pool.kv.reshape(spec.layers, 2, *context.shape(lanes * self._blocks))
-        for layer, (keys, values) in zip(range(spec.first, spec.last + 1), every, strict=True):
+        every = self.pool.kv.reshape(len(spec.cached), 2, *context.shape(lanes * self._blocks))
+        for layer, (keys, values) in zip(spec.cached, every, strict=True):
             self._request.set_tensor(names.past_key(layer), context.blocks(keys))
             self._request.set_tensor(names.past_value(layer), context.blocks(values))
         for name, table in context.rope.items():
             self._request.set_tensor(name, context.shared(table))
 
-    def append_each(self, caches: Sequence[OpenvinoStageCache], hidden: HiddenStates, positions: Ids) -> HiddenStates:
-        """Run one of the hidden states [n, hidden] into each cache, at its position [n]. Returns [n, hidden]."""
+    def append_each(self, caches: Sequence[OpenvinoStageCache], tokens: TokenStates, positions: Ids) -> HiddenStates:
+        """Run one of the tokens [n] into each cache, at its position [n]. Returns their hidden states [n, hidden]."""
         self._stage.check_open()
         past = np.array([cache.length for cache in caches], np.int32)
         blocks = [self._blocks_of(cache) for cache in caches]
-        out = np.empty_like(hidden)
+        out = np.empty_like(tokens.hidden)
         inputs: dict[str, NDArray[Any]] = {
-            names.HIDDEN: np.ascontiguousarray(hidden),
+            **{names.token_input(name): np.ascontiguousarray(tokens.inputs[name]) for name in self._reads},
+            names.HIDDEN: np.ascontiguousarray(tokens.hidden),
             names.POSITIONS: positions[None].copy(),
             names.HIDDEN_OUT: out,
             PAST: past,
@@ -53,7 +54,7 @@ class OpenvinoStageBatch:
             BLOCKS: np.concatenate(blocks),
             BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
             FILLED: np.array(past.max() + 1, np.int32),
-            ROWS: np.arange(len(hidden), dtype=np.int32),
+            ROWS: np.arange(len(tokens), dtype=np.int32),
         }
         with self._lock, run_failures(ENGINE, self._stage.name):
             for name, array in inputs.items():

@@ -19,10 +19,10 @@ from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLO
 from vtx.runtime.backends.openvino.rows import ROWS
 from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.bundle.tensors.rope import tables_at
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 # Of what K and V are arrays: bfloat16's bits; in u8 a row of a head is its scale, its zero point, and its numbers.
 KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
@@ -44,6 +44,7 @@ class OpenvinoCacheContext:
     score: OpenvinoGraph | None
     key: np.dtype[Any]
     most_rows: int | None = None
+    token_inputs: tuple[TokenInput, ...] = ()
 
     @property
     def slot_width(self) -> int:
@@ -73,8 +74,8 @@ class OpenvinoCacheContext:
 class OpenvinoStageCache(SlotCounter):
     """`StageCache` whose K and V are arrays of blocks, which an infer request over the stage's graph reads and fills.
 
-    `kv` is [layers, 2, blocks, kv_heads, slots of a block, slot width], in the `lane` of a pool where one is given that
-    has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
+    `kv` is [cached layers, 2, blocks, kv_heads, slots of a block, slot width], in the `lane` of a pool where one is
+    given that has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
     """
 
     spares_rows = True
@@ -88,7 +89,7 @@ class OpenvinoStageCache(SlotCounter):
         pool: LanePool | None = None,
     ) -> None:
         super().__init__(capacity)
-        self._context, self._stage = context, stage
+        self._context, self._stage, self._reads = context, stage, spec.inputs
         self._request, self._for_many = stage.request(), stage.request_for_many()
         self._ran = self._request
         model, blocks = context.model, -(-capacity // BLOCK)
@@ -97,8 +98,10 @@ class OpenvinoStageCache(SlotCounter):
             self.kv = pool.kv[:, :, self.lane.number, :blocks]
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
         else:
-            self.kv = zeros_in_small_pages((spec.layers, 2, *context.shape(blocks)), np.dtype(KV_ARRAYS[context.kv]))
-        for layer, (keys, values) in zip(range(spec.first, spec.last + 1), self.kv, strict=True):
+            self.kv = zeros_in_small_pages(
+                (len(spec.cached), 2, *context.shape(blocks)), np.dtype(KV_ARRAYS[context.kv])
+            )
+        for layer, (keys, values) in zip(spec.cached, self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
         self._past, self._begins, self._filled = np.zeros(1, np.int32), np.zeros(2, np.int32), np.array(0, np.int32)
@@ -106,50 +109,55 @@ class OpenvinoStageCache(SlotCounter):
         bound_once = {PAST: self._past, BEGINS: self._begins, FILLED: self._filled, BLOCK_BEGINS: self._block_begins}
         for name, array in (*context.rope.items(), *bound_once.items()):
             self._set(name, context.shared(array))
-        self._row, self._row_out = np.zeros((1, model.hidden), np.float32), np.zeros((1, model.hidden), np.float32)
-        self._row_position = np.zeros((1, 1), np.int64)
+        self._row_out, self._row_position = np.zeros((1, model.hidden), np.float32), np.zeros((1, 1), np.int64)
+        widths = {each.name: each.width for each in context.token_inputs}
+        row_inputs = {name: np.zeros((1, widths[name]), np.float32) for name in spec.inputs}
+        self._row = TokenStates(np.zeros((1, model.hidden), np.float32), row_inputs)
         self._row_tensors = self._tensors(self._row, self._row_position, np.zeros(1, np.int32), self._row_out)
         self._query = np.zeros((0, 0), np.float32)
         self._bound: Any = None
 
     def append(
-        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
     ) -> HiddenStates:
-        """As `StageCache` says; many hidden states in runs of nearly the same size, which gives the same ones."""
-        runs = 1 if query or not self._context.most_rows else -(-len(hidden) // self._context.most_rows)
+        """As `StageCache` says; many tokens in runs of nearly the same size, which gives the same hidden states."""
+        runs = 1 if query or not self._context.most_rows else -(-len(tokens) // self._context.most_rows)
         if runs < 2:
-            return super().append(hidden, positions, query=query, rows=rows)
+            return super().append(tokens, positions, query=query, rows=rows)
         found, first = [], 0
-        for part, at in zip(np.array_split(hidden, runs), np.array_split(positions, runs), strict=True):
-            mine = None if rows is None else rows[(first <= rows) & (rows < first + len(part))] - first
-            found.append(super().append(part, at, rows=mine))
-            first += len(part)
+        for at in np.array_split(positions, runs):
+            end = first + len(at)
+            mine = None if rows is None else rows[(first <= rows) & (rows < end)] - first
+            found.append(super().append(tokens.part(first, end), at, rows=mine))
+            first = end
         return np.concatenate(found)
 
-    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        out = self._compute(hidden, positions, np.arange(len(hidden), dtype=np.int32))
+    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
+        out = self._compute(tokens, positions, np.arange(len(tokens), dtype=np.int32))
         if query:
             self._query = self._ran.get_tensor(names.QUERY).data.copy()
         return out
 
-    def _run_for(self, rows: Ids, hidden: HiddenStates, positions: Ids) -> HiddenStates:
+    def _run_for(self, rows: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
         one = rows if len(rows) else np.zeros(1, np.int64)  # where none is asked for: engines differ in empty products
-        return self._compute(hidden, positions, one.astype(np.int32))[: len(rows)]
+        return self._compute(tokens, positions, one.astype(np.int32))[: len(rows)]
 
-    def _compute(self, hidden: HiddenStates, positions: Ids, rows: NDArray[np.int32]) -> HiddenStates:
+    def _compute(self, tokens: TokenStates, positions: Ids, rows: NDArray[np.int32]) -> HiddenStates:
         """Run the stage; the hidden states of `rows`, at least one."""
         self._stage.check_open()
-        count, rope = len(hidden), self._context.rope
+        count, rope = len(tokens), self._context.rope
         if positions.ndim > 1:
             tables = rope[names.COS], rope[names.SIN]
             cos, sin = tables_at(tables, self._context.model.rope.sections, positions)
             rope, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
         if count == 1:
-            self._row[:], self._row_position[:] = hidden, positions
+            self._row.hidden[:], self._row_position[:] = tokens.hidden, positions
+            for name, row in self._row.inputs.items():
+                row[:] = tokens.inputs[name]
             tensors, out = self._row_tensors, self._row_out
         else:
-            out = np.empty((len(rows), hidden.shape[1]), np.float32)
-            tensors = self._tensors(np.ascontiguousarray(hidden), positions[None].copy(), rows, out)
+            out = np.empty((len(rows), tokens.hidden.shape[1]), np.float32)
+            tensors = self._tensors(tokens, positions[None].copy(), rows, out)
         with run_failures(ENGINE, self._stage.name), self._rotating_by(rope):
             self._bind(tensors)
             self._place(count)
@@ -217,11 +225,12 @@ class OpenvinoStageCache(SlotCounter):
             self._for_many.set_tensor(name, tensor)
 
     def _tensors(
-        self, hidden: HiddenStates, positions: NDArray[np.int64], rows: NDArray[np.int32], out: HiddenStates
+        self, tokens: TokenStates, positions: NDArray[np.int64], rows: NDArray[np.int32], out: HiddenStates
     ) -> tuple[tuple[str, Any], ...]:
         """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""
-        arrays = ((names.HIDDEN, hidden), (names.POSITIONS, positions), (ROWS, rows), (names.HIDDEN_OUT, out))
-        return tuple((name, self._context.shared(array)) for name, array in arrays)
+        arrays = [(names.HIDDEN, tokens.hidden), (names.POSITIONS, positions), (ROWS, rows), (names.HIDDEN_OUT, out)]
+        arrays += [(names.token_input(name), tokens.inputs[name]) for name in self._reads]
+        return tuple((name, self._context.shared(np.ascontiguousarray(array))) for name, array in arrays)
 
     def _bind(self, tensors: tuple[tuple[str, Any], ...]) -> None:
         if tensors is self._bound:

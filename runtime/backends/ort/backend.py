@@ -27,7 +27,7 @@ from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cores
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
 
 class OrtBackend:
@@ -76,17 +76,18 @@ class OrtBackend:
         rope = dict(zip((names.COS, names.SIN), tables, strict=True))
         scales = read_kv_scales(bundle) if m.kv_dtype == "int8" else {}
         return OrtCacheContext(
-            self._ort, m.model, m.kv_dtype, tables, self._placed(rope), self._placed(scales), self._score, self.memory
-        )
+            self._ort, m.model, m.kv_dtype, tables, self._placed(rope), self._placed(scales), self._score,
+            m.token_inputs, self.memory,
+        )  # fmt: skip
 
     def _placed(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         """OrtValues where the caches lie."""
         make = self._ort.OrtValue.ortvalue_from_numpy
         return {name: make(array, self.memory, 0) for name, array in arrays.items()}
 
-    def embed(self, ids: NDArray[np.int64]) -> HiddenStates:
-        found = self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})[names.HIDDEN]
-        return contract.of_each(self._embed.name, found, len(ids))
+    def embed(self, ids: NDArray[np.int64]) -> TokenStates:
+        outputs = self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})
+        return contract.embedded(self._embed.name, outputs, len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         with self._vision_lock:
@@ -143,10 +144,10 @@ class OrtBackend:
         return all(isinstance(cache, OrtStageCache) and cache.lane is not None for cache in caches)
 
     def append_each(
-        self, index: int, caches: Sequence[StageCache], hidden: HiddenStates, positions: Ids
+        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids
     ) -> HiddenStates:
         taken = [cache for cache in caches if isinstance(cache, OrtStageCache)]
-        return self._batches[index].append_each(taken, hidden, positions)
+        return self._batches[index].append_each(taken, tokens, positions)
 
     def close(self) -> None:
         self._batches = []

@@ -15,7 +15,7 @@ from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache, bind,
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import HiddenStates, Ids
+from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 BINDINGS = 32  # that a stage keeps
 
@@ -25,6 +25,7 @@ class Run:
     """A binding over as many lanes as there are tokens, and the arrays that it reads and writes."""
 
     hidden: HiddenStates
+    inputs: dict[str, NDArray[np.float32]]
     positions: NDArray[np.int64]
     last: NDArray[np.int32]
     total: NDArray[np.int32]
@@ -42,7 +43,7 @@ class OrtStageBatch:
     def __init__(self, context: OrtCacheContext, stage: OrtGraph, spec: StageSpec, lanes: int, capacity: int) -> None:
         self._context, self._stage, self._spec, self._lanes = context, stage, spec, lanes
         shape = (context.model.kv_heads, capacity, context.model.head_dim)
-        self.pool = LanePool(spec.layers, lanes, shape, np.dtype(context.kv_dtype))
+        self.pool = LanePool(len(spec.cached), lanes, shape, np.dtype(context.kv_dtype))
         self._caches = weakref.WeakValueDictionary[int, OrtStageCache]()  # by lane
         self._runs: dict[tuple[int, int], Run] = {}
 
@@ -53,19 +54,21 @@ class OrtStageBatch:
             self._caches[cache.lane.number] = cache
         return cache
 
-    def append_each(self, caches: Sequence[OrtStageCache], hidden: HiddenStates, positions: Ids) -> HiddenStates:
-        """Run one of the hidden states [n, hidden] into each cache, at its position [n]. Returns [n, hidden]."""
+    def append_each(self, caches: Sequence[OrtStageCache], tokens: TokenStates, positions: Ids) -> HiddenStates:
+        """Run one of the tokens [n] into each cache, at its position [n]. Returns their hidden states [n, hidden]."""
         lengths = np.array([cache.length for cache in caches], np.int32)
         assert all(cache.length < cache.capacity for cache in caches), "one is full"
         lanes = self._gather(caches)
         order = np.argsort(lanes)
         run = self._run(int(lanes.min()), len(caches))
-        run.hidden[:], run.positions[:, 0] = hidden[order], positions[order]
+        run.hidden[:], run.positions[:, 0] = tokens.hidden[order], positions[order]
+        for name in self._spec.inputs:
+            run.inputs[names.token_input(name)][:] = tokens.inputs[name][order]
         run.last[:], run.total[0] = lengths[order], lengths.max() + 1
         self._stage.run_bound(run.binding)
         for cache in caches:
             cache.length += 1
-        out = np.empty_like(hidden)
+        out = np.empty_like(tokens.hidden)
         out[order] = run.out
         return out
 
@@ -81,7 +84,9 @@ class OrtStageBatch:
         context, spec = self._context, self._spec
         hidden, out = (np.zeros((count, context.model.hidden), np.float32) for _ in range(2))
         positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
+        further = {name: np.zeros((count, width), np.float32) for name, width in context.widths(spec).items()}
         inputs: dict[str, NDArray[Any]] = {
+            **further,
             names.HIDDEN: hidden,
             names.POSITIONS: positions,
             names.LAST_SLOT: last,
@@ -90,7 +95,7 @@ class OrtStageBatch:
         kv = self.pool.kv[:, :, first : first + count]
         buffers = named(spec, ((context.value(keys), context.value(values)) for keys, values in kv))
         binding = bind(context, self._stage, inputs, out, context.scales_of(spec), buffers)
-        return Run(hidden, positions, last, total, out, binding)
+        return Run(hidden, further, positions, last, total, out, binding)
 
     # ---- side by side ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,10 +15,10 @@ from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.bundle.tensors.rope import Tables, tables_at
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +35,17 @@ class OrtCacheContext:
     rope: Mapping[str, Any]
     kv_scales: Mapping[str, Any]
     score: OrtGraph | None
+    token_inputs: tuple[TokenInput, ...]
     memory: str = "cpu"
 
     def scales_of(self, spec: StageSpec) -> dict[str, Any]:
         """Those of K and V of a stage's layers, none where these are not int8."""
-        layers = range(spec.first, spec.last + 1)
-        wanted = {name(layer) for layer in layers for name in (names.key_scale, names.value_scale)}
+        wanted = {name(layer) for layer in spec.cached for name in (names.key_scale, names.value_scale)}
         return {name: scale for name, scale in self.kv_scales.items() if name in wanted}
+
+    def widths(self, spec: StageSpec) -> dict[str, int]:
+        """Numbers a token of each further input that a stage reads, by the graph's name of it."""
+        return {names.token_input(each.name): each.width for each in self.token_inputs if each.name in spec.inputs}
 
     def value(self, array: NDArray[Any]) -> Any:
         """An OrtValue over a host array's own memory, which the caller holds."""
@@ -61,16 +64,13 @@ class Placement:
     row_binding: Any
 
 
-NO_TABLES: Mapping[str, NDArray[np.float32]] = MappingProxyType({})
-
-
 class OrtStageCache(SlotCounter):
     """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.
 
-    `kv` is [layers, 2, 1, kv_heads, capacity, head_dim], in the `lane` of a pool where one is given that has room, else
-    in memory of its own; `buffers` are its parts with the names they are bound by. `query` [tokens, heads * head_dim]
-    are those of the tokens last appended with it. One token, as in decoding, runs through `row_binding`, made once;
-    nothing is allocated for it.
+    `kv` is [cached layers, 2, 1, kv_heads, capacity, head_dim], in the `lane` of a pool where one is given that has
+    room, else in memory of its own; `buffers` are its parts with the names they are bound by. `query`
+    [tokens, heads * head_dim] are those of the tokens last appended with it. One token, as in decoding, runs through
+    `row_binding`, made once; nothing is allocated for it.
     """
 
     bound_once = True
@@ -92,15 +92,17 @@ class OrtStageCache(SlotCounter):
         self._row: HiddenStates = np.zeros((1, model.hidden), np.float32)
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
+        self._row_inputs = {name: np.zeros((1, width), np.float32) for name, width in context.widths(spec).items()}
         self.place(self.bound_at(None if self.lane is None else self.lane.number))
 
     def bound_at(self, number: int | None) -> Placement:
         """K and V in the lane of this number, or in memory of their own, and what is bound to them."""
         model, capacity = self._context.model, self.capacity
-        shape = (self._spec.layers, 2, 1, model.kv_heads, capacity, model.head_dim)
+        shape = (len(self._spec.cached), 2, 1, model.kv_heads, capacity, model.head_dim)
         kv, values = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
         buffers = named(self._spec, values)
-        return Placement(kv, buffers, self._bind(self._row, self._row_position, self._row_out, buffers))
+        row = self._bind(self._row, self._row_position, self._row_out, buffers, self._row_inputs)
+        return Placement(kv, buffers, row)
 
     def place(self, placement: Placement) -> None:
         """Have K and V lie there from now on; whoever moves them copies them."""
@@ -116,18 +118,22 @@ class OrtStageCache(SlotCounter):
             kv = zeros_in_small_pages(shape, kv_type)
         return kv, [(self._context.value(layer[0]), self._context.value(layer[1])) for layer in kv]
 
-    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        count, own = len(hidden), {}
+    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
+        hidden, count = tokens.hidden, len(tokens)
+        own = {names.token_input(name): tokens.inputs[name] for name in self._spec.inputs}
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
         if positions.ndim > 1:
             cos, sin = tables_at(self._context.tables, self._context.model.rope.sections, positions)
-            own, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
+            own, positions = {**own, names.COS: cos, names.SIN: sin}, np.arange(count)
         elif count == 1 and self.bound_once and not query:
             self._row[:], self._row_position[:] = hidden, positions
+            for name, row in self._row_inputs.items():
+                row[:] = own[name]
             self._stage.run_bound(self.row_binding)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
         hidden, positions, out = np.ascontiguousarray(hidden), positions[None].copy(), np.empty_like(hidden)
+        own = {name: np.ascontiguousarray(array) for name, array in own.items()}
         binding = self._bind(hidden, positions, out, self.buffers, own)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
@@ -172,15 +178,15 @@ class OrtStageCache(SlotCounter):
         positions: NDArray[np.int64],
         out: HiddenStates,
         buffers: Buffers,
-        tables: Mapping[str, NDArray[np.float32]] = NO_TABLES,
+        further: Mapping[str, NDArray[np.float32]],
     ) -> Any:
-        """`tables`: rotary ones of these tokens alone, by name."""
+        """`further`: the tokens' other inputs by name, among them rotary tables of these tokens alone."""
         inputs: dict[str, NDArray[Any]] = {
             names.HIDDEN: hidden,
             names.POSITIONS: positions,
             names.LAST_SLOT: self._last,
             names.TOTAL_SLOTS: self._total,
-            **tables,
+            **further,
         }
         return bind(self._context, self._stage, inputs, out, self._scales, buffers)
 
@@ -188,7 +194,7 @@ class OrtStageCache(SlotCounter):
 def named(spec: StageSpec, values: Iterable[tuple[Any, Any]]) -> Buffers:
     """K and V of each layer of a stage, with the names that they are bound by as input and output."""
     buffers: Buffers = []
-    for layer, (key, value) in zip(range(spec.first, spec.last + 1), values, strict=True):
+    for layer, (key, value) in zip(spec.cached, values, strict=True):
         buffers.append((names.past_key(layer), names.present_key(layer), key))
         buffers.append((names.past_value(layer), names.present_value(layer), value))
     return buffers

@@ -27,7 +27,7 @@ from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.units import size
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
 COMPUTE = {"float16": "f16", "float32": "f32"}  # `trt` engines compute in the type of K and V
 
@@ -97,12 +97,17 @@ class TensorrtBackend:
             max_context=self._manifest.max_context,
             rope=self._load_rope(),
             score=self._graphs.score,
+            token_inputs=self._manifest.token_inputs,
         )
 
-    def embed(self, ids: Ids) -> HiddenStates:
-        hidden = self._manifest.model.hidden
-        inputs = {names.IDS: contract.embeddable(self._manifest, ids)}
-        return self._run(self._graphs.embed, inputs, names.HIDDEN, (len(ids), hidden))
+    def embed(self, ids: Ids) -> TokenStates:
+        graph, m = self._graphs.embed, self._manifest
+        shapes = {names.HIDDEN: (len(ids), m.model.hidden)}
+        shapes |= {names.token_input(each.name): (len(ids), each.width) for each in m.token_inputs if each.of_text}
+        self.engines.check_tokens(graph, len(ids))
+        with self._lock:
+            outputs = self.engines.run(graph, {names.IDS: contract.embeddable(m, ids)}, shapes)
+        return contract.embedded(graph, outputs, len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
@@ -125,6 +130,8 @@ class TensorrtBackend:
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(of_tokens, (model.tower.tokens,))
         if self._manifest.text_tower is not None:
             shapes[names.CLIP_PATCHES] = (model.tower.tokens, self._manifest.text_tower.width)
+        given = [each for each in self._manifest.token_inputs if each.of_images]
+        shapes |= {names.token_input(each.name): (model.tower.tokens, each.width) for each in given}
         return {names.FEATURES: (1, model.tower.tokens, model.hidden), **shapes}
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:

@@ -20,7 +20,7 @@ from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
 
@@ -41,7 +41,7 @@ class TensorrtStageCache(SlotCounter):
         self._context, self._spec, self._graph = context, spec, graph
         model, cuda = context.model, context.cuda
         self._slots, self._slot_bytes = context.max_context, context.slot_bytes
-        self._heads = spec.layers * 2 * model.kv_heads  # of the buffer, each with all slots
+        self._heads = len(spec.cached) * 2 * model.kv_heads  # of the buffer, each with all slots
         self._layer_bytes = model.kv_heads * self._slots * self._slot_bytes
         purpose = f"the KV cache of layers {spec.first} to {spec.last}"
         self.kv = Buffer(cuda, self._heads * self._slots * self._slot_bytes, purpose)
@@ -49,21 +49,22 @@ class TensorrtStageCache(SlotCounter):
         self._queries = Queries(context)
         self._row, self._row_out = (cuda.pinned((1, model.hidden), np.float32) for _ in range(2))
         self._position = cuda.pinned((1, 1), np.int64)
+        self._row_inputs = {name: cuda.pinned((1, width), np.float32) for name, width in context.widths(spec).items()}
         self._total = cuda.pinned((1,), np.int32)
         self._decode = context.engines.new_context(graph, DECODE)
         self._bind(self._decode, 1)
         self._recorded: Graph | None = None
         self._ran = False
 
-    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
+    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         with self._context.lock:
-            self._total[0] = self.length + len(hidden)
-            if len(hidden) == 1 and not query:
-                return self._one(hidden, positions)
-            return self._many(hidden, positions, query=query)
+            self._total[0] = self.length + len(tokens)
+            if len(tokens) == 1 and not query:
+                return self._one(tokens, positions)
+            return self._many(tokens, positions, query=query)
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        key = self.kv.address + (self._spec.layers - 1) * 2 * self._layer_bytes
+        key = self.kv.address + (len(self._spec.cached) - 1) * 2 * self._layer_bytes
         with self._context.lock:
             return self._queries.attention(key, self._slots, self.length, last_only=last_only)
 
@@ -71,7 +72,7 @@ class TensorrtStageCache(SlotCounter):
         context, model = self._context, self._context.model
         keys = np.empty((model.kv_heads, self._slots, model.head_dim), context.kv_dtype)
         with context.lock:
-            context.cuda.copy_out(keys, self.kv.address + (self._spec.layers - 1) * 2 * self._layer_bytes)
+            context.cuda.copy_out(keys, self.kv.address + (len(self._spec.cached) - 1) * 2 * self._layer_bytes)
             context.cuda.wait()
         return keys[:, : self.length].astype(np.float32)
 
@@ -107,15 +108,21 @@ class TensorrtStageCache(SlotCounter):
         }
         if self._spec.query:
             addresses[names.QUERY] = query or address(names.QUERY)
-        for number, layer in enumerate(range(self._spec.first, self._spec.last + 1)):
+        for number, layer in enumerate(self._spec.cached):
             key = self.kv.address + number * 2 * self._layer_bytes
             addresses |= {name(layer): key for name in (names.past_key, names.present_key)}
             addresses |= {name(layer): key + self._layer_bytes for name in (names.past_value, names.present_value)}
-        context.bind({names.HIDDEN: (count, self._context.model.hidden), names.POSITIONS: (1, count)}, addresses)
+        shapes = {names.HIDDEN: (count, self._context.model.hidden), names.POSITIONS: (1, count)}
+        for name, width in self._context.widths(self._spec).items():
+            shapes[names.token_input(name)] = (count, width)
+            addresses[names.token_input(name)] = address(names.token_input(name))
+        context.bind(shapes, addresses)
 
-    def _one(self, hidden: HiddenStates, positions: Ids) -> HiddenStates:
+    def _one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
         """One token: the first run as it comes, the second recorded, from then on launched."""
-        self._row[:], self._position[:] = hidden, positions
+        self._row[:], self._position[:] = tokens.hidden, positions
+        for name, row in self._row_inputs.items():
+            row[:] = tokens.inputs[name]
         self._bind(self._decode, 1)
         if self._recorded is None and self._ran and self._decode.capturable:
             with self._context.cuda.capture() as graph:
@@ -134,17 +141,22 @@ class TensorrtStageCache(SlotCounter):
         cuda.copy_in(address(names.HIDDEN), self._row)
         cuda.copy_in(address(names.POSITIONS), self._position)
         cuda.copy_in(address(names.TOTAL_SLOTS), self._total)
+        for name, row in self._row_inputs.items():
+            cuda.copy_in(address(names.token_input(name)), row)
         self._decode.enqueue()
         cuda.copy_out(self._row_out, address(names.HIDDEN_OUT))
 
-    def _many(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        engines, cuda, count = self._context.engines, self._context.cuda, len(hidden)
+    def _many(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
+        engines, cuda, count = self._context.engines, self._context.cuda, len(tokens)
         engines.check_tokens(self._graph, count)
         context = self._decode if count == 1 else engines.context(self._graph, PREFILL)
         self._bind(context, count, self._queries.room(count) if query else None)
         out = np.empty((count, self._context.model.hidden), np.float32)
-        hidden, positions = np.ascontiguousarray(hidden, np.float32), np.ascontiguousarray(positions, np.int64)
+        hidden, positions = np.ascontiguousarray(tokens.hidden, np.float32), np.ascontiguousarray(positions, np.int64)
         cuda.copy_in(engines.address(names.HIDDEN), hidden)
+        further = {name: np.ascontiguousarray(tokens.inputs[name], np.float32) for name in self._spec.inputs}
+        for name, array in further.items():
+            cuda.copy_in(engines.address(names.token_input(name)), array)
         cuda.copy_in(engines.address(names.POSITIONS), positions)
         cuda.copy_in(engines.address(names.TOTAL_SLOTS), self._total)
         context.enqueue()

@@ -16,7 +16,7 @@ from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 
 class GrowingStageCache(SlotCounter):
@@ -29,22 +29,22 @@ class GrowingStageCache(SlotCounter):
         self._unit = context.slot_bytes
         self._part = self._kv_heads * capacity * self._unit  # bytes of a layer's K or V
         purpose = f"the KV cache of layers {spec.first} to {spec.last}"
-        self._now, self._next = (Buffer(context.cuda, 2 * spec.layers * self._part, purpose) for _ in range(2))
+        self._now, self._next = (Buffer(context.cuda, 2 * len(spec.cached) * self._part, purpose) for _ in range(2))
         self._queries = Queries(context)
         self._held = 0  # slots that `_now` is laid out for
 
-    def _run(self, hidden: HiddenStates, positions: Ids, *, query: bool) -> HiddenStates:
+    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         with self._context.lock:
             self._lay_out(self.length)
-            out = self._grow(hidden, positions, self._queries.room(len(hidden)) if query else None)
+            out = self._grow(tokens, positions, self._queries.room(len(tokens)) if query else None)
             self._now, self._next = self._next, self._now
-            self._held += len(hidden)
+            self._held += len(tokens)
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
         with self._context.lock:
             self._lay_out(self.length)
-            key = self._now.address + (self._spec.layers - 1) * 2 * self._part
+            key = self._now.address + (len(self._spec.cached) - 1) * 2 * self._part
             return self._queries.attention(key, self.length, self.length, last_only=last_only)
 
     def keys(self) -> NDArray[np.float32]:
@@ -52,7 +52,7 @@ class GrowingStageCache(SlotCounter):
         keys = np.empty((self._kv_heads, self.length, self._head_dim), self._context.kv_dtype)
         with self._context.lock:
             self._lay_out(self.length)
-            cuda.copy_out(keys, self._now.address + (self._spec.layers - 1) * 2 * self._part)
+            cuda.copy_out(keys, self._now.address + (len(self._spec.cached) - 1) * 2 * self._part)
             cuda.wait()
         return keys.astype(np.float32)
 
@@ -60,9 +60,9 @@ class GrowingStageCache(SlotCounter):
         count = len(slots)
         with self._context.lock:
             self._lay_out(self.length)
-            nbytes = max(1, 2 * self._spec.layers * self._kv_heads * count * self._unit)
+            nbytes = max(1, 2 * len(self._spec.cached) * self._kv_heads * count * self._unit)
             kept = SavedSlots(Buffer(self._context.cuda, nbytes, "K/V set aside"), count)
-            for part in range(2 * self._spec.layers):
+            for part in range(2 * len(self._spec.cached)):
                 for start, first, run in runs(slots):
                     self._copy(kept.buffer, part, count, start, self._now, part, self._held, first, run, kept=True)
             self._context.cuda.wait()
@@ -72,7 +72,7 @@ class GrowingStageCache(SlotCounter):
         assert len(slots) == kv.count
         with self._context.lock:
             self._lay_out(length)
-            for part in range(2 * self._spec.layers):
+            for part in range(2 * len(self._spec.cached)):
                 for start, first, run in runs(slots):
                     self._copy(self._now, part, length, first, kv.buffer, part, kv.count, start, run, kept=False)
             self._context.cuda.wait()
@@ -84,7 +84,7 @@ class GrowingStageCache(SlotCounter):
             return
         stay = min(self._held, length)
         if stay:
-            for part in range(2 * self._spec.layers):
+            for part in range(2 * len(self._spec.cached)):
                 self._copy(self._next, part, length, 0, self._now, part, self._held, 0, stay)
             self._context.cuda.wait()
         self._now, self._next, self._held = self._next, self._now, length
@@ -100,9 +100,9 @@ class GrowingStageCache(SlotCounter):
         pitches = to_slots * self._unit, slots * self._unit
         self._context.cuda.copy_rows(to_at, pitches[0], at, pitches[1], count * self._unit, self._kv_heads)
 
-    def _grow(self, hidden: HiddenStates, positions: Ids, query: int | None) -> HiddenStates:
+    def _grow(self, tokens: TokenStates, positions: Ids, query: int | None) -> HiddenStates:
         """One run of the stage, from `_now` to `_next`; queries go to the address `query`."""
-        shared, cuda, count = self._context, self._context.cuda, len(hidden)
+        shared, cuda, count = self._context, self._context.cuda, len(tokens)
         engines, width = shared.engines, shared.model.hidden
         engines.check_tokens(self._graph, count)
         context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
@@ -112,15 +112,22 @@ class GrowingStageCache(SlotCounter):
             addresses[names.QUERY] = query or engines.address(names.QUERY)
         shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (count, width), names.POSITIONS: (1, count)}
         shapes |= {name: (shared.max_context, self._head_dim // 2) for name in shared.rope}
+        further = {
+            names.token_input(name): np.ascontiguousarray(tokens.inputs[name], np.float32) for name in self._spec.inputs
+        }
+        shapes |= {name: array.shape for name, array in further.items()}
+        addresses |= {name: engines.address(name) for name in further}
         past = (1, self._kv_heads, self._held, self._head_dim)
-        for number, layer in enumerate(range(self._spec.first, self._spec.last + 1)):
+        for number, layer in enumerate(self._spec.cached):
             for half, (before, after) in enumerate(_CACHES):
                 offset = (2 * number + half) * self._part
                 addresses |= {before(layer): self._now.address + offset, after(layer): self._next.address + offset}
                 shapes[before(layer)] = past
         context.bind(shapes, addresses)
-        hidden, positions = np.ascontiguousarray(hidden, np.float32), np.ascontiguousarray(positions, np.int64)
+        hidden, positions = np.ascontiguousarray(tokens.hidden, np.float32), np.ascontiguousarray(positions, np.int64)
         cuda.copy_in(addresses[names.HIDDEN], hidden)
+        for name, array in further.items():
+            cuda.copy_in(addresses[name], array)
         cuda.copy_in(addresses[names.POSITIONS], positions)
         context.enqueue()
         out = np.empty((count, width), np.float32)

@@ -16,6 +16,7 @@ from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import ContextError
 
@@ -105,6 +106,8 @@ class LoadedEngines:
             names.LOGITS: 4 * m.model.vocab * longest[graphs.head],
             names.ODDS: 8,
         }
+        given = max(m.model.tower.tokens, max(longest.values()))
+        sizes |= {names.token_input(each.name): 4 * each.width * given for each in m.token_inputs}
         if graphs.vision_merges:
             sizes |= {names.TAU: 4, names.PATCH_INDEX: 8 * m.model.tower.tokens, names.MERGED: 8 * m.model.tower.tokens}
             sizes[names.SIMILARITY] = 4 * m.model.tower.tokens
@@ -134,6 +137,11 @@ class TensorrtCacheContext:
     max_context: int
     rope: Mapping[str, Buffer]
     score: str | None
+    token_inputs: tuple[TokenInput, ...] = ()
+
+    def widths(self, spec: StageSpec) -> dict[str, int]:
+        """Numbers a token of each further input that a stage reads."""
+        return {each.name: each.width for each in self.token_inputs if each.name in spec.inputs}
 
     @property
     def slot_bytes(self) -> int:

@@ -6,11 +6,11 @@ A size that is a string is free. Names with `{layer}` stand once for each layer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec
+from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
 
 LAYER = "{layer}"
 TOKENS, IMAGES, HEIGHT, WIDTH = "tokens", "images", "height", "width"
@@ -38,7 +38,8 @@ class GraphIO:
 
 
 def embed(m: Manifest) -> GraphIO:
-    return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.HIDDEN: hidden(m)})
+    given = [each for each in m.token_inputs if each.of_text]
+    return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.HIDDEN: hidden(m), **_token_inputs(given)})
 
 
 def head(m: Manifest) -> GraphIO:
@@ -67,6 +68,7 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
         outputs[names.CLS_ATTENTION_LAST] = Tensor("float32", (TOKENS,))
     if m.text_tower is not None:
         outputs[names.CLIP_PATCHES] = Tensor("float32", (TOKENS, m.text_tower.width))
+    outputs |= _token_inputs([each for each in m.token_inputs if each.of_images])
     return GraphIO(inputs, outputs)
 
 
@@ -84,8 +86,8 @@ def text_tower(m: Manifest) -> GraphIO:
     return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.TEXT_EMBEDDING: Tensor("float32", (1, width))})
 
 
-def stage(m: Manifest, dialect: str, *, query: bool) -> GraphIO:
-    """A stage; names of what each layer has contain `{layer}`."""
+def stage(m: Manifest, dialect: str, *, query: bool, reads: Sequence[str] = ()) -> GraphIO:
+    """A stage that reads these token inputs; names of what each layer has contain `{layer}`."""
     past, present = CACHE_SLOTS.get(dialect, (m.max_context, m.max_context))
     table = Tensor("float32", (m.max_context if dialect == "trt" else "max_context", m.model.head_dim // 2))
     inputs = {
@@ -94,6 +96,7 @@ def stage(m: Manifest, dialect: str, *, query: bool) -> GraphIO:
         names.COS: table,
         names.SIN: table,
     }
+    inputs |= _token_inputs([each for each in m.token_inputs if each.name in reads])
     inputs |= {name: Tensor("int32", (1,)) for name in names.SLOTS[dialect]}
     inputs |= {name(LAYER): cache(m, dialect, past) for name in (names.past_key, names.past_value)}
     if cache(m, dialect, past).dtype == "int8":
@@ -127,6 +130,10 @@ def cache(m: Manifest, dialect: str, slots: int | str) -> Tensor:
     return Tensor(names.kv_type(dialect, m.kv_dtype), (1, m.model.kv_heads, slots, m.model.head_dim))
 
 
+def _token_inputs(declared: Sequence[TokenInput]) -> dict[str, Tensor]:
+    return {names.token_input(each.name): Tensor("float32", (TOKENS, each.width)) for each in declared}
+
+
 def _query(m: Manifest) -> Tensor:
     return Tensor("float32", (TOKENS, m.model.heads * m.model.head_dim))
 
@@ -138,6 +145,6 @@ def _scale(m: Manifest) -> Tensor:
 def _of_layers(tensors: Mapping[str, Tensor], spec: StageSpec) -> dict[str, Tensor]:
     named = {name: tensor for name, tensor in tensors.items() if LAYER not in name}
     each = {name: tensor for name, tensor in tensors.items() if LAYER in name}
-    for layer in range(spec.first, spec.last + 1):
+    for layer in spec.cached:
         named |= {name.replace(LAYER, str(layer)): tensor for name, tensor in each.items()}
     return named

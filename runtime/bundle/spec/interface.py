@@ -51,6 +51,9 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
         entries["score"] = graphs.score(m, dialect)
         given = graphs.stage(m, dialect, query=True).outputs
         entries["stage_query"] = {name: tensor for name, tensor in given.items() if name not in stage.outputs}
+    if m.token_inputs:
+        reading = graphs.stage(m, dialect, query=False, reads=[each.name for each in m.token_inputs]).inputs
+        entries["token_inputs"] = {name: tensor for name, tensor in reading.items() if name not in stage.inputs}
     declared: dict[str, Any] = plain(entries)
     return declared
 

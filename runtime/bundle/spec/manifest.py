@@ -9,7 +9,7 @@ from typing import Any
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.bundle.spec.names import DIALECTS, kv_type
+from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, kv_type
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 from vtx.runtime.errors import BundleError
@@ -71,15 +71,45 @@ class VideoSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """Layers `first` to `last`, both counted from 1 and included; `query`: it gives the last one's q."""
+    """Layers `first` to `last`, both counted from 1 and included; `query`: it gives the last one's q.
+
+    `inputs` name what it reads of each token beside the hidden state, among the manifest's `token_inputs`. `caches` is
+    the kind of each layer's cache, one of `CACHE_KINDS`; empty: all layers keep K and V in slots.
+    """
 
     first: int
     last: int
     query: bool = False
+    inputs: tuple[str, ...] = later(())
+    caches: tuple[str, ...] = later(())
 
     @property
     def layers(self) -> int:
         return self.last - self.first + 1
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The layers that keep K and V in slots."""
+        layers = range(self.first, self.last + 1)
+        kinds = self.caches or (SLOTTED,) * self.layers
+        return tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == SLOTTED)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInput:
+    """What stages read of each token beside its hidden state: `width` numbers, and which graphs give them."""
+
+    name: str
+    width: int
+    of_text: bool
+    of_images: bool
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width < 1 << 24 or not (self.of_text or self.of_images):
+            raise BundleError(
+                f"vtx.json: token_inputs: a width of {self.width} must be in 1..16777215 and come from the embedding, "
+                "the tower or both; export again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +156,8 @@ class Manifest:
     `variants` are the prebuilt K in rising order and `default_k` the one used when none is asked for
     (None: no withdrawal; "auto": the gates decide). `reductions` are the specs of the methods that it was
     exported for, the first one used when none is asked for. `stages` cut the decoder, `gates` are the K that have
-    one; both hold for every dialect. `text_tower` is CLIP's, `video` says how videos are seen; None where the bundle
+    one; both hold for every dialect. `token_inputs` are what stages read of a token beside its hidden state.
+    `text_tower` is CLIP's, `video` says how videos are seen; None where the bundle
     has no such thing.
     `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of
     the bundle but the manifest. `record` says how the bundle was made and is not interpreted.
@@ -158,6 +189,7 @@ class Manifest:
     files: dict[str, FileRecord]
     record: dict[str, Any]
     video: VideoSpec | None = later(None)
+    token_inputs: tuple[TokenInput, ...] = later(())
 
     def __post_init__(self) -> None:
         parts = self.precision, self.vision_precision, self.head_precision
@@ -174,6 +206,7 @@ class Manifest:
                 "export again"
             )
         self._check_stages()
+        self._check_layers()
         self._check_gates()
         self._check_dialects()
         self._check_files()
@@ -190,6 +223,33 @@ class Manifest:
                 f"vtx.json: stages {spans} do not cut {self.model.layers} layers at K = {list(self.variants)} "
                 f"and for the reductions {list(self.reductions)}; export again"
             )
+
+    def _check_layers(self) -> None:
+        declared = [each.name for each in self.token_inputs]
+        if len(set(declared)) != len(declared):
+            raise BundleError(f"vtx.json: token_inputs {declared} hold a name twice; export again")
+        for stage in self.stages:
+            unknown = [name for name in stage.inputs if name not in declared]
+            kinds = [kind for kind in stage.caches if kind not in CACHE_KINDS]
+            if unknown or len(set(stage.inputs)) != len(stage.inputs):
+                raise BundleError(
+                    f"vtx.json: stage {stage.first}..{stage.last} reads token inputs {list(stage.inputs)}, the bundle "
+                    f"declares {declared}; export again"
+                )
+            if kinds:
+                raise BundleError(
+                    f"vtx.json: layers with a cache of the kind {kinds[0]!r} are unknown to this vtx, which has "
+                    f'{", ".join(CACHE_KINDS)}; upgrade it with pip install -U "vtx-edge"'
+                )
+            if (
+                len(stage.caches) not in (0, stage.layers)
+                or not stage.cached
+                or (stage.query and stage.cached[-1] != stage.last)
+            ):
+                raise BundleError(
+                    f"vtx.json: stage {stage.first}..{stage.last} declares caches {list(stage.caches)}; it needs one "
+                    "kind a layer, and slots in at least one, the last one where it gives queries; export again"
+                )
 
     def _check_gates(self) -> None:
         known = {None, *self.variants, *(["auto"] if self.gates else [])}

@@ -37,6 +37,13 @@ What reductions need stands only in the bundles that were exported for them:
                                                                 space of the text tower's embeddings
     text_tower   ids [tokens] int64 by a tokenizer of its own -> text_embedding [1, width] f32
 
+A stage may read more of each token than its hidden state. The manifest declares such inputs under `token_inputs`; the
+embed graph, the vision graph or both give them, zeros stand for tokens of a graph that does not, and the session passes
+them on with the tokens, whatever they mean:
+
+    embed, vision            -> token_input.NAME [tokens, width] f32
+    stage    token_input.NAME [tokens, width] f32, of the names that the stage lists
+
 Hidden states are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but
 int8 stands in `ort` graphs only, with a scale for each channel, and other dialects have float16 there:
 
@@ -92,6 +99,13 @@ VISION_SIGNALS = (
 CLASS_TOKEN = -1  # the patch index of the tower's class token
 GONE, PATCH, WINDOW = -1, 0, 1  # what `merged` says of a token: gone into a window, one patch, a window of nine
 ODDS_ORDER = ("stay", "withdraw")
+TOKEN_INPUT = "token_input."  # begins the name of what stages read of a token beside its hidden state
+SLOTTED, UNCACHED = "slots", "none"
+CACHE_KINDS = (SLOTTED, UNCACHED)  # what a layer keeps of the tokens it has seen: K and V in slots, or nothing
+
+
+def token_input(name: str) -> str:
+    return TOKEN_INPUT + name
 
 
 def past_key(layer: int | str) -> str:

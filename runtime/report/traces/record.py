@@ -36,7 +36,7 @@ from vtx.runtime.session.assemble import make_prompt, selecting_text
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 from vtx.runtime.vision.fit import without_notes
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 STEPS = 4  # tokens decoded after the first one
 Progress = Callable[[int, int], None]
@@ -70,12 +70,12 @@ class PositionedCache:
         return self._positions[: self.length].copy()
 
     def append(
-        self, hidden: HiddenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
     ) -> HiddenStates:
         self._use(self)
         of_text = positions.ndim < self._positions.ndim  # whose parts are equal
-        self._positions[self.length : self.length + len(hidden)] = positions[:, None] if of_text else positions
-        return self._cache.append(hidden, positions, query=query, rows=rows)
+        self._positions[self.length : self.length + len(tokens)] = positions[:, None] if of_text else positions
+        return self._cache.append(tokens, positions, query=query, rows=rows)
 
     def attention(self, *, last_only: bool = False) -> Scores:
         return self._cache.attention(last_only=last_only)

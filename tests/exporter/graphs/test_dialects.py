@@ -24,6 +24,7 @@ from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import TOLERANCE, check_golden
 from vtx.runtime.session.session import Session
+from vtx.runtime.vision.tokens import TokenStates
 
 STEPS = 12
 TOLERANCES = {"fp32": 1e-4, "fp16": 0.13}  # on logits that reach 12; fp16 as in test_parity
@@ -106,11 +107,13 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
     model = dialect_models(dialect)
     rows = np.random.default_rng(0).standard_normal((24, model.manifest.model.hidden), np.float32)
     positions = np.sort(np.random.default_rng(1).choice(200, 24, replace=False))  # not the slots
-    whole = model.backend.stage(1, model.manifest.max_context).append(rows, positions)
+    whole = model.backend.stage(1, model.manifest.max_context).append(TokenStates(rows), positions)
     cache = model.backend.stage(1, model.manifest.max_context)
-    cache.append(rows[::-1].copy(), positions)
+    cache.append(TokenStates(rows[::-1].copy()), positions)
     cache.keep(0)
-    parts = [cache.append(r, p) for r, p in zip(np.split(rows, cuts), np.split(positions, cuts), strict=True)]
+    parts = [
+        cache.append(TokenStates(r), p) for r, p in zip(np.split(rows, cuts), np.split(positions, cuts), strict=True)
+    ]
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=2e-5, rtol=0)
 
 

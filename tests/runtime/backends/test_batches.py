@@ -22,6 +22,7 @@ from vtx.runtime.backends import lanes
 from vtx.runtime.backends.backend import BatchBackend
 from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.ort import cache as ort
+from vtx.runtime.vision.tokens import TokenStates
 
 CONVERSATIONS, HIDDEN = 6, Tiny().hidden
 LENGTHS, CAPACITIES = (31, 32, 33, 1, 64), (256, 40, 256, 8, 66)  # a block of OpenVINO's has 32 slots
@@ -70,13 +71,13 @@ def test_rows_and_slots_are_those_of_each_alone(backend: tuple[Any, float]) -> N
         prompt = rng.standard_normal((length, HIDDEN)).astype(np.float32)
         for caches in (together, apart):
             caches.append(engine.stage(0, capacity))
-            caches[-1].append(prompt, np.arange(length) * 2)
+            caches[-1].append(TokenStates(prompt), np.arange(length) * 2)
     assert engine.reaches(together)
     for step, chosen in enumerate(([0, 1, 2, 3, 4], [4, 2, 0], [3, 1])):
         rows = rng.standard_normal((len(chosen), HIDDEN)).astype(np.float32)
         positions = np.array([2 * LENGTHS[n] + 3 + step for n in chosen])
-        got = engine.append_each(0, [together[n] for n in chosen], rows, positions)
-        alone = [apart[n].append(rows[[i]], positions[[i]])[0].copy() for i, n in enumerate(chosen)]
+        got = engine.append_each(0, [together[n] for n in chosen], TokenStates(rows), positions)
+        alone = [apart[n].append(TokenStates(rows[[i]]), positions[[i]])[0].copy() for i, n in enumerate(chosen)]
         assert np.abs(got - alone).max() <= tolerance * np.abs(got).max()
     assert [cache.length for cache in together] == [cache.length for cache in apart]
     for one, other in zip(together, apart, strict=True):
@@ -92,7 +93,7 @@ def test_without_room_a_cache_lies_alone_and_lanes_come_back(backend: tuple[Any,
     assert lanes == set(range(2 * CONVERSATIONS))
     assert made[-1].lane is None
     assert not engine.reaches(made)
-    made[-1].append(np.ones((2, HIDDEN), np.float32), np.arange(2))
+    made[-1].append(TokenStates(np.ones((2, HIDDEN), np.float32)), np.arange(2))
     del made
     assert engine.stage(0, 8).lane is not None
 
@@ -107,7 +108,7 @@ def test_a_run_that_fails_while_caches_change_places_loses_nothing(
         prompts, rows = (rng.standard_normal((3, count, HIDDEN)).astype(np.float32) for count in (5, 1))
         caches, alone = ([engine.stage(0, 64) for _ in prompts] for _ in range(2))
         for cache, prompt in zip((*caches, *alone), (*prompts, *prompts), strict=True):
-            cache.append(prompt, np.arange(5))
+            cache.append(TokenStates(prompt), np.arange(5))
         bind, left = ort.bind, [1]
 
         def failing(*args: Any) -> Any:
@@ -119,10 +120,10 @@ def test_a_run_that_fails_while_caches_change_places_loses_nothing(
         monkeypatch.setattr(ort, "bind", failing)
         apart = [caches[0], alone[2]]  # lanes 0 and 5: one changes places with a cache of another prompt
         with pytest.raises(MemoryError):
-            engine.append_each(0, apart, rows[:2, 0], np.array([5, 5]))
+            engine.append_each(0, apart, TokenStates(rows[:2, 0]), np.array([5, 5]))
         monkeypatch.undo()
         for cache, other, row in zip(caches, alone, rows, strict=True):
-            one, same = (one.append(row, np.array([5])).copy() for one in (cache, other))
+            one, same = (one.append(TokenStates(row), np.array([5])).copy() for one in (cache, other))
             assert np.array_equal(one, same)
 
 

@@ -19,6 +19,7 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.openvino.graph import run_row
 from vtx.runtime.backends.ort import library
 from vtx.runtime.errors import DeviceError, ModelClosedError
+from vtx.runtime.vision.tokens import TokenStates
 
 DEVICES = [name for name, module in (("cpu", "onnxruntime"), ("openvino", "openvino")) if find_spec(module)]
 OUT_OF_MEMORY = """
@@ -57,18 +58,18 @@ def test_a_run_that_fails_names_its_graph_and_the_fix(backend: Backend) -> None:
         backend.head(narrow)
     assert "\n" not in str(caught.value)
     with pytest.raises(DeviceError, match=r"failed in stage-01-02\.\w+\.onnx: "):
-        backend.stage(0, 8).append(narrow, np.arange(2))
+        backend.stage(0, 8).append(TokenStates(narrow), np.arange(2))
 
 
 def test_a_cache_is_as_it_was_after_a_run_that_failed(backend: Backend) -> None:
     hidden = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
     cache, fresh = backend.stage(0, 8), backend.stage(0, 8)
-    cache.append(hidden[:3], np.arange(3))
+    cache.append(TokenStates(hidden[:3]), np.arange(3))
     with pytest.raises(DeviceError):
-        cache.append(np.zeros((2, 7), np.float32), np.arange(3, 5))
+        cache.append(TokenStates(np.zeros((2, 7), np.float32)), np.arange(3, 5))
     assert cache.length == 3
-    fresh.append(hidden[:3], np.arange(3))
-    np.testing.assert_array_equal(*(c.append(hidden[3:], np.arange(3, 5)) for c in (cache, fresh)))
+    fresh.append(TokenStates(hidden[:3]), np.arange(3))
+    np.testing.assert_array_equal(*(c.append(TokenStates(hidden[3:]), np.arange(3, 5)) for c in (cache, fresh)))
 
 
 class QuietRequest:
@@ -100,15 +101,15 @@ def test_a_run_without_enough_memory_is_an_error_with_the_fix(device: str, folde
 
 def test_a_closed_backend_says_so_and_may_be_closed_again(backend: Backend) -> None:
     cache, hidden = backend.stage(0, 8), np.zeros((2, 64), np.float32)
-    cache.append(hidden, np.arange(2))
+    cache.append(TokenStates(hidden), np.arange(2))
     backend.close()
     backend.close()
     for call in (
-        lambda: backend.embed(np.arange(3)),
+        lambda: backend.embed(np.arange(3)).hidden,
         lambda: backend.head(hidden),
         lambda: backend.stage(0, 8),
-        lambda: cache.append(hidden, np.arange(2, 4)),
-        lambda: cache.append(hidden[:1], np.arange(2, 3)),
+        lambda: cache.append(TokenStates(hidden), np.arange(2, 4)),
+        lambda: cache.append(TokenStates(hidden[:1]), np.arange(2, 3)),
     ):
         with pytest.raises(ModelClosedError, match="closed; load it again"):
             call()

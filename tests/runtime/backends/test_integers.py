@@ -28,6 +28,7 @@ from vtx.runtime.backends.openvino.integers import in_int8, multiply_integers
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
+from vtx.runtime.vision.tokens import TokenStates
 
 openvino = pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
 
@@ -149,12 +150,14 @@ def test_few_tokens_run_over_int4_and_many_over_int8(get: Get) -> None:
     assert get("int8").backend.stages[0].for_many is None  # type: ignore[attr-defined]
     rows = np.random.default_rng(0).standard_normal((FEW + 1, 128)).astype(np.float32)
     cache = backend.stage(0, 64)
-    few = cache.append(rows[:FEW], np.arange(FEW)).copy()
+    few = cache.append(TokenStates(rows[:FEW]), np.arange(FEW)).copy()
     cache.length = 0
-    many = cache.append(rows, np.arange(FEW + 1))[:FEW].copy()
+    many = cache.append(TokenStates(rows), np.arange(FEW + 1))[:FEW].copy()
     assert 0 < np.abs(few - many).max() < 0.1 * np.abs(few).max()
     one = backend.stage(0, 64)
-    apart = np.concatenate([one.append(row[None], np.array([n])).copy() for n, row in enumerate(rows[:FEW])])
+    apart = np.concatenate(
+        [one.append(TokenStates(row[None]), np.array([n])).copy() for n, row in enumerate(rows[:FEW])]
+    )
     np.testing.assert_allclose(apart, few, atol=1e-4, rtol=0)  # K and V are one cache, whoever fills it
 
 
@@ -177,9 +180,9 @@ def test_scores_are_of_the_run_that_was_the_last(get: Get, count: int) -> None:
     number = next(n for n, spec in enumerate(get("int4").manifest.stages) if spec.query)
     rows = np.random.default_rng(3).standard_normal((40, 128)).astype(np.float32)
     whole, apart = backend.stage(number, 64), backend.stage(number, 64)
-    whole.append(rows, np.arange(40), query=True)
-    apart.append(rows[: 40 - count], np.arange(40 - count), query=True)
-    apart.append(rows[40 - count :], np.arange(40 - count, 40), query=True)
+    whole.append(TokenStates(rows), np.arange(40), query=True)
+    apart.append(TokenStates(rows[: 40 - count]), np.arange(40 - count), query=True)
+    apart.append(TokenStates(rows[40 - count :]), np.arange(40 - count, 40), query=True)
     wanted, found = (cache.attention(last_only=True)[0] for cache in (whole, apart))
     assert found.shape == (40,)
     assert np.abs(found - wanted).max() < 0.1 * wanted.max()

@@ -42,6 +42,7 @@ from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.report.inspect import describe
 from vtx.runtime.session.session import Session
+from vtx.runtime.vision.tokens import TokenStates
 
 STEPS = 12
 STATED = 0.15  # from the statement of the same rounding: what lies at a half may round either way, 0.11 was seen
@@ -261,14 +262,14 @@ def test_slots_set_aside_come_back_as_they_were(loaded: Callable[[str], Model], 
     rows = rng.standard_normal((30, model.manifest.model.hidden), np.float32)
     cache, other = (model.backend.stage(1, 64) for _ in range(2))
     for one in (cache, other):
-        one.append(rows[:20], np.arange(20))
+        one.append(TokenStates(rows[:20]), np.arange(20))
     aside, left = np.array([0, 3, 4, 9]), np.array([1, 2, 5, 6, 7, 8, *range(10, 20)])
     set_aside, moved = cache.read(aside), cache.read(left)
     cache.write(np.arange(len(left)), moved, length=len(left))
     back = cache.read(np.arange(len(left)))
     cache.write(left, back, length=20)
     cache.write(aside, set_aside, length=20)
-    found, wanted = (one.append(rows[20:], np.arange(20, 30)) for one in (cache, other))
+    found, wanted = (one.append(TokenStates(rows[20:]), np.arange(20, 30)) for one in (cache, other))
     np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0)
 
 
@@ -277,8 +278,8 @@ def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None
     number, spec = next((n, s) for n, s in enumerate(model.manifest.stages) if s.query)
     rows = np.random.default_rng(5).standard_normal((30, 64)).astype(np.float32)
     cache = model.backend.stage(number, 64)
-    cache.append(rows[:20], np.arange(20))
-    cache.append(rows[20:], np.arange(20, 30), query=True)
+    cache.append(TokenStates(rows[:20]), np.arange(20))
+    cache.append(TokenStates(rows[20:]), np.arange(20, 30), query=True)
     query = cache.query.reshape(10, 4, 16).transpose(1, 0, 2)  # type: ignore[attr-defined]
     key = cache.read(np.arange(30))[-1, 0, 0] * read_kv_scales(model.bundle)[names.key_scale(spec.last)][0]
     products = query @ key.repeat(2, 0).transpose(0, 2, 1) / 4
@@ -298,8 +299,8 @@ def test_scores_of_openvino_are_near_those_of_onnxruntime(made: Callable[..., Ma
         number = next(n for n, s in enumerate(model.manifest.stages) if s.query)
         rows = np.random.default_rng(5).standard_normal((50, 64)).astype(np.float32)
         cache = model.backend.stage(number, 64)
-        cache.append(rows[:40], np.arange(40))
-        cache.append(rows[40:], np.arange(40, 50), query=True)
+        cache.append(TokenStates(rows[:40]), np.arange(40))
+        cache.append(TokenStates(rows[40:]), np.arange(40, 50), query=True)
         scores.append(np.stack(cache.attention()))
     np.testing.assert_allclose(scores[0], scores[1], atol=0.05, rtol=0)
     assert scores[1][0].sum() == pytest.approx(10, rel=1e-4)

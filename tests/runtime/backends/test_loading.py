@@ -17,6 +17,7 @@ from vtx.runtime.backends.memory import EXPANDED, needed_memory
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.ort import backend as ort
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.vision.tokens import TokenStates
 
 FULL = 30  # seconds after which two that wait for each other are taken to run one after another
 
@@ -102,9 +103,9 @@ def test_what_is_loaded_side_by_side_computes_the_same(
         kind = ort.OrtBackend if engine is ort else openvino.OpenvinoBackend
         backend: Backend = kind(bundle, 2)
         assert asked
-        hidden = backend.embed(np.arange(5))
+        hidden = backend.embed(np.arange(5)).hidden
         for number in range(len(bundle.manifest.stages)):
-            hidden = backend.stage(number, 8).append(hidden, np.arange(5)).copy()
+            hidden = backend.stage(number, 8).append(TokenStates(hidden), np.arange(5)).copy()
         found = backend.head(hidden)
         backend.close()
         return found

@@ -18,6 +18,7 @@ from vtx.runtime.backends.openvino.backend import DIALECT, OpenvinoBackend, arit
 from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.vision.tokens import TokenStates
 
 openvino = pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
 
@@ -120,7 +121,7 @@ def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(mode
             found, wanted = (image.encode(engine).rows for engine in (backend, model.backend))
             np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max(), rtol=0)
         hidden = np.ones((40, NATIVE.hidden), np.float32)
-        ran = [engine.stage(0, 64).append(hidden, np.arange(40)) for engine in (backend, model.backend)]
+        ran = [engine.stage(0, 64).append(TokenStates(hidden), np.arange(40)) for engine in (backend, model.backend)]
     np.testing.assert_allclose(ran[0], ran[1], atol=0.05 * np.abs(ran[1]).max(), rtol=0)
 
 

@@ -34,6 +34,7 @@ from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.tokens import TokenStates
 
 openvino = pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
 
@@ -206,11 +207,11 @@ def test_scores_are_those_of_onnxruntime(reduced: list[Model]) -> None:
     found = []
     for model in reduced:
         cache = model.backend.stage(number, 64)
-        cache.append(rows[:20], np.arange(20))
+        cache.append(TokenStates(rows[:20]), np.arange(20))
         slots = np.array([3, 4, 9])
         aside = cache.read(slots)
         cache.write(np.arange(20, 23), aside, length=23)
-        cache.append(rows[20:], np.arange(23, 33), query=True)
+        cache.append(TokenStates(rows[20:]), np.arange(23, 33), query=True)
         found.append([*cache.attention(), *cache.attention(last_only=True)])
     for one, other in zip(*found, strict=True):
         assert one.shape == (33,)
@@ -225,7 +226,7 @@ def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(reduced: list
     rows, found = np.random.default_rng(6).standard_normal((40, 64), np.float32), []
     for model in (narrow, reduced[0]):
         cache = model.backend.stage(number, 64)
-        cache.append(rows, np.arange(40), query=True)
+        cache.append(TokenStates(rows), np.arange(40), query=True)
         aside = cache.read(np.arange(5, 40))
         cache.write(np.arange(5, 40), aside, length=40)
         found.append(np.concatenate(cache.attention()))
@@ -259,7 +260,9 @@ def test_rows_fill_the_arrays_in_place_and_no_slot_beyond_is_read(models: Get, p
     for bits in (0, -1):  # zeros, and what is not a number
         cache = backend.stage(1, 100)
         cache.kv.view(np.int8)[:] = bits
-        chunks = [cache.append(rows[a:b], np.arange(a, b)).copy() for a, b in itertools.pairwise((0, 37, 38, 70))]
+        chunks = [
+            cache.append(TokenStates(rows[a:b]), np.arange(a, b)).copy() for a, b in itertools.pairwise((0, 37, 38, 70))
+        ]
         found.append(np.concatenate(chunks))
         slots = cache.read(np.arange(70)).view(np.int8)
         assert (slots != bits).mean() > 0.9
@@ -269,10 +272,10 @@ def test_rows_fill_the_arrays_in_place_and_no_slot_beyond_is_read(models: Get, p
 
 def test_a_prompt_in_chunks_equals_one_at_once(model: Model) -> None:
     rows = np.random.default_rng(8).standard_normal((90, 64), np.float32)
-    whole = model.backend.stage(1, 100).append(rows, np.arange(90))
+    whole = model.backend.stage(1, 100).append(TokenStates(rows), np.arange(90))
     for cut in (2, 31, 32, 33, 64, 88):
         cache = model.backend.stage(1, 100)
-        parts = [cache.append(rows[a:b], np.arange(a, b)).copy() for a, b in ((0, cut), (cut, 90))]
+        parts = [cache.append(TokenStates(rows[a:b]), np.arange(a, b)).copy() for a, b in ((0, cut), (cut, 90))]
         assert np.array_equal(np.concatenate(parts), whole), cut
 
 
@@ -280,7 +283,7 @@ def test_many_rows_run_in_parts_of_nearly_the_same_size_and_give_the_same(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, ran = np.random.default_rng(8).standard_normal((90, 64), np.float32), list[int]()
-    whole = model.backend.stage(1, 100).append(rows, np.arange(90))
+    whole = model.backend.stage(1, 100).append(TokenStates(rows), np.arange(90))
     monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {("fp32", "f32"): 40})
     with load(model.bundle.folder, device="openvino", threads=THREADS) as other:
         cache = other.backend.stage(1, 100)
@@ -291,10 +294,10 @@ def test_many_rows_run_in_parts_of_nearly_the_same_size_and_give_the_same(
             return filled(self, hidden, *args, **keywords)
 
         monkeypatch.setattr(SlotCounter, "append", counted)
-        assert np.array_equal(cache.append(rows, np.arange(90)), whole)
+        assert np.array_equal(cache.append(TokenStates(rows), np.arange(90)), whole)
         assert ran == [30, 30, 30]
         assert cache.length == 90
-        cache.append(rows[:1], np.arange(90, 91))
+        cache.append(TokenStates(rows[:1]), np.arange(90, 91))
         assert ran[3:] == [1]
 
 
@@ -302,18 +305,23 @@ def test_rows_that_nobody_asks_for_fill_their_slots_alone(model: Model, monkeypa
     """In one run and in several, of which some are asked for nothing."""
     hidden, asked = np.random.default_rng(9).standard_normal((90, 64), np.float32), np.array([0, 3, 4, 70, 89])
     usual = model.backend.stage(1, 100)
-    whole, follows = usual.append(hidden, np.arange(90)), usual.append(hidden[:1], np.arange(90, 91)).copy()
+    whole, follows = (
+        usual.append(TokenStates(hidden), np.arange(90)),
+        usual.append(TokenStates(hidden[:1]), np.arange(90, 91)).copy(),
+    )
     for most in (100, 30, 20):
         monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {("fp32", "f32"): most})
         with load(model.bundle.folder, device="openvino", threads=THREADS) as other:
             cache = other.backend.stage(1, 100)
-            found = cache.append(hidden, np.arange(90), rows=asked)
+            found = cache.append(TokenStates(hidden), np.arange(90), rows=asked)
             assert found.shape == (5, 64)
             np.testing.assert_allclose(found, whole[asked], atol=SAME, rtol=0)
             assert np.array_equal(cache.read(np.arange(90)), usual.read(np.arange(90)))
-            np.testing.assert_allclose(cache.append(hidden[:1], np.arange(90, 91)), follows, atol=SAME, rtol=0)
+            np.testing.assert_allclose(
+                cache.append(TokenStates(hidden[:1]), np.arange(90, 91)), follows, atol=SAME, rtol=0
+            )
             cache.keep(0)
-            assert cache.append(hidden, np.arange(90), rows=np.zeros(0, np.int64)).shape == (0, 64)
+            assert cache.append(TokenStates(hidden), np.arange(90), rows=np.zeros(0, np.int64)).shape == (0, 64)
 
 
 def test_the_image_s_hidden_states_end_before_its_k_until_another_one_reads_them(
@@ -341,11 +349,11 @@ def test_caches_share_their_stage_s_weights(models: Get) -> None:
     rows, process = np.zeros((8, 768), np.float32), psutil.Process()
     caches = [model.backend.stage(number, 64) for number in range(5)]
     for cache in caches:
-        cache.append(rows, np.arange(8))
+        cache.append(TokenStates(rows), np.arange(8))
     before = process.memory_info().rss
     more = [model.backend.stage(number, 64) for number in range(5) for _ in range(3)]
     for cache in more:
-        cache.append(rows, np.arange(8))
+        cache.append(TokenStates(rows), np.arange(8))
     assert weights > 1 << 26
     assert process.memory_info().rss - before < weights / 4
 
@@ -407,13 +415,13 @@ def test_rows_that_an_interrupt_left_behind_are_forgotten(model: Model, rows: in
     left = rng.standard_normal((rows, 64), np.float32)
     caches = [model.backend.stage(1, 64) for _ in range(2)]
     for cache in caches:
-        cache.append(first, np.arange(9))
-    caches[1].append(left, np.arange(9, 9 + rows))
+        cache.append(TokenStates(first), np.arange(9))
+    caches[1].append(TokenStates(left), np.arange(9, 9 + rows))
     if counted:
         caches[1].keep(9)
     else:
         caches[1].length = 9
-    one, other = (cache.append(second, np.arange(9, 13)).copy() for cache in caches)
+    one, other = (cache.append(TokenStates(second), np.arange(9, 13)).copy() for cache in caches)
     assert np.array_equal(one, other)
 
 
@@ -423,7 +431,7 @@ def test_blocks_are_told_again_where_an_interrupt_came_while_they_were(
     rows = np.random.default_rng(3).standard_normal((40, 64), np.float32)
     one, other = (model.backend.stage(1, 64) for _ in range(2))
     for cache in (one, other):
-        cache.append(rows[:31], np.arange(31))
+        cache.append(TokenStates(rows[:31]), np.arange(31))
     shared = OpenvinoCacheContext.shared
 
     def interrupted(self: OpenvinoCacheContext, array: NDArray[Any]) -> Any:
@@ -434,9 +442,9 @@ def test_blocks_are_told_again_where_an_interrupt_came_while_they_were(
     monkeypatch.setattr(OpenvinoCacheContext, "shared", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            one.append(rows[31:], np.arange(31, 40))
+            one.append(TokenStates(rows[31:]), np.arange(31, 40))
     monkeypatch.undo()
-    found, wanted = (cache.append(rows[31:], np.arange(31, 40)) for cache in (one, other))
+    found, wanted = (cache.append(TokenStates(rows[31:]), np.arange(31, 40)) for cache in (one, other))
     assert np.array_equal(found, wanted)
 
 
@@ -462,9 +470,9 @@ def test_slots_kept_are_those_that_were_there(model: Model) -> None:
         cache.keep(len(kept))
         fresh = model.backend.stage(1, 64)
         if len(kept):
-            fresh.append(kept, np.arange(len(kept)))
+            fresh.append(TokenStates(kept), np.arange(len(kept)))
         positions = np.arange(len(kept), len(kept) + len(added))
-        assert np.array_equal(cache.append(added, positions), fresh.append(added, positions))
+        assert np.array_equal(cache.append(TokenStates(added), positions), fresh.append(TokenStates(added), positions))
 
     equals_fresh(rows[:0], rows[:20])
     equals_fresh(rows[:15], rows[20:24])

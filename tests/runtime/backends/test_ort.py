@@ -20,6 +20,7 @@ from tests.support.bundles import export
 from vtx.runtime.backends.ort.cache import OrtCacheContext
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.ort.library import SILENCE
+from vtx.runtime.vision.tokens import TokenStates
 
 USER = """
 import sys
@@ -158,4 +159,4 @@ def test_what_a_run_reads_is_held_until_it_is_over(
         monkeypatch.setattr(OrtCacheContext, "value", value)
         monkeypatch.setattr(OrtGraph, "run_bound", run_bound)
         rows = np.ones((5, model.manifest.model.hidden), np.float32)
-        cache.append(rows, np.arange(5))
+        cache.append(TokenStates(rows), np.arange(5))

@@ -18,6 +18,7 @@ from vtx.runtime.backends.ort import cuda as ort_cuda
 from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.vision.tokens import TokenStates
 
 QUESTIONS = ("red?", "How many circle shapes are there?")
 
@@ -59,10 +60,10 @@ def test_slots_set_aside_come_back_where_they_are_put(slots: list[int], folders:
     after = []
     for model in (ours, reference):
         cache = model.backend.stage(1, 8)
-        cache.append(rows, np.arange(5))
+        cache.append(TokenStates(rows), np.arange(5))
         kept = cache.read(np.array(slots, np.int64))
         cache.write(np.arange(len(slots)), kept, length=len(slots))
-        after.append(cache.append(rows[:1], np.array([7])).copy())
+        after.append(cache.append(TokenStates(rows[:1]), np.array([7])).copy())
     np.testing.assert_allclose(after[0], after[1], atol=1e-6)
 
 

@@ -30,6 +30,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host import gpu
 from vtx.runtime.report.compare import compare, first_difference
+from vtx.runtime.vision.tokens import TokenStates
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
@@ -172,15 +173,15 @@ def test_slots_of_a_growing_cache_come_back_where_they_are_put(slots: list[int],
     after = []
     for model in (ours, reference):
         cache = model.backend.stage(1, 12)
-        cache.append(rows, np.arange(6))
+        cache.append(TokenStates(rows), np.arange(6))
         cache.keep(5)
         kept = cache.read(np.array(slots, np.int64))
         whole = cache.read(np.arange(5))
         cache.write(np.arange(len(slots)), kept, length=len(slots))
-        shorter = cache.append(rows[:2], np.array([7, 8])).copy()
+        shorter = cache.append(TokenStates(rows[:2]), np.array([7, 8])).copy()
         cache.keep(len(slots))
         cache.write(np.arange(5), whole, length=5)
-        after.append((shorter, cache.append(rows[:1], np.array([9])).copy()))
+        after.append((shorter, cache.append(TokenStates(rows[:1]), np.array([9])).copy()))
     for ours_rows, theirs in zip(*after, strict=True):
         np.testing.assert_allclose(ours_rows, theirs, atol=1e-4)
 
@@ -213,7 +214,7 @@ def test_no_memory_is_taken_while_decoding(exported: Path, device: Gpu) -> None:
     after_cache = [device.calls[call] for call in calls]
     rows = np.zeros((1, model.manifest.model.hidden), np.float32)
     for position in range(8):
-        cache.append(rows, np.array([position]))
+        cache.append(TokenStates(rows), np.array([position]))
     assert after_cache[0] == before + 1  # the cache itself, one buffer
     assert [device.calls[call] for call in calls] == after_cache
 
@@ -235,11 +236,11 @@ def test_saved_slots_come_back_where_they_are_put(slots: list[int], exported: Pa
     random = np.random.default_rng(0)
     first, other = random.standard_normal((2, 9, model.manifest.model.hidden)).astype(np.float32)
     cache = model.backend.stage(1, 16)
-    cache.append(first, np.arange(9))
+    cache.append(TokenStates(first), np.arange(9))
     before = _content(cache, model.manifest)
     saved = cache.read(np.array(slots, np.int64))
     cache.keep(0)
-    cache.append(other, np.arange(9))
+    cache.append(TokenStates(other), np.arange(9))
     expected = _content(cache, model.manifest)
     assert not np.isclose(before[..., :9, :], expected[..., :9, :]).all(-1).any()  # no slot holds what it held
     cache.write(np.arange(len(slots)), saved, length=9)

@@ -19,6 +19,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.openvino import backend as engine
 from vtx.runtime.backends.openvino.cache import FEW
+from vtx.runtime.vision.tokens import TokenStates
 
 pytestmark = [needs_cpp, needs_openvino]
 
@@ -50,8 +51,8 @@ def in_python(bundle: Path, hidden: Hidden, compute: str = "f32") -> Hidden:
     with load(bundle, device="openvino", compute=compute, threads=1) as model:
         cache = model.backend.stage(1, count + 1)
         found = [
-            cache.append(hidden, np.arange(count)).copy(),
-            cache.append(hidden[-1:], np.arange(count, count + 1)).copy(),
+            cache.append(TokenStates(hidden), np.arange(count)).copy(),
+            cache.append(TokenStates(hidden[-1:]), np.arange(count, count + 1)).copy(),
         ]
     return np.concatenate(found)
 

@@ -27,6 +27,7 @@ from vtx.exporter.checkpoint.original.templates import INTERNVL_SYSTEMS
 from vtx.runtime.api.load import load
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.tiles import Tiles
+from vtx.runtime.vision.tokens import TokenStates
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
 
@@ -116,8 +117,8 @@ def test_fused_matrices_are_stored_as_separate_ones_are(
         with load(folder, device="cpu", threads=1) as model:
             images, ids = [random_image(0, WIDE)], np.arange(4, 40)
             answers.append(model.prepare(images[0]).encode(model.backend).rows)
-            hidden, cache = model.backend.embed(ids), model.backend.stage(0, 64)
-            answers.append(cache.append(hidden, np.arange(len(ids))))
+            hidden, cache = model.backend.embed(ids).hidden, model.backend.stage(0, 64)
+            answers.append(cache.append(TokenStates(hidden), np.arange(len(ids))))
     np.testing.assert_array_equal(answers[0], answers[2])
     np.testing.assert_array_equal(answers[1], answers[3])
 

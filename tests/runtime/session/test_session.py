@@ -23,6 +23,7 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.tokens import TokenStates
 
 TOLERANCE = 1e-5
 ONE_BY_ONE = 5e-5  # one row and many run in different kernels: 1.5e-5 seen with AVX2, below 1e-5 with AVX512
@@ -47,14 +48,14 @@ def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], L
 
 def one_shot(backend: Backend, session: Session, asked: Prompt, k: int | None) -> Logits:
     """The same graphs over the whole prompt at once: each stage once, no chunks."""
-    rows = backend.embed(asked.ids)
+    rows = backend.embed(asked.ids).hidden
     if asked.encoders:
         rows[asked.is_vision] = np.concatenate([encode().rows for _, encode in asked.encoders])
     positions = np.arange(len(rows), dtype=np.int64)
     for number, stage in enumerate(session.caches.stages):
         if stage.first == k:
             rows, positions = rows[~asked.is_vision], positions[~asked.is_vision]
-        rows = backend.stage(number, session.capacity).append(rows, positions).copy()
+        rows = backend.stage(number, session.capacity).append(TokenStates(rows), positions).copy()
     return backend.head(rows[-1:])[0]
 
 

@@ -1,0 +1,234 @@
+"""What stages read of a token beside its hidden state, and layers that keep no K and V: passed on by name.
+
+No family uses them yet, so exported graphs are given such inputs here: a stage adds `map` to its hidden states, which
+the vision graph says of image tokens, and `bias`, which the embed graph says of every id.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from tests.support.bundles import export
+from tests.support.exported import THREADS, answer, greedy, mixed_prompts, policy
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.bundle import Bundle, seal_manifest, sha256
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import FileRecord, Manifest, StageSpec, TokenInput
+from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
+from vtx.runtime.errors import BundleError
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.session.generate import decode_ahead
+from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.tokens import HiddenStates, TokenStates
+
+HIDDEN, KS = 64, (3, 5, 8)
+MAP, BIAS = "map", "bias"
+READS = {0: (BIAS,), 1: (MAP,), 2: (MAP, BIAS)}  # by stage
+DEVICES = ("cpu", "openvino")
+
+
+def changed(path: Path, change: Callable[[onnx.GraphProto], None]) -> None:
+    model = onnx.load(path, load_external_data=False)
+    change(model.graph)
+    onnx.save(model, path)
+
+
+def give(source: str, name: str, scale: float) -> Callable[[onnx.GraphProto], None]:
+    """The graph gives `name`: what it gives as `source`, as rows of the hidden size, times `scale`."""
+
+    def change(graph: onnx.GraphProto) -> None:
+        out = names.token_input(name)
+        graph.initializer.append(helper.make_tensor(f"{out}.scale", TensorProto.FLOAT, [], [scale]))
+        graph.initializer.append(helper.make_tensor(f"{out}.rows", TensorProto.INT64, [2], [-1, HIDDEN]))
+        graph.node.append(helper.make_node("Reshape", [source, f"{out}.rows"], [f"{out}.flat"]))
+        graph.node.append(helper.make_node("Mul", [f"{out}.flat", f"{out}.scale"], [out]))
+        graph.output.append(helper.make_tensor_value_info(out, TensorProto.FLOAT, ["tokens", HIDDEN]))
+
+    return change
+
+
+def read(*read_names: str) -> Callable[[onnx.GraphProto], None]:
+    """The stage adds these inputs to the hidden states that it begins with."""
+
+    def change(graph: onnx.GraphProto) -> None:
+        total = names.HIDDEN
+        for name in read_names:
+            graph_input = names.token_input(name)
+            graph.input.append(helper.make_tensor_value_info(graph_input, TensorProto.FLOAT, ["tokens", HIDDEN]))
+            graph.node.insert(0, helper.make_node("Add", [total, graph_input], [f"{graph_input}.sum"]))
+            total = f"{graph_input}.sum"
+        added = [node for node in graph.node if node.output[0].endswith(".sum") and names.TOKEN_INPUT in node.output[0]]
+        for node in added:
+            graph.node.remove(node)
+        for node in graph.node:
+            for number, each in enumerate(node.input):
+                if each == names.HIDDEN:
+                    node.input[number] = total
+        for node in added:  # the last was inserted first
+            graph.node.insert(0, node)
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose graphs were given two token inputs, in two dialects."""
+    made = tmp_path_factory.mktemp("inputs") / "bundle"
+    export(tiny_checkpoint(), made, KS, dialects=("ort", "plain"), reductions=("fastv:k=2",))
+    manifest = Bundle.open(made).manifest
+    for graphs in manifest.dialects.values():
+        changed(made / graphs.embed, give(names.HIDDEN, BIAS, 0.5))
+        changed(made / graphs.vision, give(names.FEATURES, MAP, -2.0))
+        for number, which in READS.items():
+            changed(made / graphs.stages[number], read(*which))
+    stages = tuple(replace(stage, inputs=READS.get(number, ())) for number, stage in enumerate(manifest.stages))
+    inputs = TokenInput(MAP, HIDDEN, of_text=False, of_images=True), TokenInput(BIAS, HIDDEN, True, False)
+    files = {
+        name: FileRecord((made / name).stat().st_size, sha256(made / name)) if name.endswith(".onnx") else record
+        for name, record in manifest.files.items()
+    }
+    seal_manifest(made, replace(manifest, stages=stages, token_inputs=inputs, files=files))
+    return made
+
+
+@pytest.fixture(params=DEVICES)
+def model(request: pytest.FixtureRequest, folder: Path) -> Model:
+    return load(folder, device=request.param, threads=THREADS)
+
+
+def stated(model: Model, asked: Prompt, k: int | None) -> NDArray[np.float32]:
+    """The logits after a prompt, each stage once over all tokens, the inputs worked out here."""
+    backend = model.backend
+    images = [encode() for _, encode in asked.encoders]
+    hidden: HiddenStates = backend.embed(asked.ids).hidden
+    bias, seen = 0.5 * hidden, np.zeros_like(hidden)
+    if images:
+        hidden[asked.is_vision] = np.concatenate([image.rows for image in images])
+        seen[asked.is_vision] = -2.0 * hidden[asked.is_vision]
+    positions, here = np.arange(len(hidden)), np.ones(len(hidden), bool)
+    for number, stage in enumerate(model.manifest.stages):
+        if stage.first == k:
+            hidden, here = hidden[~asked.is_vision], ~asked.is_vision
+        tokens = TokenStates(hidden, {MAP: seen[here], BIAS: bias[here]})
+        hidden = backend.stage(number, 200).append(tokens, positions[here]).copy()
+    return backend.head(hidden[-1:])[0]
+
+
+@pytest.mark.parametrize("k", [None, *KS])
+def test_inputs_follow_their_tokens_through_first_and_later_questions(model: Model, k: int | None) -> None:
+    session = Session(model.backend, model.manifest)
+    for asked in mixed_prompts(model):
+        wanted = stated(model, asked, k)
+        np.testing.assert_allclose(session.prefill(asked, policy(k)).logits, wanted, atol=1e-4, rtol=0)
+
+
+def test_inputs_matter(model: Model) -> None:
+    asked = mixed_prompts(model)[0]
+    wanted = stated(model, asked, None)
+    blind = replace(asked, encoders=tuple((key, lambda e=e: without_signals(e())) for key, e in asked.encoders))
+    assert np.abs(Session(model.backend, model.manifest).prefill(blind, policy(None)).logits - wanted).max() > 0.01
+
+
+def without_signals(image: object) -> object:
+    signals = {name: np.zeros_like(x) for name, x in image.patches.signals.items()}  # type: ignore[attr-defined]
+    return replace(image, patches=replace(image.patches, signals=signals))  # type: ignore[attr-defined,type-var]
+
+
+def test_decoding_equals_prefilling_the_longer_prompt(model: Model) -> None:
+    for k in (None, 5):
+        for asked in mixed_prompts(model)[::3]:
+            found = greedy(model, asked, k, 4)
+            for count in (1, 3):
+                ids = np.concatenate([asked.ids, found.ids[:count]])
+                longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(count, bool)))
+                np.testing.assert_allclose(found.logits[count], stated(model, longer, k), atol=1e-4, rtol=0)
+
+
+def test_a_reduction_leaves_out_the_inputs_of_the_tokens_that_it_leaves_out(model: Model) -> None:
+    """FastV's choice is taken from the session, what follows from it is stated here."""
+    how = make_policy(None, model.manifest, model.backend.gate, 0.5, reduce="fastv:k=2,ratio=0.5")
+    session = Session(model.backend, model.manifest)
+    for asked in mixed_prompts(model)[:3]:
+        done = session.prefill(asked, how)
+        kept = np.ones(len(asked.ids), bool)
+        kept[asked.is_vision] = done.cuts[0].kept
+        hidden = model.backend.embed(asked.ids).hidden
+        bias, seen = 0.5 * hidden, np.zeros_like(hidden)
+        hidden[asked.is_vision] = np.concatenate([encode().rows for _, encode in asked.encoders])
+        seen[asked.is_vision] = -2.0 * hidden[asked.is_vision]
+        here = np.ones(len(hidden), bool)
+        for number, stage in enumerate(model.manifest.stages):
+            if stage.first == 3:
+                hidden, here = hidden[kept], kept
+            tokens = TokenStates(hidden, {MAP: seen[here], BIAS: bias[here]})
+            hidden = model.backend.stage(number, 200).append(tokens, np.arange(len(asked.ids))[here]).copy()
+        np.testing.assert_allclose(done.logits, model.backend.head(hidden[-1:])[0], atol=1e-4, rtol=0)
+
+
+def test_conversations_that_decode_together_have_their_own_inputs(model: Model) -> None:
+    asked, how = mixed_prompts(model)[:4], policy(5)
+    alone = [answer(Session(model.backend, model.manifest), one, how, 3) for one in asked]
+    model.backend.share_caches(len(asked))  # type: ignore[attr-defined]
+    together = [Session(model.backend, model.manifest) for _ in asked]
+    rows = [[session.prefill(one, how).logits] for session, one in zip(together, asked, strict=True)]
+    for _ in range(2):
+        for session, own in zip(together, rows, strict=True):
+            session.next_token = int(own[-1].argmax())
+        decode_ahead(model.backend, together)  # type: ignore[arg-type]
+        for session, own in zip(together, rows, strict=True):
+            own.append(session.decode(int(own[-1].argmax())))
+    for own, wanted in zip(rows, alone, strict=True):
+        np.testing.assert_allclose(np.stack(own), wanted, atol=1e-4, rtol=0)
+
+
+# --- what the manifest declares -------------------------------------------------------------------
+
+
+def manifest_of(folder: Path) -> Manifest:
+    return Bundle.open(folder).manifest
+
+
+def test_the_manifest_keeps_what_it_declares(folder: Path) -> None:
+    manifest = manifest_of(folder)
+    assert parse_manifest(write_manifest(manifest)) == manifest
+    assert [stage.inputs for stage in manifest.stages] == [(BIAS,), (MAP,), (MAP, BIAS), ()]
+
+
+def test_what_does_not_fit_is_refused_by_name(folder: Path) -> None:
+    manifest = manifest_of(folder)
+    first, *others = manifest.stages
+
+    def refused(stage: StageSpec, match: str) -> None:
+        with pytest.raises(BundleError, match=match):
+            replace(manifest, stages=(stage, *others))
+
+    refused(replace(first, inputs=("other",)), r"reads token inputs \['other'\], the bundle declares \['map', 'bias'\]")
+    refused(replace(first, caches=("window",) * first.layers), "'window' are unknown to this vtx")
+    refused(replace(first, caches=("slots",) * (first.layers + 1)), "it needs one kind a layer")
+    refused(replace(first, caches=("none",) * first.layers), "slots in at least one")
+    with pytest.raises(BundleError, match="hold a name twice"):
+        replace(manifest, token_inputs=(*manifest.token_inputs, manifest.token_inputs[0]))
+    with pytest.raises(BundleError, match="must be in 1"):
+        TokenInput("x", 0, of_text=True, of_images=False)
+
+
+def test_a_layer_without_a_cache_has_none_bound(folder: Path, tmp_path: Path) -> None:
+    stage = replace(manifest_of(folder).stages[1], caches=("slots", "none"))
+    assert stage.cached == (stage.first,)
+    copied = tmp_path / "bundle"
+    shutil.copytree(folder, copied)
+    manifest = manifest_of(folder)
+    wrong = replace(manifest, stages=(manifest.stages[0], stage, *manifest.stages[2:]))
+    seal_manifest(copied, wrong)
+    with pytest.raises(BundleError, match=r"is not the graph that vtx\.json says"):
+        load(copied, device="cpu", threads=THREADS)
