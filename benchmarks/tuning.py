@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
-from vtx.exporter.calibration.report import CalibrationReport, Choosing, make_report
+from vtx.exporter.calibration.choosing import Choosing
+from vtx.exporter.calibration.report import CalibrationReport, make_report
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.common.files import write_json
 from vtx.exporter.data.items import read_data

@@ -295,10 +295,11 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
             **({"int4_block": plan.precisions.block} if plan.precisions.block != BLOCK else {}),
             **({"tower": plan.options.tower} if plan.options.tower else {}),
             **({"allow_pickle": True} if plan.options.allow_pickle else {}),
+            **({"allow_changed_answers": True} if plan.options.allow_changed_answers else {}),
         },
         **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
-        **({"calibration": dict(plan.options.calibration)} if plan.options.calibration else {}),
+        **({"calibration": plain(plan.options.calibration)} if plan.options.calibration else {}),
         **({"activation_aware": plain(factors.record)} if factors else {}),
         "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
     }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vtx.exporter.bundling.predict import QUESTION_TOKENS
 from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.data.choice import RecordedChoice
 from vtx.exporter.data.items import Data, image_tokens
 from vtx.exporter.weights.precision import FULL, Precisions
 from vtx.exporter.weights.quantize import BLOCK
@@ -45,7 +45,8 @@ class ExportOptions:
 
     `dialects` are the operator sets to write the graphs in.
     "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
-    `calibration` records how K was chosen where it was measured. `reductions` are the specs of methods that drop image
+    `calibration` records how K was chosen where it was measured; it must keep 90% of the answers, unless
+    `allow_changed_answers` is set. `reductions` are the specs of methods that drop image
     tokens, the first one the default; `retain` is the number of tokens that its thresholds are to keep. `aware` holds
     the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
@@ -58,7 +59,7 @@ class ExportOptions:
     max_context: int | None = None
     template: str | None = None
     gates: Path | None = None
-    calibration: Mapping[str, Any] | None = None
+    calibration: RecordedChoice | None = None
     dialects: tuple[str, ...] = DIALECTS
     reductions: tuple[str, ...] = ()
     vision_precision: str | None = None
@@ -70,9 +71,14 @@ class ExportOptions:
     tower: str | None = None
     allow_pickle: bool = False
     int4_block: int = BLOCK
+    allow_changed_answers: bool = False
 
     def __post_init__(self) -> None:
         precisions = self.precisions()
+        if self.calibration is not None:
+            if self.ks != (self.calibration.k,):
+                raise RequestError(f"K is {self.ks}, but the calibration chose {self.calibration.k}; give one of them")
+            self.calibration.check(allowed=self.allow_changed_answers)
         if self.aware is not None:
             self.aware.check(precisions.decoder)
         if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.calibration.report import CalibrationReport, Point
+from vtx.exporter.calibration.choosing import Point
+from vtx.exporter.calibration.report import CalibrationReport
 from vtx.exporter.common.plots import GREY, draw, headline, integer_axis, lines, percent_axis
 from vtx.exporter.data.intervals import MeanInterval, ShareInterval
 

@@ -1,4 +1,4 @@
-"""From measurements to a K: curves with their intervals, the choice by eta or by accuracy, and its caveats."""
+"""From measurements to a K: curves with their intervals, what the rules choose, and the report on disk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from vtx.exporter.calibration.choosing import Choice, Choosing, Point, choose
 from vtx.exporter.calibration.measurement import ItemResult, Measurement
 from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.exporter.common.files import write_json
-from vtx.exporter.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, mean_intervals, share_interval
+from vtx.exporter.data.choice import RecordedChoice, changed_answers
+from vtx.exporter.data.intervals import CONFIDENCE, ShareInterval, mean_intervals, share_interval
 from vtx.exporter.data.source import Source
 from vtx.exporter.reference.attention import KINDS, Shares
 from vtx.runtime.errors import RequestError
@@ -20,46 +22,7 @@ from vtx.runtime.strict import Strict, later, plain
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"
-ETA = 0.003
 MAX_REPORT = 1 << 28
-
-
-@dataclass(frozen=True, slots=True)
-class Choosing:
-    """How K is chosen: mean KL below `eta` nats, or accuracy within `max_drop` percentage points of K = none."""
-
-    eta: float = ETA
-    max_drop: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.eta < float("inf"):
-            raise RequestError(f"--eta is {self.eta}; it must be a finite number above 0, such as {ETA}")
-        if self.max_drop is not None and not 0 <= self.max_drop <= 100:
-            raise RequestError(f"--max-accuracy-drop is {self.max_drop}; it must be 0 to 100 percentage points")
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The K that a rule picks, None where no K satisfies it; `notes` say how far to trust it."""
-
-    rule: str
-    k: int | None
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One K of the curve, None for no withdrawal: KL both ways in nats, and shares of equal next tokens, of equal and
-    of right answers. A share that was not measured is None.
-    """
-
-    k: int | None
-    full_layers: int | None
-    kl: MeanInterval
-    kl_reverse: MeanInterval
-    top1: ShareInterval | None
-    agree: ShareInterval | None
-    right: ShareInterval | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +58,17 @@ class MeanAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `samples` the items."""
+    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `samples` the items.
+
+    `min_kept` is in percent.
+    """
 
     model: CalibratedModel
     data: CalibrationData
     confidence: float = CONFIDENCE
     k: int | None
     eta: float
+    min_kept: float
     choices: tuple[Choice, ...]
     curve: tuple[Point, ...]
     attention: MeanAttention | None = later(None)
@@ -111,29 +78,24 @@ class CalibrationReport:
         """As report.json holds it; attention only where it was measured."""
         return {"format": FORMAT, **plain(self)}
 
-
-@dataclass(frozen=True, slots=True)
-class RecordedChoice:
-    """The choice of a report as an export records it: K, the rule, and the items of the data it rests on."""
-
-    k: int
-    rule: str
-    data: str
-    items: int
+    @property
+    def warning(self) -> str | None:
+        """That the chosen K changes too many answers, or that nobody knows; None where all is well or none fits."""
+        kept = [point.agree for point in self.curve if point.k == self.k]
+        return None if self.k is None else changed_answers(self.k, kept[0])
 
 
 def make_report(source: Source, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
-    """The whole report; `k` is the choice, by the accuracy rule where one was given."""
+    """The whole report; `k` is the choice of the deciding rule."""
     curve = make_curve(measured)
-    choices = [choose_by_eta(curve, choosing.eta, len(measured.results))]
-    if choosing.max_drop is not None:
-        choices.append(choose_by_accuracy(curve, choosing.max_drop))
+    choices = choose(curve, choosing, len(measured.results))
     return CalibrationReport(
         model=CalibratedModel(source.name, source.fingerprint, source.config.text.layers),
         data=CalibrationData(data, len(measured.results), measured.skipped),
         k=choices[-1].k,
         eta=choosing.eta,
-        choices=tuple(choices),
+        min_kept=choosing.min_kept,
+        choices=choices,
         curve=curve,
         attention=mean_attention(measured.results),
         samples=measured.results,
@@ -159,63 +121,6 @@ def _shares(measured: Measurement, name: str) -> list[ShareInterval | None]:
     if not known:
         return [None] * (1 + len(measured.ks))
     return [share_interval(int(hits), len(known)) for hits in np.array(known, int).sum(0)]
-
-
-def choose_by_eta(curve: Sequence[Point], eta: float, samples: int) -> Choice:
-    """The first K, in rising order, whose mean KL is below eta (VTW Eq. 6 and Algorithm 1)."""
-    points, rule = curve[1:], f"mean KL < {eta:g}"
-    for i, point in enumerate(points):
-        if point.kl.mean < eta:
-            return Choice(rule, point.k, tuple(_doubts(point, points[i + 1 :], eta, samples)))
-    least = min(points, key=lambda p: p.kl.mean)
-    return Choice(rule, None, (f"no K satisfies it: the smallest mean KL is {least.kl.mean:.3g}, at K = {least.k}",))
-
-
-def _doubts(point: Point, later: Sequence[Point], eta: float, samples: int) -> list[str]:
-    k, kl, notes = point.k, point.kl, []
-    if above := [p.k for p in later if p.kl.mean >= eta]:
-        notes.append(
-            f"the curve is not monotone: after K = {k} the mean KL is {eta:g} or more again at K = {_listed(above)}"
-        )
-    if kl.high >= eta:
-        notes.append(
-            f"with {samples} samples the mean KL at K = {k} lies between {kl.low:.2g} and {kl.high:.2g} "
-            f"({CONFIDENCE:.0%}), so it may well be above {eta:g}; more --samples narrow the interval"
-        )
-    return notes
-
-
-def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
-    """The smallest K whose accuracy is at most `max_drop` points below that of no withdrawal.
-
-    Accuracy is the share of right answers, or of answers equal to the full model's where no right ones are known.
-    """
-    by_data = curve[0].right is not None
-    quantity = "accuracy" if by_data else "answer agreement"
-    none, *shares = [point.right if by_data else point.agree for point in curve]
-    if none is None:
-        raise RequestError("--max-accuracy-drop needs answers; give --max-new-tokens above 0, or data with answers")
-    full, count = none.share, none.count
-    rule = f"{quantity} at most {max_drop:g} points below {full:.1%}"
-    drops = {
-        point.k: 100 * (full - share.share)
-        for point, share in zip(curve[1:], shares, strict=True)
-        if share and point.k is not None
-    }
-    fits = [k for k, drop in drops.items() if drop <= max_drop + 1e-9]
-    if not fits:
-        k = min(drops, key=lambda k: drops[k])
-        return Choice(rule, None, (f"no K satisfies it: the smallest drop is {drops[k]:.1f} points, at K = {k}",))
-    notes = []
-    if worse := [k for k in drops if k > fits[0] and k not in fits]:
-        notes.append(f"not monotone: after K = {fits[0]} the drop is larger again at K = {_listed(worse)}")
-    if 100 / count > max_drop / 2:
-        notes.append(f"one answer of these {count} is {100 / count:.2g} points; more --samples resolve smaller drops")
-    return Choice(rule, fits[0], tuple(notes))
-
-
-def _listed(ks: Sequence[int | None]) -> str:
-    return ", ".join(map(str, ks))
 
 
 def mean_attention(results: Sequence[ItemResult]) -> MeanAttention | None:
@@ -262,7 +167,10 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
     choice = strict.read(Choice, last, f"{path.name}: the last of choices")
     if model.fingerprint != fingerprint:
         raise RequestError(f"{path} was measured on another model, {model.name}; calibrate this one")
-    return _recorded(report.get("k"), choice, data)
+    k, curve = report.get("k"), report.get("curve")
+    points = [point for point in curve if isinstance(point, dict)] if isinstance(curve, list) else []
+    at = [strict.read(Point, point, f"{path.name}: K = {k} of the curve") for point in points if point.get("k") == k]
+    return _recorded(k, choice, data, at)
 
 
 def find_report(path: Path) -> Path | None:
@@ -277,11 +185,14 @@ def find_report(path: Path) -> Path | None:
 
 def chosen(report: CalibrationReport) -> RecordedChoice:
     """The choice of a report as an export records it. RequestError where no K fits."""
-    return _recorded(report.k, report.choices[-1], report.data)
+    at = [point for point in report.curve if point.k == report.k]
+    return _recorded(report.k, report.choices[-1], report.data, at)
 
 
-def _recorded(k: Any, choice: Choice, data: CalibrationData) -> RecordedChoice:
+def _recorded(k: Any, choice: Choice, data: CalibrationData, at: Sequence[Point]) -> RecordedChoice:
     if type(k) is not int:
         notes = "; ".join(choice.notes) or "the report has none"
-        raise RequestError(f"calibration picks no K: {notes}; raise --eta with vtx-calibrate, or name a K")
-    return RecordedChoice(k, choice.rule, data.source, data.items)
+        raise RequestError(f"calibration picks no K: {notes}; name a K, or calibrate again with another limit")
+    if len(at) != 1:
+        raise RequestError(f"the calibration has {len(at)} points at its K = {k}, not one; calibrate again")
+    return RecordedChoice(k, choice.rule, data.source, data.items, at[0].agree)

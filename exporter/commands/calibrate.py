@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,9 +14,13 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, tab
 
 if TYPE_CHECKING:
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.report import CalibrationReport, Choosing
+    from vtx.exporter.calibration.choosing import Choosing
+    from vtx.exporter.calibration.report import CalibrationReport
     from vtx.exporter.calibration.source import OpenedModel
+    from vtx.exporter.data.choice import RecordedChoice
     from vtx.exporter.gates.report import Judgement, Outcome
+
+SAMPLES = 100  # questions measured unless told otherwise: 96 unchanged answers show 90%
 
 
 @command(
@@ -31,12 +34,19 @@ if TYPE_CHECKING:
 @allow_pickle_option
 @click.option("--bundle", type=click.Path(path_type=Path), help="A bundle to measure instead.")
 @click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
-@click.option("--samples", type=int, default=20, show_default=True, help="Items to measure, drawn from DATA.")
+@click.option("--samples", type=int, default=SAMPLES, show_default=True, help="Items to measure, drawn from DATA.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of that draw.")
-@click.option("--eta", type=float, default=0.003, show_default=True, help="Take the first K with a mean KL below this.")
+@click.option(
+    "--min-kept", type=float, default=90, show_default=True, metavar="PERCENT",
+    help="Take the smallest K at which so many answers stay the same, at the lower end of the interval.",
+)  # fmt: skip
 @click.option(
     "--max-accuracy-drop", type=float, metavar="POINTS",
     help="Take instead the smallest K so near to the accuracy without withdrawal.",
+)  # fmt: skip
+@click.option(
+    "--eta", type=float, default=0.003, show_default=True,
+    help="Second opinion: the first K with a mean KL below this. It decides only where no answers are made.",
 )  # fmt: skip
 @click.option("--k-from", type=int, help="The first K to measure [default: 5].")
 @click.option(
@@ -54,8 +64,8 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
 def calibrate(
     data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
-    samples: int, seed: int, eta: float, max_accuracy_drop: float | None, k_from: int | None, max_new_tokens: int,
-    batch: int, attention: bool, chat_template: Path | None, out: Path | None, as_json: bool,
+    samples: int, seed: int, min_kept: float, max_accuracy_drop: float | None, eta: float, k_from: int | None,
+    max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure what withdrawal at every K changes, and choose a K by it.
 
@@ -65,11 +75,11 @@ def calibrate(
     end_on_sigterm()
     library = exporter()
     from vtx.exporter.calibration.calibrate import CalibrationOptions
+    from vtx.exporter.calibration.choosing import Choosing
     from vtx.exporter.calibration.plots import draw_report
-    from vtx.exporter.calibration.report import Choosing
     from vtx.exporter.calibration.source import open_source
 
-    choosing = Choosing(eta, max_accuracy_drop)
+    choosing = Choosing(eta, max_accuracy_drop, min_kept)
     options = CalibrationOptions(k_from, max_new_tokens, batch, attention)
     of_checkpoints = ("model", "tower", "allow_pickle", "chat_template")
     checkpoints = [f"--{name.replace('_', '-')}" for name in of_checkpoints if given(name)]
@@ -91,6 +101,8 @@ def calibrate(
     else:
         _show_calibration(report)
         click.echo(f"report and plots are in {folder}")
+    if report.warning:
+        note(f"warning: {report.warning}; vtx-export takes this K only with --allow-changed-answers")
 
 
 def _measure(
@@ -161,20 +173,22 @@ def _show_calibration(report: CalibrationReport) -> None:
 
 def calibrated(
     data: str, images: Path | None, model: str, template: str | None, tower: str | None, *, allow_pickle: bool
-) -> dict[str, Any]:
+) -> RecordedChoice:
     """The K that a calibration on `data` chooses, or that an earlier one chose, and what to record of it."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.report import Choosing, chosen, find_report, read_choice
+    from vtx.exporter.calibration.choosing import Choosing
+    from vtx.exporter.calibration.report import chosen, find_report, read_choice
     from vtx.exporter.calibration.source import open_source
 
     source = open_source(model, None, template, tower, allow_pickle=allow_pickle)
     if earlier := find_report(Path(data)):
         choice = read_choice(earlier, source.fingerprint)
     else:
-        folder = Path(f"vtx-calibration-{source.name}-next-token")
-        choice = chosen(_measure(source, data, images, 20, 0, CalibrationOptions(max_new_tokens=0), Choosing(), folder))
-    note(f"calibration chooses K = {choice.k} ({choice.rule}, {choice.items} items of {choice.data})")
-    return asdict(choice)
+        folder = Path(f"vtx-calibration-{source.name}-export")
+        choice = chosen(_measure(source, data, images, SAMPLES, 0, CalibrationOptions(), Choosing(), folder))
+    kept = f"; {choice.kept.share:.1%} of {choice.kept.count} answers stay the same" if choice.kept else ""
+    note(f"calibration chooses K = {choice.k} ({choice.rule}, {choice.items} items of {choice.data}){kept}")
+    return choice
 
 
 @command(

@@ -103,6 +103,10 @@ def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple
 )  # fmt: skip
 @click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: --calibration's].")
 @click.option(
+    "--allow-changed-answers", is_flag=True,
+    help="Take the K of --k auto even if fewer than 90% of the answers stay the same, or nobody compared them.",
+)  # fmt: skip
+@click.option(
     "--activation-aware", is_flag=True,
     help="With int4 or int8: scale the decoder's channels, leaving what it computes, so that rounding loses least on "
     "the questions of --calibration [for the demo: scenes].",
@@ -140,7 +144,7 @@ def export(
     kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
     gates: Path | None, calibration: str | None, images: Path | None, dialects: tuple[str, ...],
     reductions: tuple[str, ...], retain: float | None, max_memory: int | None, force: bool, as_json: bool,
-    activation_aware: bool,
+    activation_aware: bool, allow_changed_answers: bool,
     sign: Path | None, text_tower: str | None, tower: str | None, allow_pickle: bool, int4_block: str,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run.
@@ -163,6 +167,8 @@ def export(
         )
     if images is not None and calibration is None:
         raise click.UsageError("--images has no effect without --calibration; leave it out")
+    if allow_changed_answers and (calibration is None or not one_k):
+        raise click.UsageError("--allow-changed-answers is about the K of --k auto --calibration DATA; leave it out")
     demo = model == library.DEMO
     retained = None if retain is None else _retain(retain, calibration, images, demo=demo)
     aware = _aware(calibration, images, demo=demo) if activation_aware else None
@@ -171,10 +177,11 @@ def export(
         from vtx.exporter.commands.calibrate import calibrated
 
         chosen = calibrated(calibration, images, model, template, tower, allow_pickle=allow_pickle)
-    ks = (chosen["k"],) if chosen else ks
+    ks = (chosen.k,) if chosen else ks
     options = library.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
         head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
+        allow_changed_answers,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
@@ -186,6 +193,8 @@ def export(
     library.check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
     made = export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), key, force=force)
+    if chosen and chosen.warning:
+        note(f"warning: {chosen.warning}")
     if as_json:
         from vtx.runtime.bundle.bundle import Bundle
         from vtx.runtime.report.inspect import describe

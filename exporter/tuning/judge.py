@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
+from vtx.exporter.calibration.choosing import Choosing, Point, choose_by_accuracy
 from vtx.exporter.calibration.measurement import Measurement
-from vtx.exporter.calibration.report import (
-    CalibrationReport,
-    Choosing,
-    Point,
-    choose_by_accuracy,
-    make_report,
-    write_report,
-)
+from vtx.exporter.calibration.report import CalibrationReport, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.data.items import Data, Item
 

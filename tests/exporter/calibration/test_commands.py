@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.exporter.calibration.measuring import ALL, GQA, KS, QUESTIONS, Checkpoints, questions
+from tests.exporter.calibration.measuring import GQA, KS, QUESTIONS, Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
-from vtx.exporter.calibration.calibrate import calibrate
+from vtx.exporter.bundling.build import fill
+from vtx.exporter.calibration.choosing import Choosing
 from vtx.exporter.calibration.measurement import ItemResult, Measurement
-from vtx.exporter.calibration.report import (
-    Choosing,
-    make_report,
-)
+from vtx.exporter.calibration.report import make_report, write_report
 from vtx.exporter.calibration.source import open_source
 from vtx.runtime.bundle.bundle import Bundle
 
@@ -64,9 +59,12 @@ def test_calibrating_writes_report_table_and_plots(tiny_checkpoint: Checkpoints,
     assert "line 6" in done.stderr
     assert "predicted, roughly" in done.stderr
     assert "chosen: K = 2 (1 full layers)" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("warning: at K = 2, ")
+    assert done.stderr.splitlines()[-1].endswith("vtx-export takes this K only with --allow-changed-answers")
     names = {"samples.jsonl", "report.json", "kl.png", "accuracy.png", "attention.png"}
     assert {path.name for path in (workplace / "found").iterdir()} == names
     again = vtx(*words, "--eta", "1e-30", "--attention", "--json")
+    assert "warning" not in again.stderr.splitlines()[-1], "where no K is chosen there is nothing to warn of"
     report = json.loads(again.stdout)
     assert again.exit_code == 0
     assert report["k"] is None
@@ -75,7 +73,7 @@ def test_calibrating_writes_report_table_and_plots(tiny_checkpoint: Checkpoints,
     assert len(report["samples"]) == 5
     assert report["data"]["skipped"][0].startswith("line 6")
     assert report == json.loads((workplace / "found" / "report.json").read_text())
-    keys = "format model data confidence k eta choices curve attention samples"
+    keys = "format model data confidence k eta min_kept choices curve attention samples"
     assert list(report) == keys.split()
     assert list(report["model"]) == ["name", "fingerprint", "layers"]
     assert list(report["data"]) == ["source", "items", "skipped"]
@@ -103,6 +101,7 @@ def test_a_missing_plot_library_costs_the_plots_alone(
         (["none.jsonl"], "none.jsonl"),
         (["--samples", "0"], "--samples"),
         (["--eta", "-1"], "--eta"),
+        (["--min-kept", "100"], "--min-kept"),
         (["--k-from", "9"], "must be 2 to 6"),
         (["--batch", "0"], "--batch"),
         (["questions.jsonl", "--max-accuracy-drop", "200"], "--max-accuracy-drop"),
@@ -125,29 +124,102 @@ def test_options_of_a_checkpoint_do_not_go_with_a_bundle(workplace: Path) -> Non
     assert "not a bundle" in vtx("calibrate", "--bundle", ".").stderr
 
 
+def write_calibration(model: Path, kept: int | None, count: int) -> None:
+    """c/report.json: a tiny mean KL and `kept` unchanged answers of `count` at K = 3; None: they were not compared."""
+    Path("c").mkdir()
+    source = open_source(str(model))
+    rows = [
+        ItemResult(
+            None, kl=(0.5, 1e-5), kl_reverse=(0.5, 1e-5), top1=(False, True), right=None,
+            agree=None if kept is None else (True, False, row < kept),
+        )
+        for row in range(count)
+    ]  # fmt: skip
+    choosing = Choosing(min_kept=1)
+    write_report(make_report(source, "q", Measurement((2, 3), tuple(rows), ()), choosing), Path("c"))
+
+
+EXPORT = ("export", "--k", "auto", "--calibration", "c", "--precision", "fp32", "--dialect", "ort", "--out", "bundle")
+
+
 def test_an_export_takes_the_k_of_a_calibration(tiny_checkpoint: Checkpoints, workplace: Path) -> None:
-    model = str(tiny_checkpoint(Tiny(layers=8)))
-    words = ("export", "--model", model, "--k", "auto", "--precision", "fp32", "--out", "bundle")
-    source = open_source(model)
-    measured = calibrate(source, questions(), replace(ALL, max_new_tokens=0), workplace / "c")
-    means = np.mean([row.kl for row in measured.results], 0)
-    eta = float(np.sort(means)[2])
-    k = 2 + int(np.argmax(means < eta))
-    (workplace / "c" / "report.json").write_text(
-        json.dumps(make_report(source, "q", measured, Choosing(eta)).to_dict(), indent=1)
-    )
-    done = vtx(*words, "--calibration", "c")
+    model = tiny_checkpoint(Tiny(layers=8))
+    write_calibration(model, 40, 40)
+    done = vtx(*EXPORT, "--model", str(model))
     assert done.exit_code == 0, done.stderr
+    assert "warning" not in done.stderr
     made = Bundle.open("bundle")
-    assert made.manifest.variants == (k,)
-    assert made.manifest.default_k == k
-    assert made.manifest.record["calibration"] == {"k": k, "rule": f"mean KL < {eta:g}", "data": "q", "items": 5}
+    assert made.manifest.variants == (3,)
+    assert made.manifest.default_k == 3
+    recorded = made.manifest.record["calibration"]
+    assert {name: recorded[name] for name in ("k", "rule", "data", "items")} == {
+        "k": 3, "rule": "at least 1% of the answers kept", "data": "q", "items": 40,
+    }  # fmt: skip
+    assert (recorded["kept"]["share"], recorded["kept"]["count"]) == (1.0, 40)
     other = vtx("export", "--model", str(tiny_checkpoint(GQA)), "--k", "auto", "--calibration", "c/report.json")
     assert other.exit_code == 1
     assert "another model" in other.stderr
     again = vtx("calibrate", "questions.jsonl", "--bundle", "bundle", "--max-new-tokens", "0")
     assert again.exit_code == 0, again.stderr
+    assert "chosen without comparing answers" in again.stderr.splitlines()[-1] or "none found" in again.stdout
     assert Path("vtx-calibration-bundle/report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [(7, "35.0% of 20 answers stay the same, 18.1% at the lower end"), (None, "chosen without comparing answers")],
+)
+def test_a_k_that_changes_answers_is_exported_only_with_consent(
+    tiny_checkpoint: Checkpoints, workplace: Path, kept: int | None, said: str
+) -> None:
+    model = tiny_checkpoint(GQA)
+    write_calibration(model, kept, 20)
+    words = (*EXPORT, "--model", str(model))
+    refused = vtx(*words)
+    assert refused.exit_code == 1
+    (line,) = [line for line in refused.stderr.splitlines() if line.startswith("export: ")]
+    assert said in line
+    assert "90%" in line
+    assert "--allow-changed-answers" in line
+    assert not Path("bundle").exists()
+    taken = vtx(*words, "--allow-changed-answers")
+    assert taken.exit_code == 0, taken.stderr
+    assert taken.stderr.splitlines()[-1].startswith("warning: ")
+    assert said in taken.stderr.splitlines()[-1]
+    record = Bundle.open("bundle").manifest.record
+    assert record["options"]["allow_changed_answers"] is True
+    assert (record["calibration"]["kept"] or {}).get("share") == (None if kept is None else 0.35)
+
+
+def test_an_interrupted_export_needs_the_consent_again(
+    tiny_checkpoint: Checkpoints, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_checkpoint(GQA)
+    write_calibration(model, 7, 20)
+    words = (*EXPORT, "--model", str(model), "--precision", "int8")  # whose weights an export writes itself
+
+    def interrupt(phase: str, done: int, total: int) -> None:
+        if phase == "checksums":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "vtx.exporter.bundling.export.fill", lambda folder, plan, journal, _: fill(folder, plan, journal, interrupt)
+        )
+        assert vtx(*words, "--allow-changed-answers").exit_code == 130
+    refused = vtx(*words)
+    assert refused.exit_code == 1
+    assert "--allow-changed-answers" in refused.stderr
+    assert not Path("bundle").exists()
+    resumed = vtx(*words, "--allow-changed-answers")
+    assert resumed.exit_code == 0
+    assert "resuming an interrupted export" in resumed.stderr
+
+
+def test_consent_to_nothing_is_refused(workplace: Path) -> None:
+    done = vtx("export", "--k", "3", "--allow-changed-answers")
+    assert done.exit_code == 2
+    assert "--allow-changed-answers is about the K of --k auto" in done.stderr
 
 
 def test_an_export_calibrates_on_data_and_stops_where_no_k_fits(
@@ -162,16 +234,19 @@ def test_an_export_calibrates_on_data_and_stops_where_no_k_fits(
     done = vtx(*words, "--out", "bundle")
     assert done.exit_code == 1
     assert "give the image directory with --images" in done.stderr
-    words = (*words, "--images", "photos")
-    done = vtx(*words, "--out", "bundle")
+    words = (*words, "--images", "photos", "--out", "bundle")
+    done = vtx(*words)
     assert done.exit_code == 1
     assert "calibration picks no K" in done.stderr
-    assert "smallest mean KL" in done.stderr
+    assert "to show 90% takes at least 35 answers, all unchanged; give more --samples" in done.stderr
     assert not (workplace / "bundle").exists()
-    monkeypatch.setattr("vtx.exporter.calibration.report.Choosing", functools.partial(Choosing, eta=1e9))
-    done = vtx(*words, "--out", "bundle")
+    monkeypatch.setattr("vtx.exporter.calibration.choosing.Choosing", lambda: Choosing(min_kept=1e-9))
+    done = vtx(*words)
+    assert done.exit_code == 1
+    assert "calibration chooses K = 5 (at least 1e-09% of the answers kept, 5 items of questions.jsonl)" in done.stderr
+    assert "of 5 answers stay the same" in done.stderr.splitlines()[-1]
+    done = vtx(*words, "--allow-changed-answers")
     assert done.exit_code == 0, done.stderr
-    assert "calibration chooses K = 5 (mean KL < 1e+09, 5 items of questions.jsonl)" in done.stderr
     assert Bundle.open("bundle").manifest.variants == (5,)
 
 
@@ -194,7 +269,18 @@ def test_k_auto_alone_names_both_ways_to_choose(workplace: Path) -> None:
     assert "--images has no effect" in vtx("export", "--k", "5", "--images", ".").stderr
 
 
-@pytest.mark.parametrize("broken", [{"data": []}, {"choices": []}, {"choices": [1]}, {"model": None}, {"k": True}])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"data": []},
+        {"choices": []},
+        {"choices": [1]},
+        {"model": None},
+        {"k": True},
+        {"curve": []},
+        {"curve": [{"k": 5}]},
+    ],
+)
 def test_a_broken_report_chooses_nothing(tiny_checkpoint: Checkpoints, workplace: Path, broken: Any) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     row = ItemResult(None, kl=(1.0,), kl_reverse=(1.0,), top1=(True,), agree=None, right=None)

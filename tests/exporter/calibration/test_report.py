@@ -8,27 +8,77 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from vtx.exporter.calibration.measurement import ItemResult, Measurement
-from vtx.exporter.calibration.report import (
+from vtx.exporter.calibration.choosing import (
     Choosing,
     Point,
+    choose,
     choose_by_accuracy,
     choose_by_eta,
-    make_curve,
+    choose_by_kept,
 )
+from vtx.exporter.calibration.measurement import ItemResult, Measurement
+from vtx.exporter.calibration.report import make_curve
+from vtx.exporter.data.choice import RecordedChoice, changed_answers
 from vtx.exporter.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
 from vtx.runtime.errors import RequestError
 
 
-def curve(kls: Sequence[float], right: Sequence[float] | None = None, count: int = 100) -> list[Point]:
-    """Points at K = none, 5, 6, ... with intervals of a tenth of the mean; `right` has a share for none as well."""
+def curve(
+    kls: Sequence[float], right: Sequence[float] | None = None, count: int = 100, kept: Sequence[int] | None = None
+) -> list[Point]:
+    """Points at K = none, 5, 6, ... with intervals of a tenth of the mean; `right` has a share for none as well.
+
+    `kept` are the unchanged answers of `count` at 5, 6, ...
+    """
     points = []
     for i, value in enumerate([0.0, *kls]):
         share = None if right is None else ShareInterval(right[i], 0.0, 1.0, count)
         interval = MeanInterval(value, 0.9 * value, 1.1 * value)
         k = i + 4 if i else None
-        points.append(Point(k, k and k - 1, interval, interval, None, None, share))
+        agree = None if kept is None else share_interval([count, *kept][i], count)
+        points.append(Point(k, k and k - 1, interval, interval, None, agree, share))
     return points
+
+
+def test_answers_kept_choose_k_however_small_the_kl() -> None:
+    points = curve([1e-4, 1e-4, 1e-4], count=20, kept=[7, 20, 20])
+    assert choose_by_eta(points, 0.003, 20).k == 5
+    decided = choose(points, Choosing(min_kept=80), 20)[-1]
+    assert decided.k == 6
+    assert decided.rule == "at least 80% of the answers kept"
+    assert not decided.notes
+    by_accuracy = choose(curve([1e-4], [1, 1], 20, kept=[7]), Choosing(max_drop=1), 20)
+    assert [choice.k for choice in by_accuracy] == [5, None, 5], "the drop that was asked for decides"
+
+
+@pytest.mark.parametrize(("kept", "count", "k"), [(95, 100, None), (96, 100, 5), (34, 34, None), (35, 35, 5)])
+def test_the_lower_end_of_the_interval_decides(kept: int, count: int, k: int | None) -> None:
+    choice = choose_by_kept(curve([1e-4], count=count, kept=[kept]), 90, 0.003)
+    assert choice.k == k
+    assert any("takes at least 35 answers" in note for note in choice.notes) == (count < 35)
+    if k is None:
+        assert f"the most are kept at K = 5, {kept / count:.1%} of {count}" in choice.notes[0]
+
+
+def test_kl_is_a_second_opinion() -> None:
+    choice = choose_by_kept(curve([0.2, 0.1, 1e-4], count=100, kept=[50, 100, 90]), 90, 0.003)
+    assert choice.k == 6
+    assert choice.notes == (
+        "second opinion: the mean KL at K = 6 is 0.1, not below 0.003",
+        "not monotone: after K = 6 fewer are kept again at K = 7",
+    )
+    assert [choice.k for choice in choose(curve([0.2, 1e-4]), Choosing(), 20)] == [6], "nothing else was measured"
+
+
+def test_a_k_with_too_few_unchanged_answers_needs_consent() -> None:
+    few = RecordedChoice(2, "rule", "data", 20, share_interval(7, 20))
+    with pytest.raises(RequestError, match=r"K = 2, 35\.0% of 20 .* 18\.1% .* limit is 90%.*--allow-changed-answers"):
+        few.check(allowed=False)
+    few.check(allowed=True)
+    with pytest.raises(RequestError, match=r"without comparing answers.*--allow-changed-answers"):
+        RecordedChoice(2, "rule", "data", 20, None).check(allowed=False)
+    RecordedChoice(2, "rule", "data", 20, share_interval(96, 100)).check(allowed=False)
+    assert changed_answers(2, ShareInterval(0.99, float("nan"), 1.0, 100)), "what is not a number is no proof"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +137,10 @@ def test_few_answers_are_said_to_be_coarse_and_none_is_an_error() -> None:
         choose_by_accuracy(curve([1, 1]), 1)
 
 
-@pytest.mark.parametrize("wrong", [{"eta": 0}, {"eta": float("nan")}, {"max_drop": -1}, {"max_drop": 101}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"eta": 0}, {"eta": float("nan")}, {"max_drop": -1}, {"max_drop": 101}, {"min_kept": 0}, {"min_kept": 100}],
+)
 def test_rules_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(RequestError, match="must be"):
         Choosing(**wrong)

@@ -15,13 +15,13 @@ from vtx.exporter.bench.plots import draw_comparison
 from vtx.exporter.bench.plots import draw_report as draw_bench
 from vtx.exporter.bench.report import BenchedModel, BenchReport, BenchWorkload, Depth
 from vtx.exporter.bench.series import Series
+from vtx.exporter.calibration.choosing import Point
 from vtx.exporter.calibration.plots import draw_report as draw_calibration
 from vtx.exporter.calibration.report import (
     CalibratedModel,
     CalibrationData,
     CalibrationReport,
     MeanAttention,
-    Point,
 )
 from vtx.exporter.common.plots import draw, lines
 from vtx.exporter.data.intervals import MeanInterval, ShareInterval
@@ -75,6 +75,7 @@ def calibration_report() -> CalibrationReport:
         data=CalibrationData("the drawn scenes", 20, ()),
         k=5,
         eta=0.003,
+        min_kept=90,
         choices=(),
         curve=curve,
         attention=MeanAttention(("system", "vision", "question", "answer"), shares, shares, shares[:3]),

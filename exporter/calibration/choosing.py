@@ -1,0 +1,153 @@
+"""The rules that choose a K from a curve: answers kept, accuracy, and KL as a second opinion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from vtx.exporter.data.choice import KEPT
+from vtx.exporter.data.intervals import CONFIDENCE, NORMAL, MeanInterval, ShareInterval
+from vtx.runtime.errors import RequestError
+
+ETA = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """How K is chosen: by `min_kept` percent of unchanged answers, or accuracy within `max_drop` points of K = none.
+
+    Mean KL below `eta` nats is a second opinion; it decides only where no answers were compared.
+    """
+
+    eta: float = ETA
+    max_drop: float | None = None
+    min_kept: float = 100 * KEPT
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_kept < 100:
+            raise RequestError(
+                f"--min-kept is {self.min_kept:g}; it must be above 0 and below 100 percent, such as {KEPT:.0%}"
+            )
+        if not 0 < self.eta < float("inf"):
+            raise RequestError(f"--eta is {self.eta}; it must be a finite number above 0, such as {ETA}")
+        if self.max_drop is not None and not 0 <= self.max_drop <= 100:
+            raise RequestError(f"--max-accuracy-drop is {self.max_drop}; it must be 0 to 100 percentage points")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The K that a rule picks, None where no K satisfies it; `notes` say how far to trust it."""
+
+    rule: str
+    k: int | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One K of the curve, None for no withdrawal: KL both ways in nats, and shares of equal next tokens, of equal and
+    of right answers. A share that was not measured is None.
+    """
+
+    k: int | None
+    full_layers: int | None
+    kl: MeanInterval
+    kl_reverse: MeanInterval
+    top1: ShareInterval | None
+    agree: ShareInterval | None
+    right: ShareInterval | None
+
+
+def choose(curve: Sequence[Point], choosing: Choosing, samples: int) -> tuple[Choice, ...]:
+    """What every rule says, the deciding one last: accuracy where a drop was given, else answers kept, else KL."""
+    choices = [choose_by_eta(curve, choosing.eta, samples)]
+    if curve[0].agree is not None:
+        choices.append(choose_by_kept(curve, choosing.min_kept, choosing.eta))
+    if choosing.max_drop is not None:
+        choices.append(choose_by_accuracy(curve, choosing.max_drop))
+    return tuple(choices)
+
+
+def choose_by_kept(curve: Sequence[Point], min_kept: float, eta: float) -> Choice:
+    """The smallest K that keeps `min_kept` percent of the answers, at the lower end of the interval.
+
+    The lower end decides, not the share: 20 of 20 answers show 84%, not 100%.
+    """
+    limit, rule = min_kept / 100, f"at least {min_kept:g}% of the answers kept"
+    points = [(point, point.agree) for point in curve[1:] if point.agree is not None]
+    fits = [point for point, kept in points if kept.low >= limit]
+    if not fits:
+        best, kept = max(points, key=lambda pair: pair[1].low)
+        notes = [
+            f"no K satisfies it: the most are kept at K = {best.k}, {kept.share:.1%} of {kept.count}, "
+            f"{kept.low:.1%} at the lower end of the interval"
+        ]
+        needed = ceil(NORMAL**2 * limit / (1 - limit))
+        if kept.count < needed:
+            notes.append(f"to show {min_kept:g}% takes at least {needed} answers, all unchanged; give more --samples")
+        return Choice(rule, None, tuple(notes))
+    chosen, notes = fits[0], []
+    if chosen.kl.mean >= eta:
+        notes.append(f"second opinion: the mean KL at K = {chosen.k} is {chosen.kl.mean:.2g}, not below {eta:g}")
+    below = [point.k for point, kept in points if (point.k or 0) > (chosen.k or 0) and kept.low < limit]
+    if below:
+        notes.append(f"not monotone: after K = {chosen.k} fewer are kept again at K = {_listed(below)}")
+    return Choice(rule, chosen.k, tuple(notes))
+
+
+def choose_by_eta(curve: Sequence[Point], eta: float, samples: int) -> Choice:
+    """The first K, in rising order, whose mean KL is below eta (VTW Eq. 6 and Algorithm 1)."""
+    points, rule = curve[1:], f"mean KL < {eta:g}"
+    for i, point in enumerate(points):
+        if point.kl.mean < eta:
+            return Choice(rule, point.k, tuple(_doubts(point, points[i + 1 :], eta, samples)))
+    least = min(points, key=lambda p: p.kl.mean)
+    return Choice(rule, None, (f"no K satisfies it: the smallest mean KL is {least.kl.mean:.3g}, at K = {least.k}",))
+
+
+def _doubts(point: Point, later: Sequence[Point], eta: float, samples: int) -> list[str]:
+    k, kl, notes = point.k, point.kl, []
+    if above := [p.k for p in later if p.kl.mean >= eta]:
+        notes.append(
+            f"the curve is not monotone: after K = {k} the mean KL is {eta:g} or more again at K = {_listed(above)}"
+        )
+    if kl.high >= eta:
+        notes.append(
+            f"with {samples} samples the mean KL at K = {k} lies between {kl.low:.2g} and {kl.high:.2g} "
+            f"({CONFIDENCE:.0%}), so it may well be above {eta:g}; more --samples narrow the interval"
+        )
+    return notes
+
+
+def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
+    """The smallest K whose accuracy is at most `max_drop` points below that of no withdrawal.
+
+    Accuracy is the share of right answers, or of answers equal to the full model's where no right ones are known.
+    """
+    by_data = curve[0].right is not None
+    quantity = "accuracy" if by_data else "answer agreement"
+    none, *shares = [point.right if by_data else point.agree for point in curve]
+    if none is None:
+        raise RequestError("--max-accuracy-drop needs answers; give --max-new-tokens above 0, or data with answers")
+    full, count = none.share, none.count
+    rule = f"{quantity} at most {max_drop:g} points below {full:.1%}"
+    drops = {
+        point.k: 100 * (full - share.share)
+        for point, share in zip(curve[1:], shares, strict=True)
+        if share and point.k is not None
+    }
+    fits = [k for k, drop in drops.items() if drop <= max_drop + 1e-9]
+    if not fits:
+        k = min(drops, key=lambda k: drops[k])
+        return Choice(rule, None, (f"no K satisfies it: the smallest drop is {drops[k]:.1f} points, at K = {k}",))
+    notes = []
+    if worse := [k for k in drops if k > fits[0] and k not in fits]:
+        notes.append(f"not monotone: after K = {fits[0]} the drop is larger again at K = {_listed(worse)}")
+    if 100 / count > max_drop / 2:
+        notes.append(f"one answer of these {count} is {100 / count:.2g} points; more --samples resolve smaller drops")
+    return Choice(rule, fits[0], tuple(notes))
+
+
+def _listed(ks: Sequence[int | None]) -> str:
+    return ", ".join(map(str, ks))
