@@ -11,12 +11,13 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 FUZZ ?= 20000
+SEQUENCES ?= 500
 FUZZ_SECONDS ?= 10
 CLANG ?= clang++
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -110,6 +111,9 @@ test-extras: $(READY) ## installs each extra as its page says, from a package in
 
 fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests' 100; new ones each time
 	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest tests/fuzz
+
+sequences: $(READY) ## random sequences of questions held to fresh answers, SEQUENCES of each kind an engine; new ones each time
+	VTX_SEQUENCES=$(SEQUENCES) $(BIN)/pytest -s tests/runtime/session/test_sequences.py -k any_
 
 test-browser: $(READY) ## the page of vtx-serve in a real browser; needs Debian's chromium package or another Chromium
 	$(BIN)/python -m pip install playwright

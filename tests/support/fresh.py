@@ -14,6 +14,7 @@ from vtx.runtime.api.model import Model, Picture
 from vtx.runtime.api.options import Options
 
 Setting = tuple[int | str | None, str]  # K and reductions
+NEITHER: Setting = (None, "none")
 EXACT = ("text", "token_ids", "stopped", "k", "reduce", "vision_tokens_kept", "kv_slots")
 TOLERANCE = 1e-4  # of log probabilities, where caches were reused
 
@@ -53,7 +54,11 @@ class FreshAnswers:
 
 
 def shuffled(
-    seed: int, count: int, images: Sequence[str], questions: Sequence[str], settings: Sequence[Setting]
+    seed: int,
+    count: int,
+    images: Sequence[str],
+    questions: Sequence[str],
+    settings: Sequence[Setting] = ((None, "none"),),
 ) -> list[tuple[list[str], str, Setting]]:
     """Random questions, half of them about the images of the one before, each at a setting of its own."""
     rng, asked = random.Random(seed), list[tuple[list[str], str, Setting]]()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -20,10 +21,12 @@ from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.session.sampling import Sampler, Sampling
 
 OPTIONS = Options(max_new_tokens=5, ignore_eos=True, timeout=1.0)  # seconds of the sequences' own clock
 QUESTIONS = ("red?", "Where is the red star?", "Where is the blue circle in it?", "How many?")
 CHATS = 3  # of one conversation, at most
+DRAFTS = (0, 0, 3, 8)  # tokens of a draft that prompt lookup may make
 CALLS = 16  # of a short answer, at most, to stages and the head
 Setting = tuple[int | str | None, str]  # K and reductions
 
@@ -45,6 +48,7 @@ class Step:
     chat: int | None = None
     end: End | None = None
     images: int = 0  # which conversation
+    lookup: int = 0  # tokens of a draft
 
 
 def steps(settings: int, conversations: int = 1) -> st.SearchStrategy[list[Step]]:
@@ -58,15 +62,42 @@ def steps(settings: int, conversations: int = 1) -> st.SearchStrategy[list[Step]
         chat=st.none() | st.integers(0, CHATS - 1),
         end=st.none() | st.none() | end,
         images=st.integers(0, conversations - 1),
+        lookup=st.sampled_from(DRAFTS),
     )
     return st.lists(step, min_size=2, max_size=8)
 
 
-class Recorder:
-    """A backend that notes the logits it gives, counts calls of stages and the head, and acts at one of them."""
+@dataclass(frozen=True, slots=True)
+class NotedSampling(Sampling):
+    """Notes the logits [vocab] that each token of an answer was drawn from."""
+
+    rows: list[NDArray[np.float32]] = field(default_factory=list, compare=False)
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """Those of all tokens so far, [tokens, vocab]."""
+        return np.stack(self.rows)
+
+
+class _NotingSampler(Sampler):
+    def __call__(self, logits: NDArray[np.float32]) -> int:
+        assert isinstance(self._settings, NotedSampling)
+        self._settings.rows.append(logits.copy())
+        return super().__call__(logits)
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Answers with `NotedSampling` note their logits."""
+    with patch("vtx.runtime.api.answering.Sampler", _NotingSampler):
+        yield
+
+
+class CallCounter:
+    """A backend that counts calls of stages and the head, and acts at one of them."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend, self.logits = backend, list[NDArray[np.float32]]()
+        self._backend = backend
         self.at(0, lambda: None)
 
     def __getattr__(self, name: str) -> Any:
@@ -78,8 +109,8 @@ class Recorder:
 
     def head(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         self._count()
-        self.logits.append(self._backend.head(rows).copy())
-        return self.logits[-1]
+        logits: NDArray[np.float32] = self._backend.head(rows)
+        return logits
 
     def stage(self, index: int, capacity: int) -> Any:
         cache = self._backend.stage(index, capacity)
@@ -114,12 +145,12 @@ class Sequences:
     _now: float = 0.0
 
     def __post_init__(self) -> None:
-        self._recorder = Recorder(self.model.backend)
-        self.model = Model(self.model.bundle, self._recorder, self.model.load_ms)  # type: ignore[arg-type]
+        self._calls = CallCounter(self.model.backend)
+        self.model = Model(self.model.bundle, self._calls, self.model.load_ms)  # type: ignore[arg-type]
 
     def check(self, sequence: Sequence[Step]) -> None:
         """Put the sequence to its conversations; raise AssertionError where an answer is not a fresh one's."""
-        with patch("vtx.runtime.api.turns.monotonic", lambda: self._now):
+        with noted(), patch("vtx.runtime.api.turns.monotonic", lambda: self._now):
             self._check(sequence)
         self.counts["sequences"] += 1
 
@@ -133,8 +164,9 @@ class Sequences:
                 k, reduce = self.settings[setting]
                 new = conversations[step.images].chat(k, reduce=reduce), setting, list[int]()
                 chat, setting, before = chats.setdefault((step.images, step.chat), new)
-            stream = self._stream(conversations[step.images], chat, setting, step.question)
-            self._recorder.logits.clear()
+            sampling = NotedSampling()
+            options = replace(OPTIONS, sampling=sampling, prompt_lookup=step.lookup)
+            stream = self._stream(conversations[step.images], chat, step, options)
             answer = self._read(stream, step.end)
             left.append(stream)  # held, so that nothing ends it but the next question
             wanted, logits = self._fresh_answer(step.images, setting, (*before, step.question))
@@ -144,13 +176,15 @@ class Sequences:
                 assert answer.token_ids == wanted.token_ids[: len(answer.token_ids)]
                 continue
             before.append(step.question)
-            self._compare(answer, stream_logits(self._recorder), wanted, logits)
+            self.counts["drafted"] += answer.stats.drafted or 0
+            self.counts["accepted"] += answer.stats.accepted or 0
+            same_answer(answer, sampling.logits, wanted, logits, self.tolerance)
 
-    def _stream(self, conversation: Conversation, chat: Chat | None, setting: int, question: int) -> AnswerStream:
+    def _stream(self, conversation: Conversation, chat: Chat | None, step: Step, options: Options) -> AnswerStream:
         if chat is not None:
-            return chat.stream(QUESTIONS[question], OPTIONS)
-        k, reduce = self.settings[setting]
-        return conversation.stream(QUESTIONS[question], k, OPTIONS, reduce=reduce)
+            return chat.stream(QUESTIONS[step.question], options)
+        k, reduce = self.settings[step.setting]
+        return conversation.stream(QUESTIONS[step.question], k, options, reduce=reduce)
 
     def _read(self, stream: AnswerStream, end: End | None) -> Answer | None:
         """The answer, or None where an interrupt left none, or somebody reads it later."""
@@ -160,43 +194,41 @@ class Sequences:
             return stream.answer if read < end.at else None
         if end is not None:
             acts = {"interrupt": _interrupt, "cancel": _canceller(stream), "timeout": self._pass}
-            self._recorder.at(end.at, acts[end.how])
+            self._calls.at(end.at, acts[end.how])
         try:
             return stream.read()
         except KeyboardInterrupt:
             return None
         finally:
-            self._recorder.at(0, lambda: None)
+            self._calls.at(0, lambda: None)
 
     def _pass(self) -> None:
         self._now += 2.0
-
-    def _compare(self, answer: Answer, logits: NDArray[np.float32], wanted: Answer, wanted_logits: Any) -> None:
-        assert answer.token_ids == wanted.token_ids
-        assert answer.stats.vision_tokens_kept == wanted.stats.vision_tokens_kept
-        assert answer.stats.kv_slots == wanted.stats.kv_slots
-        assert answer.stats.reduced == wanted.stats.reduced
-        assert answer.stats.k == wanted.stats.k
-        np.testing.assert_allclose(logits, wanted_logits, atol=self.tolerance, rtol=0)
 
     def _fresh_answer(self, images: int, setting: int, questions: tuple[int, ...]) -> Fresh:
         """The answer to the last question of a chat that nothing else came between; one question is an `ask`."""
         known = images, setting, questions
         if known not in self._fresh:
-            logits, self._recorder.logits = self._recorder.logits, []
             k, reduce = self.settings[setting]
             chat = self.model.open(list(self.images[images])).chat(k, reduce=reduce)
             for question in questions:
-                self._recorder.logits.clear()
-                answer = chat.ask(QUESTIONS[question], OPTIONS)
-            self._fresh[known] = answer, stream_logits(self._recorder)
-            self._recorder.logits = logits
+                sampling = NotedSampling()
+                answer = chat.ask(QUESTIONS[question], replace(OPTIONS, sampling=sampling))
+            self._fresh[known] = answer, sampling.logits
         return self._fresh[known]
 
 
-def stream_logits(recorder: Recorder) -> NDArray[np.float32]:
-    """The logits of one answer, [tokens, vocab]."""
-    return np.concatenate(recorder.logits)
+def same_answer(
+    answer: Answer, logits: NDArray[np.float32], wanted: Answer, wanted_logits: NDArray[np.float32], tolerance: float
+) -> None:
+    """Raise AssertionError unless a complete answer and its logits [tokens, vocab] are the wanted ones."""
+    assert answer.token_ids == wanted.token_ids
+    assert (answer.text, answer.stopped) == (wanted.text, wanted.stopped)
+    assert answer.stats.vision_tokens_kept == wanted.stats.vision_tokens_kept
+    assert answer.stats.kv_slots == wanted.stats.kv_slots
+    assert answer.stats.reduced == wanted.stats.reduced
+    assert answer.stats.k == wanted.stats.k
+    np.testing.assert_allclose(logits, wanted_logits, atol=tolerance, rtol=0)
 
 
 def _interrupt() -> None:

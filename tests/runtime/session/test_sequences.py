@@ -1,28 +1,42 @@
 """Any sequence of questions, chats and abandoned answers over several images gives what fresh ones give.
 
-`VTX_SEQUENCES=2000` sets how many random sequences each engine is put through.
+`VTX_SEQUENCES=500` sets how many random sequences of each kind every engine is put through, others each time and over
+more bundles.
 """
 
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.runtime.session.test_qwen import QWEN25
+from tests.runtime.session.test_tiles import INTERNVL, SMOLVLM
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS
+from tests.support.pool_sequences import PoolSequences, requests
 from tests.support.sequences import OPTIONS, QUESTIONS, End, Sequences, Setting, Step, steps
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.safetensors import write_safetensors
 
-EXAMPLES = int(os.environ.get("VTX_SEQUENCES", "20"))
+GIVEN = os.environ.get("VTX_SEQUENCES")
+EXAMPLES = int(GIVEN or 20)
+any_sequence = settings(
+    max_examples=EXAMPLES, derandomize=not GIVEN, print_blob=bool(GIVEN), deadline=None, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 TINY = Tiny(image=126, context=512)
 KS = (3, 5)
 GATES = {3: 59, 5: 37}  # seeds of gates that withdraw the image for some of the questions
@@ -42,7 +56,41 @@ SETTINGS: tuple[Setting, ...] = (
     ("auto", "fastv:k=3"),
 )
 IMAGES = ([random_image(4)], [random_image(5)], [random_image(4), random_image(6, (40, 90))])
+SHAPES = ([random_image(4, (150, 60))], [random_image(5, (40, 90))], [random_image(6), random_image(7, (90, 50))], [])
+ENGINES = ("cpu", "openvino")
 TOLERANCES = {"cpu": 2e-5, "openvino": 1e-4}
+FAMILIES = (Tiny(context=512), Tiny(family="llava_next", context=512), QWEN25, SMOLVLM, INTERNVL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bundle and what is asked of it."""
+
+    tiny: Tiny
+    ks: tuple[int, ...]
+    reductions: tuple[str, ...]
+    settings: tuple[Setting, ...]
+    images: Any
+    seed: int = 0
+    gates: bool = False
+
+
+def random_case(seed: int) -> Case:
+    """A random model of some family, cut at random layers, with every setting that it has."""
+    rng = random.Random(seed)
+    layers, family = rng.randint(5, 9), FAMILIES[seed % len(FAMILIES)]
+    tiny = replace(family, layers=layers, kv_heads=rng.choice((1, 2, 4)) if family.heads == 4 else family.kv_heads)
+    ks = tuple(sorted(rng.sample(range(2, layers + 1), rng.randint(1, 3))))
+    cut, ratio = rng.randint(1, layers - 1), rng.choice((0.2, 0.5, 0.8))
+    reductions = (f"fastv:k={cut},ratio={ratio}", f"dart:keep={rng.choice((0.3, 0.6))},k={rng.randint(1, layers - 1)}")
+    asked = tuple((k, spec) for k in (None, *ks) for spec in ("none", *reductions))
+    return Case(tiny, ks, reductions, asked, SHAPES, seed)
+
+
+CASES = (
+    Case(TINY, KS, (DUAL, "fastv:k=3", "dart"), SETTINGS, IMAGES, gates=True),
+    *map(random_case, range(1, 13 if GIVEN else 2)),
+)
 
 
 def gate_file(path: Path) -> Path:
@@ -56,14 +104,51 @@ def gate_file(path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["cpu", "openvino"])
-def sequences(request: pytest.FixtureRequest, tiny_checkpoint: Any, tmp_path_factory: Any) -> Sequences:
-    folder = tmp_path_factory.mktemp("sequences")
-    gates = gate_file(folder / "gates.safetensors")
-    options = ExportOptions(str(tiny_checkpoint(TINY)), KS, "fp32", reductions=(DUAL, "fastv:k=3", "dart"), gates=gates)
-    bundle = export_with(options, folder / "bundle")
-    model = load(bundle.folder, device=request.param, threads=THREADS)
-    return Sequences(model, IMAGES, SETTINGS, TOLERANCES[request.param])
+class Checks(NamedTuple):
+    """What puts sequences to the bundle of a case."""
+
+    direct: Sequences
+    pool: PoolSequences
+
+
+@pytest.fixture(scope="module")
+def bundle_of(tiny_checkpoint: Any, tmp_path_factory: Any) -> Callable[[int], Path]:
+    """The bundle of a case by its number, made once."""
+
+    @cache
+    def made(number: int) -> Path:
+        folder, case = tmp_path_factory.mktemp("sequences"), CASES[number]
+        options = ExportOptions(
+            str(tiny_checkpoint(case.tiny, case.seed)), case.ks, "fp32", reductions=case.reductions,
+            gates=gate_file(folder / "gates.safetensors") if case.gates else None,
+        )  # fmt: skip
+        return export_with(options, folder / "bundle").folder
+
+    return made
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def checks(request: pytest.FixtureRequest, bundle_of: Callable[[int], Path]) -> Iterator[Callable[[int], Checks]]:
+    """The checks of a case by its number, on one engine."""
+    if request.param == "openvino":
+        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
+    with ExitStack() as opened:
+
+        @cache
+        def made(number: int) -> Checks:
+            case, tolerance = CASES[number], TOLERANCES[request.param]
+            alone, shared = (
+                opened.enter_context(load(bundle_of(number), device=request.param, threads=THREADS)) for _ in range(2)
+            )
+            direct = Sequences(alone, case.images, case.settings, tolerance)
+            return Checks(direct, PoolSequences(shared, alone, case.images, case.settings, tolerance))
+
+        yield made
+
+
+@pytest.fixture
+def sequences(checks: Callable[[int], Checks]) -> Sequences:
+    return checks(0).direct
 
 
 @pytest.mark.sampled(3)
@@ -96,10 +181,25 @@ def test_the_gates_of_these_tests_decide_either_way(sequences: Sequences) -> Non
 
 
 @pytest.mark.sampled(2)
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@any_sequence
 @given(data=st.data())
-def test_any_sequence_equals_fresh_answers(sequences: Sequences, data: st.DataObject) -> None:
+def test_any_sequence_equals_fresh_answers(checks: Callable[[int], Checks], data: st.DataObject) -> None:
     assert OPTIONS.ignore_eos  # so that every answer has as many logits
-    sequences.check(data.draw(steps(len(SETTINGS), len(IMAGES))))
+    number = data.draw(st.integers(0, len(CASES) - 1), "bundle")
+    sequences, case = checks(number).direct, CASES[number]
+    sequences.check(data.draw(steps(len(case.settings), len(case.images))))
     if sequences.counts["sequences"] % 100 == 0:
-        print(dict(sequences.counts))  # with -s, how far a long run has come
+        print(number, dict(sequences.counts))  # with -s, how far a long run has come
+
+
+@pytest.mark.sampled(2)
+@any_sequence
+@given(data=st.data())
+def test_any_requests_to_kept_conversations_equal_fresh_answers(
+    checks: Callable[[int], Checks], data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(0, len(CASES) - 1), "bundle")
+    pool, case = checks(number).pool, CASES[number]
+    pool.check(data.draw(requests(len(case.settings), len(case.images))))
+    if pool.counts["sequences"] % 100 == 0:
+        print(number, dict(pool.counts))
