@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.support.exported import Models
     from tests.support.reference import Reference
     from vtx.runtime.api.model import Model
+    from vtx.runtime.host.confined import Child
     from vtx.runtime.session.session import Prompt
 
 # Before transformers is imported anywhere: no test may reach for the network.
@@ -111,27 +112,27 @@ def tokenizers_resolved_once(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="session", autouse=True)
-def children_forked() -> Iterator[Callable[..., int | None]]:
+def children_forked() -> Iterator[Callable[..., Child]]:
     """Confined children are forked from a process that has made their imports; gives what starts one without it."""
     from tests.support.fork_server import ForkServer
-    from vtx.exporter.checkpoint import confined
+    from vtx.runtime.host import confined
 
     if sys.platform != "linux":
-        yield confined.run_child
+        yield confined.start_child
         return
-    server, start = ForkServer(), confined.run_child
+    server, start = ForkServer(), confined.start_child
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(confined, "run_child", server.run)
+        patch.setattr(confined, "start_child", server.start)
         yield start
     server.close()
 
 
 @pytest.fixture
-def children_started(children_forked: Callable[..., int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+def children_started(children_forked: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
     """The children of this test are those that users have, imports and all."""
-    from vtx.exporter.checkpoint import confined
+    from vtx.runtime.host import confined
 
-    monkeypatch.setattr(confined, "run_child", children_forked)
+    monkeypatch.setattr(confined, "start_child", children_forked)
 
 
 @pytest.fixture(scope="session", autouse=True)

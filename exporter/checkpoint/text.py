@@ -13,10 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
-from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.exporter.checkpoint.loader import checkpoint_files, read_settings
 from vtx.runtime.bundle.spec.text_settings import MAX_ID, TextSettings
 from vtx.runtime.errors import CheckpointError
+from vtx.runtime.host.confined import ChildLimits, confine
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, utf8
 from vtx.runtime.strict import Strict
 
@@ -107,6 +107,7 @@ def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Chil
                 {"folder": name, "name": str(folder), "vocab": vocab},
                 subject=f"the tokenizer of {folder.name or folder}",
                 limits=limits,
+                reads=[name],
             )
         )
 
@@ -120,7 +121,12 @@ def _resolved(request: dict[str, Any], limits: ChildLimits, subject: str) -> Any
     key = hashlib.sha256(json.dumps([contents, {**request, "folder": "", "name": ""}]).encode()).hexdigest()
     if key not in RESOLVED:
         RESOLVED[key] = confine(
-            "vtx.exporter.checkpoint.resolving:resolve", request, subject=subject, limits=limits, cure=_CURE
+            "vtx.exporter.checkpoint.resolving:resolve",
+            request,
+            subject=subject,
+            limits=limits,
+            reads=[request["folder"]],
+            cure=_CURE,
         )
     return RESOLVED[key]
 

@@ -15,7 +15,8 @@ from vtx.runtime.api.load import load
 from vtx.runtime.backends.ort.library import import_onnxruntime, lacks
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import RequestError, VtxError
+from vtx.runtime.host.confined import confinement
 from vtx.runtime.host.device import Device, recognise, swap
 from vtx.runtime.host.machine import available_memory, version
 from vtx.runtime.report.golden import COMPUTE_TOLERANCE, Check, check_golden, choice_limit, logits_limit
@@ -109,6 +110,7 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
         MachineFact("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         MachineFact("processor", f"{_processor()}, {os.cpu_count()} cores"),
         MachineFact("memory", _memory()),
+        _confinement(),
         *_hardware(device),
         *_two_onnxruntimes(),
         _export_extra(),
@@ -130,6 +132,15 @@ def _memory() -> str:
     free, swapped = available_memory(), swap()
     swapping = "" if swapped is None else f", {size(swapped)} of swap" if swapped else ", no swap"
     return ("unknown" if free is None else f"{size(free)} available") + swapping
+
+
+def _confinement() -> MachineFact:
+    """What holds the child processes that parse files of strangers."""
+    try:
+        held = confinement()
+    except VtxError as error:
+        return MachineFact("confinement", str(error), ok=False)
+    return MachineFact("confinement", ", ".join(held) or "time limits only: untrusted files are parsed less safely")
 
 
 def _hardware(device: Device) -> list[MachineFact]:

@@ -12,8 +12,8 @@ from tests.exporter.checkpoint.test_forms import CHATS, IRREGULAR, REGULAR
 from tests.fuzz.targets import cases, damaged, fuzz
 from tests.runtime.prompt.test_template import EXPRESSIONS
 from tests.support.text import make_settings, make_tokenizer
-from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError
+from vtx.runtime.host.confined import ChildLimits, confine
 from vtx.runtime.strict import plain
 
 BATCH = 20  # templates a child

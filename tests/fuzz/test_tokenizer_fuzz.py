@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import cases, damaged, fuzz
+from tests.support.confined import write_tokenizers
 from tests.support.text import SPECIALS, VICUNA, make_tokenizer
-from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import CheckpointError
+from vtx.runtime.host.confined import ChildLimits, confine
 
 BATCH = 50  # tokenizers a child
 LIMITS = ChildLimits(memory=2 << 30, cpu_seconds=60)
@@ -75,13 +78,18 @@ def changed(draw: st.DrawFn) -> Candidate:
 
 def attack(candidates: list[Candidate]) -> list[str]:
     """What becomes of each; where one ends the child, that is one line too."""
-    request = {"candidates": candidates, "template": VICUNA}
-    try:
-        outcomes: list[str] = confine(
-            "tests.support.confined:resolve_tokenizers", request, subject="the tokenizers", limits=LIMITS
-        )
-    except CheckpointError as error:
-        outcomes = [f"CheckpointError: {error}"]
+    with TemporaryDirectory() as folder:
+        request = {"candidates": write_tokenizers(Path(folder), candidates), "template": VICUNA}
+        try:
+            outcomes: list[str] = confine(
+                "tests.support.confined:resolve_tokenizers",
+                request,
+                subject="the tokenizers",
+                limits=LIMITS,
+                reads=[folder],
+            )
+        except CheckpointError as error:
+            outcomes = [f"CheckpointError: {error}"]
     for outcome in outcomes:
         assert outcome == "sound" or outcome.isprintable(), outcome
         assert "cannot be read" not in outcome, outcome  # an error that nobody foresaw

@@ -24,7 +24,7 @@ ALLOWED = {
     "exporter/calibration/report.py": "a report that the user names",
     "runtime/report/doctor.py": "/proc/cpuinfo",
     "runtime/report/traces/files.py": "traces that the user names",
-    "exporter/checkpoint/confined_child.py": "the child's own request and result",
+    "runtime/host/confined_child.py": "the child's own request and result",
     "exporter/checkpoint/resolving.py": "copies in an empty folder of our own",
     "exporter/checkpoint/text.py": "copies in an empty folder of our own",
     "exporter/checkpoint/original/tokenizer.py": "a copy in an empty folder of our own, in the confined process",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vtx.exporter.checkpoint.resolving import resolve, with_forms
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError, VtxError
+from vtx.runtime.host.confined_child import LENGTHS
 from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.template import ChatTemplate
@@ -47,25 +49,49 @@ def fail(kind: str) -> Any:
         return "quiet"
     if kind == "abort":
         os.abort()
+    if kind == "crash":
+        ctypes.string_at(0)
+    if kind in ("nonsense", "long"):
+        header = b"[" * 5000 if kind == "nonsense" else b""
+        for file in range(3, 20):  # one of them is the answer
+            with suppress(OSError):
+                os.write(file, LENGTHS.pack(len(header), 0 if header else 1 << 60) + header)
+        time.sleep(600)
     if kind == "error":
         raise ZeroDivisionError("by nothing")
     return kind
 
 
+def count(to: int) -> Generator[tuple[dict[str, int], list[bytes]], None, str]:
+    """Items, each with a payload of its number of bytes; "end" once all are taken. Below 0: items for ever."""
+    number = 0
+    while number != to:
+        number += 1
+        yield {"number": number}, [b"a" * number, b"b"]
+    return "end"
+
+
 def resolve_tokenizers(request: dict[str, Any]) -> list[str]:
-    """What becomes of each of many tokenizer.json files: "sound", or the one line that refuses it."""
-    template = request["template"]
-    return [_outcome(lambda pair=pair: _resolve(*pair, template)) for pair in request["candidates"]]
+    """What becomes of the tokenizer in each of many folders: "sound", or the one line that refuses it."""
+    return [_outcome(lambda given=given: _resolve(*given, request["template"])) for given in request["candidates"]]
 
 
-def _resolve(content: str, image_id: int, template: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "tokenizer.json").write_text(content, encoding="utf-8")
-        Path(folder, "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-        Path(folder, "config.json").write_text("{}")
-        ids = {"image_token_id": image_id, "video_token_id": None, "end_ids": [2]}
-        request = {"folder": folder, "name": "m", "template": template, **ids}
-        resolve(request)
+def write_tokenizers(folder: Path, candidates: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """A folder below `folder` for each tokenizer.json, and the id of its image token, as `resolve_tokenizers` wants."""
+    written = []
+    for number, (content, image_id) in enumerate(candidates):
+        made = folder / str(number)
+        made.mkdir()
+        (made / "tokenizer.json").write_text(content, encoding="utf-8")
+        (made / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+        (made / "config.json").write_text("{}")
+        written.append((str(made), image_id))
+    return written
+
+
+def _resolve(folder: str, image_id: int, template: str) -> str:
+    ids = {"image_token_id": image_id, "video_token_id": None, "end_ids": [2]}
+    resolve({"folder": folder, "name": "m", "template": template, **ids})
     return "sound"
 
 

@@ -12,12 +12,12 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from contextlib import suppress
 from threading import Lock
-from typing import IO
+from typing import BinaryIO
 
-from vtx.exporter.checkpoint import confined
-from vtx.exporter.checkpoint.confined import ChildLimits
+from vtx.runtime.host import confined
+from vtx.runtime.host.confined import Child, ChildTask
 
 # Where the functions stand that the process has imported.
 MODULES = {"vtx.exporter.checkpoint.resolving", "tests.support.confined"}
@@ -31,39 +31,22 @@ class ForkServer:
     """The process is started with the first child."""
 
     def __init__(self) -> None:
-        self._start_child = confined.run_child
+        self._start_child = confined.start_child
         self._lock = Lock()  # one child at a time
         self._process: subprocess.Popen[bytes] | None = None
         self._channel, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def run(
-        self,
-        target: str,
-        limits: ChildLimits,
-        libraries: tuple[str, ...],
-        question: IO[str],
-        answer: IO[bytes],
-        log: IO[bytes],
-    ) -> int | None:
-        """As `confined.run_child`, which starts the children of other modules."""
-        if libraries or target.partition(":")[0] not in MODULES:
-            return self._start_child(target, limits, libraries, question, answer, log)
-        with self._lock:
-            if self._process is None:
-                self._process = self._start()
-            request = json.dumps([asdict(limits), target, libraries]).encode()
-            socket.send_fds(self._channel, [request], [file.fileno() for file in (question, answer, log)])
-            child = int(self._channel.recv(64))
-            self._channel.settimeout(limits.wall_seconds)
-            try:
-                return int(self._channel.recv(64))
-            except TimeoutError:
-                os.kill(child, 9)
-                self._channel.settimeout(None)
-                self._channel.recv(64)
-                return None
-            finally:
-                self._channel.settimeout(None)
+    def start(self, task: ChildTask, data: BinaryIO | None, answer: int, log: BinaryIO) -> Child:
+        """As `confined.start_child`, which starts the children of other modules."""
+        if data is not None or task.libraries or task.target.partition(":")[0] not in MODULES:
+            return self._start_child(task, data, answer, log)
+        self._lock.acquire()
+        if self._process is None:
+            self._process = self._start()
+        with confined.scratch() as question:
+            confined.write_task(question, task)
+            socket.send_fds(self._channel, [b"fork"], [question.fileno(), answer, log.fileno()])
+        return _Forked(self._channel, self._lock, int(self._channel.recv(64)))
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = [entry for entry in sys.path if os.path.isabs(entry)]
@@ -80,9 +63,27 @@ class ForkServer:
             self._process.wait()
 
 
+class _Forked:
+    def __init__(self, channel: socket.socket, lock: Lock, process: int) -> None:
+        self._channel, self._lock, self._process, self._code = channel, lock, process, -1
+        self._waited = False
+
+    def wait(self) -> int:
+        if not self._waited:
+            self._code = int(self._channel.recv(64))
+            self._waited = True
+            self._lock.release()
+        return self._code
+
+    def kill(self) -> None:
+        if not self._waited:
+            with suppress(ProcessLookupError):
+                os.kill(self._process, 9)
+
+
 def serve(number: int) -> None:
     """Import what reads tokenizers, without the libraries that a child does not find; then fork until the end."""
-    from vtx.exporter.checkpoint.confined_child import hide
+    from vtx.runtime.host.confined_child import hide
 
     hide()
     for module in MODULES:
@@ -96,16 +97,16 @@ def serve(number: int) -> None:
             return
         child = os.fork()
         if not child:
-            _become(channel, request, files)
+            _become(channel, files)
         for file in files:
             os.close(file)
         channel.send(str(child).encode())
         channel.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
 
 
-def _become(channel: socket.socket, request: bytes, files: list[int]) -> None:
+def _become(channel: socket.socket, files: list[int]) -> None:
     """The child's whole life."""
-    from vtx.exporter.checkpoint.confined_child import main
+    from vtx.runtime.host.confined_child import main
 
     code = 1
     try:
@@ -113,7 +114,7 @@ def _become(channel: socket.socket, request: bytes, files: list[int]) -> None:
         for standard, file in enumerate(files):
             os.dup2(file, standard)
             os.close(file)
-        main(*json.loads(request))
+        main(None)
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())

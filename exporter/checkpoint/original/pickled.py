@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.bundle.files import POINTER, Folder, Identity, check_fetched
 from vtx.runtime.bundle.safetensors import DTYPES, MAX_DIMS, TensorInfo, shown
 from vtx.runtime.errors import CheckpointError
+from vtx.runtime.host.confined import ChildLimits, confine
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -46,6 +46,7 @@ def pickled_tensors(files: Folder, shards: Sequence[str]) -> dict[str, dict[str,
         subject=f"the pickled weights of {files.path.name}",
         limits=replace(LIMITS, memory=LIMITS.memory + largest),
         libraries=("torch",),
+        reads=[files.path / shard for shard in shards],
         cure=_CURE,
     )
     return {

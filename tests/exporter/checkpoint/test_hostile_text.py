@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.text import VICUNA, read, write_checkpoint
-from vtx.exporter.checkpoint.confined import ChildLimits
 from vtx.runtime.errors import CheckpointError, TemplateError, VtxError
+from vtx.runtime.host.confined import ChildLimits
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's"),

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vtx.exporter.checkpoint.confined import ChildLimits, confine
 from vtx.runtime.errors import TemplateError, VtxError
+from vtx.runtime.host.confined import ChildLimits, confine
 from vtx.runtime.prompt.template import MAX_SOURCE, ChatTemplate
 
 CHAT: list[dict[str, Any]] = [

@@ -3,13 +3,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vtx.exporter.checkpoint.confined import ChildLimits, confine
-from vtx.runtime.errors import CheckpointError, ImageError
+from vtx.runtime.errors import CheckpointError, ImageError, RequestError
+from vtx.runtime.host.confined import ChildLimits, confine
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's"),
@@ -30,6 +33,9 @@ def run(kind: str, limits: ChildLimits = SMALL) -> object:
         ("cpu", "takes more than 1 s of processor time to read, the limit"),
         ("file", "makes a file of more than 1.05 MB, the limit"),
         ("abort", r"crashes the process that reads it \(SIGABRT\)"),
+        ("crash", r"crashes the process that reads it \(SIGSEGV\)"),
+        ("nonsense", r"cannot be read \(its process answers nonsense\)"),
+        ("long", "makes a file of more than 1.05 MB, the limit"),
         ("error", r"cannot be read \(ZeroDivisionError: by nothing\)"),
     ],
 )
@@ -62,6 +68,38 @@ def test_the_error_is_the_one_the_caller_names() -> None:
 def test_a_result_comes_back_and_prints_do_not_harm_it() -> None:
     assert run("fine") == "fine"
     assert run("print") == "quiet"
+
+
+def test_items_arrive_before_the_result_each_with_its_payload() -> None:
+    items: list[Any] = []
+    value = confine("tests.support.confined:count", 3, subject="it", receive=lambda *item: items.append(item))
+    assert value == "end"
+    assert items == [({"number": 1}, b"ab"), ({"number": 2}, b"aab"), ({"number": 3}, b"aaab")]
+
+
+def test_what_the_receiver_raises_ends_the_child() -> None:
+    def receive(item: dict[str, Any], _: bytearray) -> None:
+        if item["number"] == 5:
+            raise ImageError("enough")
+
+    with pytest.raises(ImageError, match="enough"):
+        confine("tests.support.confined:count", -1, subject="it", receive=receive)
+
+
+def test_a_child_whose_result_nobody_wants_any_more_is_ended() -> None:
+    stopping = threading.Event()
+    threading.Timer(0.2, stopping.set).start()
+    with pytest.raises(RequestError, match="it is no longer wanted"):
+        confine("tests.support.confined:fail", "sleep", subject="it", stopped=stopping.is_set)
+
+
+def test_threads_have_children_side_by_side() -> None:
+    with ThreadPoolExecutor(4) as threads:
+        found = [
+            threads.submit(confine, "tests.support.confined:fail", f"fine {number}", subject="it")
+            for number in range(8)
+        ]
+        assert [future.result() for future in found] == [f"fine {number}" for number in range(8)]
 
 
 def test_the_child_loads_no_heavy_library() -> None:

@@ -1,0 +1,260 @@
+"""Untrusted data is parsed in a child process that the kernel holds to limits.
+
+    value = confine("package.module:function", request, subject="the tokenizer of llava", limits=ChildLimits())
+
+`function` gets `request` and returns its result; both are what JSON can hold. A generator also yields items, a header
+that JSON can hold and the parts of a payload of bytes; `receive` gets each as soon as it is there. A `VtxError` that
+the function raises is raised here again. Whatever else happens to the child (it runs out of memory or time, aborts,
+crashes, or answers nonsense) becomes one line of `error` that names the subject and the limit. The child never loads
+torch and other heavy libraries, which parsers do not need, except those named in `libraries`; it starts in 0.05 s,
+beside what `function`'s module imports.
+
+On Linux and macOS the limits are RLIMIT_AS, RLIMIT_CPU and RLIMIT_FSIZE, set by the child before it reads anything, and
+never above those of this process (ulimit); where Python has no `resource` module (Windows) only the deadline holds.
+On Linux the child also enters a `sandbox`, where it reads what `reads` names beside Python's own folders. Of the
+environment it sees what `KEPT` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import IO, Any, BinaryIO, Protocol
+
+from vtx.runtime import errors
+from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
+from vtx.runtime.host import confined_child
+from vtx.runtime.units import size
+
+resource: ModuleType | None
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+# Isolated, so that neither the working directory nor an environment variable says what is imported.
+_START = (
+    "import json, sys; path, task = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
+    "from vtx.runtime.host.confined_child import main; main(task)"
+)
+KEPT = {
+    "PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT",
+}  # fmt: skip
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_POLL_SECONDS = 0.1  # how soon a child is ended that nobody waits for any more
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLimits:
+    """What a child may take: bytes of memory, seconds of processor and wall-clock time, bytes of a file or record."""
+
+    memory: int = 4 << 30
+    cpu_seconds: int = 60
+    wall_seconds: float = 600
+    file: int = 256 << 20
+
+    def allowed(self) -> ChildLimits:
+        """These limits, lowered to what this process may have itself, which no child of it can exceed."""
+        if resource is None:
+            return self
+        memory, cpu, file = (
+            wanted if (most := resource.getrlimit(kind)[1]) == resource.RLIM_INFINITY else min(most, wanted)
+            for kind, wanted in (
+                (resource.RLIMIT_AS, self.memory),
+                (resource.RLIMIT_CPU, self.cpu_seconds),
+                (resource.RLIMIT_FSIZE, self.file),
+            )
+        )
+        return ChildLimits(memory, cpu, self.wall_seconds, file)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildTask:
+    """What a child is told."""
+
+    target: str
+    request: Any
+    limits: ChildLimits
+    libraries: tuple[str, ...]
+    reads: tuple[str, ...]
+
+
+class Child(Protocol):
+    def wait(self) -> int: ...
+    def kill(self) -> None: ...
+
+
+def confine(
+    target: str,
+    request: Any,
+    *,
+    subject: str,
+    limits: ChildLimits = ChildLimits(),
+    libraries: tuple[str, ...] = (),
+    reads: Sequence[str | os.PathLike[str]] = (),
+    data: BinaryIO | None = None,
+    receive: Callable[[dict[str, Any], bytearray], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
+    error: type[VtxError] = CheckpointError,
+    cure: str = "it is damaged or hostile; get it again from somebody you trust",
+) -> Any:
+    """What the function `target` returns for `request`. Raises what it raises on purpose, and `error`, with `cure`.
+
+    `data` is an open file that the function finds on stdin. Once `stopped` says so, the child is ended, which raises
+    RequestError.
+    """
+    if limits != (limits := limits.allowed()):
+        cure = f"raise the limits of this shell (see ulimit -a), or {cure}"
+    task = ChildTask(target, request, limits, libraries, tuple(os.path.abspath(path) for path in reads))
+    with scratch() as log:
+        code, result, ended = _run(task, data, log, receive, stopped)
+        text = _text(log)
+    if ended == "stopped":
+        raise RequestError(f"{subject} is no longer wanted; ask again")
+    if ended == "late":
+        raise error(f"{subject} takes more than {limits.wall_seconds:g} s to read, the limit; {cure}")
+    if result is None or code != 0:
+        raise error(f"{subject} {_end(code, text, limits)}; {cure}")
+    if result.get("limit") in ("memory", "cpu", "file"):
+        raise error(f"{subject} {_limit(result['limit'], limits)}; {cure}")
+    known = getattr(errors, str(result.get("error")), None)
+    if isinstance(known, type) and issubclass(known, VtxError):
+        raise known(str(result.get("message"))[:2000])
+    if "value" not in result:
+        raise error(f"{subject} cannot be read ({str(result.get('crash'))[:200]}); {cure}")
+    return result["value"]
+
+
+def confinement() -> tuple[str, ...]:
+    """Which of "limits", "seccomp" and "landlock" a child of this process is held to."""
+    held = confine(f"{confined_child.__name__}:confinement", None, subject="a child process", error=DeviceError)
+    return tuple(str(name) for name in held)
+
+
+def scratch() -> BinaryIO:
+    """A file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("vtx"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def write_task(file: BinaryIO, task: ChildTask) -> None:
+    file.write(json.dumps(asdict(task)).encode())
+    file.seek(0)
+
+
+def start_child(task: ChildTask, data: BinaryIO | None, answer: int, log: BinaryIO) -> Child:
+    """Start a child that reads `data`, or its task, and writes to `answer`."""
+    path = [entry for entry in sys.path if os.path.isabs(entry)]
+    arguments = json.dumps(path), json.dumps(None if data is None else asdict(task))
+    kept = {name: value for name, value in os.environ.items() if name in KEPT}
+    with scratch() as question:
+        write_task(question, task)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, *arguments],
+            stdin=question if data is None else data, stdout=answer, stderr=log, env=kept | ENVIRONMENT,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def _run(
+    task: ChildTask,
+    data: BinaryIO | None,
+    log: BinaryIO,
+    receive: Callable[[dict[str, Any], bytearray], None] | None,
+    stopped: Callable[[], bool] | None,
+) -> tuple[int, dict[str, Any] | None, str]:
+    """The child's exit status, its result, where it gave one, and why it was ended: "", "late" or "stopped"."""
+    reading, writing = os.pipe()
+    with open(reading, "rb") as answers:
+        try:
+            child = start_child(task, data, writing, log)
+        finally:
+            os.close(writing)
+        over, ended, deadline = threading.Event(), [""], time.monotonic() + task.limits.wall_seconds
+
+        def watch() -> None:
+            while not over.wait(max(0.0, min(_POLL_SECONDS if stopped else 60.0, deadline - time.monotonic()))):
+                if stopped is not None and stopped():
+                    ended[0] = "stopped"
+                elif time.monotonic() >= deadline:
+                    ended[0] = "late"
+                if ended[0]:
+                    return child.kill()
+
+        watcher = threading.Thread(target=watch, name="vtx-confined", daemon=True)
+        watcher.start()
+        try:
+            result = _result(answers, task.limits.file, receive)
+            code = child.wait() if result is None or "value" in result else 0  # else it is of no interest any more
+        finally:
+            child.kill()
+            child.wait()
+            over.set()
+            watcher.join()
+    return code, result, ended[0]
+
+
+def _result(
+    answers: IO[bytes], most: int, receive: Callable[[dict[str, Any], bytearray], None] | None
+) -> dict[str, Any] | None:
+    """The child's last record; None: it has ended before. Records of more than `most` bytes are the last."""
+    while True:
+        lengths = answers.read(confined_child.LENGTHS.size)
+        if len(lengths) < confined_child.LENGTHS.size:
+            return None
+        header_bytes, payload_bytes = confined_child.LENGTHS.unpack(lengths)
+        if header_bytes > most + 1000 or payload_bytes > most:
+            return {"limit": "file"}
+        header = answers.read(header_bytes)
+        payload = bytearray(payload_bytes)
+        if len(header) < header_bytes or answers.readinto(payload) < payload_bytes:  # type: ignore[attr-defined]
+            return None
+        try:
+            record = json.loads(header)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            return {"crash": "its process answers nonsense"}
+        if receive is None or not isinstance(record.get("item"), dict):
+            return record
+        receive(record["item"], payload)
+
+
+def _end(code: int, log: str, limits: ChildLimits) -> str:
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit status {code}"
+    if name in ("SIGXCPU", "SIGKILL"):
+        return _limit("cpu", limits)
+    if name == "SIGXFSZ":
+        return _limit("file", limits)
+    if "memory allocation" in log or "bad_alloc" in log or "MemoryError" in log:
+        return _limit("memory", limits)
+    return f"crashes the process that reads it ({name})"
+
+
+def _limit(kind: str, limits: ChildLimits) -> str:
+    return {
+        "memory": f"needs more than {size(limits.memory)} of memory to read, the limit",
+        "cpu": f"takes more than {limits.cpu_seconds} s of processor time to read, the limit",
+        "file": f"makes a file of more than {size(limits.file)}, the limit",
+    }[kind]
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read(1 << 20).decode("utf-8", "replace")

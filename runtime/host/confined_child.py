@@ -1,0 +1,129 @@
+"""The child of `confined`: limits first, then the one function that was asked for, and what it gives, as records.
+
+A record is the length of its header and of its payload, the header as JSON, and the payload. Of the last one the
+header is the result.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import struct
+import sys
+from collections.abc import Collection, Generator, Iterable
+from contextlib import suppress
+from types import GeneratorType, ModuleType
+from typing import IO, Any
+
+from vtx.runtime.errors import VtxError
+from vtx.runtime.host import sandbox
+
+resource: ModuleType | None
+try:
+    import resource
+except ImportError:  # Windows: the parent's deadline is all there is
+    resource = None
+
+LENGTHS = struct.Struct("<QQ")
+HIDDEN = {"torch", "torchvision", "tensorflow", "jax", "flax", "PIL", "sklearn", "scipy", "pandas", "matplotlib", "av"}
+
+_held: list[str] = []  # what the kernel holds this process to
+
+
+class _Hiding:
+    """An import finder without the heavy libraries that no parser needs; transformers takes any it sees."""
+
+    def __init__(self, finder: Any, hidden: Collection[str]) -> None:
+        self._finder, self._hidden = finder, hidden
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+
+def main(task: dict[str, Any] | None) -> None:
+    """Run the `target` of a task, `module:function`, on its `request`, and write what became of it to stdout.
+
+    None: the task is on stdin. Of the heavy libraries it finds those named in `libraries`.
+    """
+    if task is None:
+        task = json.load(sys.stdin)
+    _set_limits(task["limits"])
+    hide(task["libraries"])
+    for library in task["libraries"]:  # trusted, and some write files while they are imported
+        with suppress(ImportError):
+            importlib.import_module(library)
+    _held[:] = [*(["limits"] if resource else []), *sandbox.enter(task["reads"])]
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is not an answer
+    with open(answer, "wb", buffering=0) as file:
+        text = json.dumps(_result(task["target"], task["request"], file)).encode()
+        _send(file, text if len(text) <= task["limits"]["file"] else b'{"limit": "file"}', b"")
+
+
+def confinement(_: Any) -> list[str]:
+    return _held
+
+
+def hide(libraries: Collection[str] = ()) -> None:
+    """Of the heavy libraries let this process find those named."""
+    hidden = HIDDEN.difference(libraries)
+    sys.meta_path[:] = [_Hiding(finder, hidden) for finder in sys.meta_path]
+
+
+def _result(target: str, request: Any, file: IO[bytes]) -> dict[str, Any]:
+    module, _, name = target.partition(":")
+    try:
+        value = getattr(importlib.import_module(module), name)(request)
+        return {"value": _sent(file, value) if isinstance(value, GeneratorType) else value}
+    except VtxError as error:
+        if isinstance(error.__cause__, MemoryError):
+            return {"limit": "memory"}
+        known = next(kind for kind in type(error).__mro__ if kind.__module__ == VtxError.__module__)
+        return {"error": known.__name__, "message": str(error)}
+    except MemoryError:
+        return {"limit": "memory"}
+    except OSError as error:
+        if error.errno not in (errno.EFBIG, errno.ENOMEM):
+            return _crash(error)
+        return {"limit": "file" if error.errno == errno.EFBIG else "memory"}
+    except Exception as error:  # the data may fail in every corner of the libraries
+        return _crash(error)
+
+
+def _crash(error: Exception) -> dict[str, Any]:
+    return {"crash": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
+
+
+def _sent(file: IO[bytes], items: Generator[tuple[dict[str, Any], Iterable[Any]], None, Any]) -> Any:
+    """Each item of a generator is a record of its own, (header, parts of the payload); its result is the result."""
+    while True:
+        try:
+            header, payload = next(items)
+        except StopIteration as end:
+            return end.value
+        _send(file, json.dumps({"item": header}).encode(), *payload)
+
+
+def _send(file: IO[bytes], header: bytes, *payload: Any) -> None:
+    parts = [memoryview(part).cast("B") for part in payload]
+    file.write(LENGTHS.pack(len(header), sum(part.nbytes for part in parts)) + header)
+    for part in parts:
+        while part.nbytes:
+            part = part[file.write(part) :]
+
+
+def _set_limits(limits: dict[str, int]) -> None:
+    if resource is None:
+        return
+    seconds = limits["cpu_seconds"]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    last = seconds + 1 if most == resource.RLIM_INFINITY else min(most, seconds + 1)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, last))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file"], limits["file"]))
+    resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))
