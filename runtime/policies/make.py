@@ -19,7 +19,7 @@ from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.vision.layout import Layout, MarkedLayout
 
-NOT_RENUMBERED = "positions of three parts, which cannot be renumbered; leave out positions=renumber"
+NOT_RENUMBERED = "positions of three parts, which cannot be renumbered; use positions=keep"
 TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a text tower"
 
 

@@ -27,18 +27,18 @@ class CDPruner(Reduction, Entry):
     Its kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x. The relevance r, scaled to 0..1, is the
     cosine of x with the mean input embedding of the text after the images: the form for models without a text tower
     (text=embedding). With text=tower it is the authors' form for LLaVA: the cosine of patch and question in CLIP's
-    space, its sign turned; of a text in several segments the mean. text=none leaves relevance out, so that every
-    question shares one choice. `keep` is a share up to 1, rounded up, or a number of tokens. Tokens enter in the order
-    they have, at positions without gaps.
+    space, its sign turned; of a text in several segments the mean. Presets set it. text=none leaves relevance out, so
+    that every question shares one choice. `keep` is a share up to 1, rounded up, or a number of tokens. Tokens enter in
+    the order they have, at positions without gaps.
     """
 
     keep: float = 0.25
     text: Literal["embedding", "none", "tower"] = "embedding"
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "192": {"keep": 192.0},
-        "128": {"keep": 128.0},
-        "64": {"keep": 64.0},
+        "192": {"keep": 192.0, "text": "tower"},
+        "128": {"keep": 128.0, "text": "tower"},
+        "64": {"keep": 64.0, "text": "tower"},
     }
 
     def __post_init__(self) -> None:

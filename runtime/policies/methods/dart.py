@@ -28,10 +28,10 @@ class Dart(Reduction, Entry):
     Keys are measured by their L1 norm after rotation, likeness by the cosine of hidden states behind the final norm.
     Each pivot in turn, image pivots first, larger keys first, takes floor(`keep` / all pivots) of what is left, so 128
     of 576 keeps 132 with four and four pivots. order=code takes turns as Python iterates over a set of the pivots'
-    positions, which is what the released code does. k=0 is the form at the level of embeddings, before layer 1:
-    everything is measured on input embeddings, text pivots may come from the whole prompt, and exactly `keep` of each
-    image stay (TensorRT-Edge-LLM). Either way tokens keep their positions. `keep` is a share up to 1, rounded up, or a
-    number.
+    positions, which is what the released code does; presets set it. k=0 is the form at the level of embeddings, before
+    layer 1: everything is measured on input embeddings, text pivots may come from the whole prompt, and exactly `keep`
+    of each image stay (TensorRT-Edge-LLM). Either way tokens keep their positions. `keep` is a share up to 1, rounded
+    up, or a number.
     """
 
     keep: float = 0.25
@@ -41,9 +41,9 @@ class Dart(Reduction, Entry):
     order: Literal["size", "code"] = "size"
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "192": {"keep": 192.0},
-        "128": {"keep": 128.0},
-        "64": {"keep": 64.0},
+        "192": {"keep": 192.0, "order": "code"},
+        "128": {"keep": 128.0, "order": "code"},
+        "64": {"keep": 64.0, "order": "code"},
     }
 
     def __post_init__(self) -> None:
@@ -55,7 +55,9 @@ class Dart(Reduction, Entry):
                 f"dart: pivots is {self.pivots} and text_pivots {self.text_pivots}; give at least 1 and 0"
             )
         if self.order == "code" and not self.k:
-            raise RequestError("dart: order=code is that of the form after a layer; with k=0 leave it out")
+            raise RequestError(
+                "dart: order=code, which presets set, is that of the form after a layer; with k=0 use order=size"
+            )
 
     def needs(self) -> Needs:
         return Needs(cuts=(self.k + 1,), final_norm=True) if self.k else Needs()

@@ -14,6 +14,7 @@ from vtx.runtime.policies.methods.lsm import Lsm, check_tau
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Mask, Patches, keys
 
+RELEASED = {"positions": "renumber", "order": "merged-first", "keys": "last-block"}
 SIGNALS = {"used-block": CLS_ATTENTION, "last-block": CLS_ATTENTION_LAST}
 
 
@@ -26,7 +27,8 @@ class MustDrop(Reduction):
     V_j < `gamma` * sum V and A_j < `alpha` (MustDrop Eq. 8 to 10), unless it is among the share `key` of its image's
     tokens that the class token looks at most. Presets are named by the tokens that the paper keeps of 576.
     The class token's attention is read in the tower's last block in use, with keys=last-block in its very last one.
-    positions=renumber, order=merged-first and keys=last-block together are the released code, for comparison.
+    positions=renumber, order=merged-first and keys=last-block together are what the released code does, and the presets
+    set them; without a preset they are off.
     """
 
     gamma: float = 0.001
@@ -40,10 +42,10 @@ class MustDrop(Reduction):
 
     thresholds: ClassVar[tuple[str, ...]] = ("gamma", "alpha")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "192": {"gamma": 0.001, "alpha": 0.001},
-        "128": {"gamma": 0.0012, "alpha": 0.001},
-        "64": {"gamma": 0.011, "alpha": 0.01},
-        "vizwiz-64": {"gamma": 0.005, "alpha": 0.001},
+        "192": {"gamma": 0.001, "alpha": 0.001, **RELEASED},
+        "128": {"gamma": 0.0012, "alpha": 0.001, **RELEASED},
+        "64": {"gamma": 0.011, "alpha": 0.01, **RELEASED},
+        "vizwiz-64": {"gamma": 0.005, "alpha": 0.001, **RELEASED},
     }
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ def outputs(bundle: Bundle, graph: str) -> set[str]:
 
 
 def test_the_decoder_is_cut_for_every_k_and_every_reduction(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
-    bundle = make(tiny_checkpoint(), tmp_path / "b", "mustdrop:192,layers=2/5", "fastv:k=3,ratio=0.25", ks=(4, 7))
+    bundle = make(tiny_checkpoint(), tmp_path / "b", "mustdrop:layers=2/5", "fastv:k=3,ratio=0.25", ks=(4, 7))
     graphs = bundle.manifest.dialects["ort"]
     found = [(stage.first, stage.last, stage.query) for stage in bundle.manifest.stages]
     assert found == [(1, 1, False), (2, 2, True), (3, 3, True), (4, 5, True), (6, 6, False), (7, 8, False)]
@@ -88,7 +88,7 @@ def test_reductions_add_no_weight_and_change_no_other_graph(tiny_checkpoint: Che
 
 
 def test_every_dialect_has_what_reductions_need(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
-    options = ExportOptions(str(tiny_checkpoint()), (), "fp32", reductions=("mustdrop:192,layers=2/5",))
+    options = ExportOptions(str(tiny_checkpoint()), (), "fp32", reductions=("mustdrop:layers=2/5",))
     plan = plan_export(options)
     assert not plan.warnings
     bundle = run_export(plan, tmp_path / "b", force=False, report=IGNORE)

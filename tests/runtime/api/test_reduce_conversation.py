@@ -172,7 +172,12 @@ def test_each_question_has_its_own_survivors_and_equals_a_fresh_run(model: Model
 
 def test_the_tower_runs_once_for_each_threshold(model: Model, tau: float) -> None:
     watched = Watched(model.backend)
-    words = [f"{DUAL},tau={tau}", f"{DUAL},tau={tau},key=0.2", f"mustdrop:64,layers=2/4,tau={tau}", "fastv:k=3"]
+    words = [
+        f"{DUAL},tau={tau}",
+        f"{DUAL},tau={tau},key=0.2",
+        f"mustdrop:gamma=0.011,alpha=0.01,layers=2/4,tau={tau}",
+        "fastv:k=3",
+    ]
     words += [f"lsm:tau={tau},order=merged-first", f"lsm:tau={tau}+cls", "cls:keep=0.5", "none", words[0]]
     with Model(model.bundle, watched, 0.0).open(IMAGE) as image:
         for word in words:
@@ -182,7 +187,7 @@ def test_the_tower_runs_once_for_each_threshold(model: Model, tau: float) -> Non
 
 def test_a_change_of_run_options_reuses_the_image(model: Model) -> None:
     with model.open(IMAGE) as image:
-        ways = [DUAL, f"{DUAL},positions=renumber", f"{DUAL},key=0", "mustdrop:64,layers=2/4/6"]
+        ways = [DUAL, f"{DUAL},positions=renumber", f"{DUAL},key=0", "mustdrop:gamma=0.011,alpha=0.01,layers=2/4/6"]
         stats = [image.ask(QUESTIONS[0], k, OPTIONS, reduce=word).stats for word in ways for k in (None, 5)]
     assert [s.reused_image for s in stats] == [False] + [True] * 7
 

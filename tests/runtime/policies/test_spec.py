@@ -21,6 +21,8 @@ from vtx.runtime.policies.methods.mustdrop import MustDrop
 from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
 
+AS_RELEASED: Any = {"positions": "renumber", "order": "merged-first", "keys": "last-block"}
+
 # ---- specs -----------------------------------------------------------------------------------------------------------
 
 
@@ -33,17 +35,20 @@ from vtx.runtime.policies.policy import Policy
         ("lsm:tau=0.9,order=merged-first", (Lsm(0.9, "merged-first"),)),
         ("cls:keep=0.5", (Cls(0.5),)),
         ("mustdrop", (MustDrop(),)),
-        ("mustdrop:192", (MustDrop(0.001, 0.001),)),
-        ("mustdrop:128", (MustDrop(0.0012, 0.001),)),
-        ("mustdrop:64", (MustDrop(0.011, 0.01),)),
-        ("mustdrop:vizwiz-64", (MustDrop(0.005, 0.001),)),
-        ("mustdrop:64,tau=off,key=0,layers=2/4", (MustDrop(0.011, 0.01, None, 0.0, (2, 4)),)),
-        ("mustdrop:64,gamma=0.5", (MustDrop(0.5, 0.01),)),
+        ("mustdrop:192", (MustDrop(0.001, 0.001, **AS_RELEASED),)),
+        ("mustdrop:128", (MustDrop(0.0012, 0.001, **AS_RELEASED),)),
+        ("mustdrop:64", (MustDrop(0.011, 0.01, **AS_RELEASED),)),
+        ("mustdrop:vizwiz-64", (MustDrop(0.005, 0.001, **AS_RELEASED),)),
+        ("mustdrop:64,tau=off,key=0,layers=2/4", (MustDrop(0.011, 0.01, None, 0.0, (2, 4), **AS_RELEASED),)),
+        ("mustdrop:64,gamma=0.5", (MustDrop(0.5, 0.01, **AS_RELEASED),)),
+        ("mustdrop:64,positions=keep,order=raster,keys=used-block", (MustDrop(0.011, 0.01),)),
         (" cls : keep = 0.5 + fastv", (Cls(0.5), FastV())),
         ("fastv:k=8+mustdrop:tau=off", (MustDrop(tau=None), FastV(8))),
-        ("cdpruner:128", (CDPruner(128),)),
+        ("cdpruner:128", (CDPruner(128, "tower"),)),
+        ("cdpruner:128,text=embedding", (CDPruner(128),)),
         ("cdpruner:keep=0.5,text=none", (CDPruner(0.5, "none"),)),
-        ("dart:64", (Dart(64),)),
+        ("dart:64", (Dart(64, order="code"),)),
+        ("dart:64,order=size", (Dart(64),)),
         ("dart:keep=0.5,k=0,text_pivots=0", (Dart(0.5, 0, 4, 0),)),
         ("cdpruner:keep=9+dart", (CDPruner(9), Dart())),
         ("lsm+cls", (Lsm(), Cls())),
@@ -56,7 +61,8 @@ def test_a_spec_means_these_methods_in_the_order_in_which_they_work(text: str, p
 
 def test_the_canonical_spec_spells_every_option_out() -> None:
     assert to_spec(parse("mustdrop:64,tau=off")) == (
-        "mustdrop:gamma=0.011,alpha=0.01,tau=off,key=0.08,layers=3/7/11/15,positions=keep,order=raster,keys=used-block"
+        "mustdrop:gamma=0.011,alpha=0.01,tau=off,key=0.08,layers=3/7/11/15,positions=renumber,order=merged-first,"
+        "keys=last-block"
     )
     assert to_spec(parse("lsm:tau=1+fastv")) == "lsm:tau=1,order=raster+fastv:k=2,ratio=0.5"
     assert to_spec(()) == "none"
@@ -122,7 +128,8 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
         ("cdpruner:text=all", "one of embedding, none, tower"),
         ("dart:k=-1", "k is -1; give the layer after which tokens leave, or 0 for before layer 1"),
         ("dart:pivots=0", "pivots is 0 and text_pivots 4; give at least 1 and 0"),
-        ("dart:k=0,order=code", "order=code is that of the form after a layer"),
+        ("dart:k=0,order=code", "order=code, which presets set, is that of the form after a layer; .* use order=size"),
+        ("dart:64,k=0", "order=code, which presets set, is that of the form after a layer"),
         ("dart+cdpruner", "write cdpruner first"),
         ("fastv+dart:k=0", "dart works before the decoder and fastv within it; write dart first"),
         ("mustdrop:key=2", "key is 2.0; give the share never to drop"),

@@ -28,7 +28,7 @@ STEPS = 8
 TOLERANCE = 1e-4
 KS = (4, 9, 12)
 LAYERS = (3, 7, 11, 15)
-WORDS = ("mustdrop:192", "mustdrop:192,keys=last-block", "fastv:k=2,ratio=0.5", "lsm", "cls", "fastv:k=8")
+WORDS = ("mustdrop", "mustdrop:192", "fastv:k=2,ratio=0.5", "lsm", "cls", "fastv:k=8")
 MODELS = {
     "16-layers-gqa": Tiny(layers=16, image=126, context=768),
     "32-layers-mha": Tiny(layers=32, kv_heads=4, image=126, context=768),

@@ -35,7 +35,7 @@ from vtx.runtime.bundle.tensors.final_norm import read_final_norm
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.methods.gate import Gate
 
-SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:192,layers=3/7", "fastv:k=2")
+SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:layers=3/7", "fastv:k=2")
 KS = (4, 9)
 AFTER_2, AFTER_7, BEFORE = (24, 2, 4, 4), (16, 7, 2, 3), (20, 0, 4, 4)
 WAYS: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ MODELS = {
 }
 K = 4
 TOWER = Method(cdpruner=(20, "tower"))
-SPECS = ("none", "cdpruner:keep=20,text=tower", "lsm", "fastv", "mustdrop:192,layers=3")
+SPECS = ("none", "cdpruner:64", "lsm", "fastv", "mustdrop:layers=3")
 LONG = " ".join(QUESTIONS) + " and is the picture of the square red?"
 
 

@@ -6,19 +6,24 @@
 namespace vtxcore {
 
 const std::vector<MethodKind>& method_kinds() {
-  static const std::map<std::string, std::string> kCounts{{"192", "keep=192"}, {"128", "keep=128"}, {"64", "keep=64"}};
+  // A preset has a paper's name and number, and does what the code released with it does.
+  static const std::string kMustDrop = ",positions=renumber,order=merged-first,keys=last-block";
+  auto counts = [](const std::string& more) {
+    return std::map<std::string, std::string>{
+        {"192", "keep=192" + more}, {"128", "keep=128" + more}, {"64", "keep=64" + more}};
+  };
   static const std::vector<MethodKind> kKinds{
-      {"cdpruner", make_cdpruner, kCounts},
+      {"cdpruner", make_cdpruner, counts(",text=tower")},
       {"cls", make_cls, {}},
-      {"dart", make_dart, kCounts},
+      {"dart", make_dart, counts(",order=code")},
       {"fastv", make_fastv, {}},
       {"lsm", make_lsm, {}},
       {"mustdrop",
        make_mustdrop,
-       {{"192", "gamma=0.001,alpha=0.001"},
-        {"128", "gamma=0.0012,alpha=0.001"},
-        {"64", "gamma=0.011,alpha=0.01"},
-        {"vizwiz-64", "gamma=0.005,alpha=0.001"}}},
+       {{"192", "gamma=0.001,alpha=0.001" + kMustDrop},
+        {"128", "gamma=0.0012,alpha=0.001" + kMustDrop},
+        {"64", "gamma=0.011,alpha=0.01" + kMustDrop},
+        {"vizwiz-64", "gamma=0.005,alpha=0.001" + kMustDrop}}},
   };
   return kKinds;
 }

@@ -105,7 +105,7 @@ class Dart : public Method, public Entry, public std::enable_shared_from_this<Da
     if (pivots < 1 || text_pivots < 0)
       fail(Kind::request, "dart: pivots is ", pivots, " and text_pivots ", text_pivots, "; give at least 1 and 0");
     if (order_ == "code" && k == 0)
-      fail(Kind::request, "dart: order=code is that of the form after a layer; with k=0 leave it out");
+      fail(Kind::request, "dart: order=code, which presets set, is that of the form after a layer; with k=0 use order=size");
   }
   std::string name() const override { return "dart"; }
   std::string spec() const override {
