@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.backends.devices import INTEGER_WEIGHTS
+from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.vision.tokens import TokenStates
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 PLACES = (("cpu", "f32"), ("openvino", "f32"), ("openvino", "bf16"))
 OF_INTEGERS = ("openvino", "int8")
 Times = NDArray[np.float64]
@@ -62,7 +61,7 @@ def main() -> None:
     args.add_argument("--rows", type=int, default=636, help="rows of the prompt")
     args.add_argument("--tokens", type=int, default=20, help="single rows after it")
     args.add_argument("--rounds", type=int, default=6, help="one more warms up")
-    args.add_argument("--precision", choices=PRECISIONS, action="append", help="[default: each in turn]")
+    args.add_argument("--precision", choices=list(PRECISIONS), action="append", help="[default: each in turn]")
     args.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args.add_argument("--scratch", type=Path, help="folder for the weights, about 1 GB [default: here]")
     given = args.parse_args()
@@ -74,7 +73,7 @@ def main() -> None:
         checkpoint = random_checkpoint(folder / "checkpoint", layers=2, **sizes, vocab=None)
         for precision in given.precision or PRECISIONS:
             bundle = export(checkpoint, folder / precision, (), precision)
-            places = (*PLACES, OF_INTEGERS) if precision in INTEGER_WEIGHTS else PLACES
+            places = (*PLACES, OF_INTEGERS) if PRECISIONS[precision].bits else PLACES
             runners = {place: Runner(bundle, *place, given.threads) for place in places}
             for _ in range(given.rounds + 1):
                 for runner in runners.values():

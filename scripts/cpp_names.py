@@ -8,13 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from vtx.runtime import checks
-from vtx.runtime.backends import devices, memory
+from vtx.runtime.backends import memory
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.openvino import cache, integers, paged, rows
 from vtx.runtime.backends.ort import library
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings, text_tower
 from vtx.runtime.bundle.tensors import final_norm, newline
+from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt import messages, text
 from vtx.runtime.session import sampling
 from vtx.runtime.vision import limits, tokens
@@ -85,7 +86,7 @@ def header() -> str:
         "LARGEST_INTEGER": integers.LARGEST,
     }
     numbers |= {f"QUANTISED_ROWS_{weights.upper()}": count for weights, count in openvino.QUANTISED_ROWS.items()}
-    numbers |= {f"WIDE_{weights.upper()}": hidden for weights, hidden in devices.WIDE.items()}
+    numbers |= {f"WIDE_{row.name.upper()}": row.openvino_hidden for row in PRECISIONS.values()}
     lines = [f'inline constexpr char {_camel(name)}[] = "{word}";' for name, word in (words | prefixes).items()]
     lines += [f"inline constexpr int64_t {_camel(name)} = {number};" for name, number in numbers.items()]
     lines += ["struct RowsOfARun {", "  const char *weights, *compute;", "  int64_t rows;", "};"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vtx.exporter.bench.ceilings.ceilings import MeasuredCeilings
-from vtx.exporter.bench.ceilings.products import BITS
 from vtx.exporter.bench.series import Series
 from vtx.exporter.bench.stopwatch import Call
 from vtx.exporter.checkpoint.loader import canonical_name
@@ -17,9 +16,8 @@ from vtx.exporter.estimate.sizes import ModelSize, bundle_size
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
+from vtx.runtime.precision import ARITHMETIC, PRECISIONS
 
-# By arithmetic: the precision that floats are brought to, and bytes a number.
-FLOATS = {"f32": ("fp32", 4), "bf16": ("bf16", 2), "f16": ("fp16", 2), "int8": ("fp32", 4)}
 FLOATING = ("F32", "F16", "BF16")
 HEAD, EMBEDDING = "head.weight", "text.embed_tokens.weight"
 
@@ -44,9 +42,9 @@ class WorkCounter:
         self._size: ModelSize = bundle_size(bundle)
         self.decoder = self._size.decoder
         self._stages, self._text_tower = manifest.stages, manifest.text_tower
-        floats, float_bytes = FLOATS[compute]
-        self.weights = manifest.precision if manifest.precision in BITS else floats
-        self._weights = weights_read(bundle, float_bytes)
+        arithmetic = ARITHMETIC[compute]
+        self.weights = manifest.precision if PRECISIONS[manifest.precision].bits else arithmetic.weights
+        self._weights = weights_read(bundle, arithmetic.bytes)
         self._slot_bytes = slot_bytes
         self.width = self.decoder.ffn
 

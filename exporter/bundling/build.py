@@ -61,7 +61,6 @@ from vtx.runtime.vision.fit import trained_fit
 from vtx.runtime.vision.layout_spec import spec_of
 
 GATES = "gates.safetensors"
-KV_ELEMENTS = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int8": ir.DataType.INT8}
 # Bytes of a bundle above which the reference gives back each matrix's memory when it is done with it, as the forecast
 # counts. Where matrices are small that would only take time.
 LARGE = 256 << 20
@@ -165,7 +164,7 @@ def write_first_layer(path: Path, plan: Plan, dialect: str) -> None:
 
 
 def _kv_element(plan: Plan, dialect: str) -> ir.DataType:
-    return KV_ELEMENTS[names.kv_type(dialect, plan.precisions.kv_dtype)]
+    return ir.DataType.from_numpy(np.dtype(names.kv_type(dialect, plan.precisions.kv_dtype)))
 
 
 def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:

@@ -12,10 +12,11 @@ from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.data.choice import RecordedChoice
 from vtx.exporter.data.items import Data, image_tokens
-from vtx.exporter.weights.precision import FULL, Precisions
+from vtx.exporter.weights.precision import Precisions
 from vtx.exporter.weights.quantize import BLOCK
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError
+from vtx.runtime.precision import PRECISIONS
 
 DEMO = "demo"
 
@@ -28,7 +29,7 @@ class ActivationAware:
 
     def check(self, precision: str) -> None:
         """Raise RequestError where no matrix of the decoder is quantised."""
-        if precision in FULL:
+        if PRECISIONS[precision].bits is None:
             raise RequestError(
                 f"--activation-aware lowers the error of integer weights, and {precision} weights are not rounded; "
                 "add --precision int4 or int8, or leave it out"

@@ -14,8 +14,8 @@ from vtx.exporter.weights.awq import OUTPUTS, TOKENS
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.backends.memory import answering_memory, resident_bytes
-from vtx.runtime.bundle.spec.manifest import KV_BYTES
 from vtx.runtime.errors import ExportError
+from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.report.golden import SEEN_ROWS, SHOWN_ROWS, golden_image
 from vtx.runtime.units import size
 
@@ -62,10 +62,11 @@ def predict(
     `small`: bytes of the files beside the weights; `measured`: tokens of each prompt whose activations are measured.
     """
     text = config.text
-    slot = 2 * text.kv_heads * text.head_dim * KV_BYTES[kv_dtype]
+    slot = 2 * text.kv_heads * text.head_dim * KV_DTYPES[kv_dtype].bytes
     answering = answering_memory(
         layers=text.layers, hidden=text.hidden, heads=text.heads, kv_heads=text.kv_heads, head_dim=text.head_dim,
-        image_tokens=min(config.layout.max_tokens, max_context), max_context=max_context, kv_bytes=KV_BYTES[kv_dtype],
+        image_tokens=min(config.layout.max_tokens, max_context), max_context=max_context,
+        kv_bytes=KV_DTYPES[kv_dtype].bytes,
     )  # fmt: skip
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)

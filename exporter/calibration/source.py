@@ -15,13 +15,13 @@ from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
-from vtx.exporter.weights.precision import FULL
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
+from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.strict import plain
 
@@ -66,7 +66,7 @@ def open_source(
 def _of_bundle(bundle: Bundle) -> OpenedModel:
     manifest = bundle.manifest
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
-    if not set(parts) <= set(FULL):
+    if any(PRECISIONS[part].bits for part in parts):
         held = "/".join(dict.fromkeys(parts))
         raise BundleError(
             f"{bundle.folder.name} holds {held} weights, but measuring needs floating-point ones; measure the "

@@ -225,13 +225,14 @@ def _questions(purpose: str, calibration: str | None, images: Path | None, sampl
 
 def _note_predicted(plan: Plan) -> None:
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
+    from vtx.runtime.precision import PRECISIONS
     from vtx.runtime.report.inspect import INT8_KV
     from vtx.runtime.units import size
 
     predicted, p = plan.prediction, plan.precisions
     linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
     note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
-    expanded = sorted({part for part in (p.decoder, p.vision, p.head) if part in ("fp16", "bf16")})
+    expanded = sorted({part for part in (p.decoder, p.vision, p.head) if PRECISIONS[part].expands})
     wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
     note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
     if p.kv == "int8":

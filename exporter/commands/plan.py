@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.exporter.commands.shared.options import precision_type
-from vtx.runtime.bundle.spec.manifest import PRECISIONS
+from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import command, note, table
 from vtx.runtime.terminal.depth import DepthType, joined
 
@@ -56,7 +56,7 @@ def plan(
     size = find_size(model)
     image = 0 if size.vision is None else size.vision.image_tokens
     work = Workload(text, image if sequence is None else sequence - text, max_new_tokens)
-    costs = make_plan(size, work, ks, precisions or PRECISIONS, device, vision_precision, head_precision)
+    costs = make_plan(size, work, ks, precisions or tuple(PRECISIONS), device, vision_precision, head_precision)
     if plot is not None:
         from vtx.exporter.estimate.plot import plot_plan
 

@@ -28,9 +28,9 @@ from vtx.exporter.estimate.weights import (
 )
 from vtx.exporter.weights.precision import Precisions
 from vtx.runtime.backends.memory import EXPANDED, RUN_BASE
-from vtx.runtime.bundle.spec.manifest import KV_BYTES, PRECISIONS
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.profiles import Profile, load_profile
+from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 
 SPREAD = 8  # rows of the table over K
 
@@ -164,7 +164,7 @@ def make_plan(
     model: ModelSize,
     workload: Workload,
     ks: Sequence[int | None] = (),
-    precisions: Sequence[str] = PRECISIONS,
+    precisions: Sequence[str] = tuple(PRECISIONS),
     profile: Profile | None = None,
     vision_precision: str | None = None,
     head_precision: str | None = None,
@@ -230,7 +230,7 @@ def _cost(
     profile: Profile | None,
     floats: Mapping[str, int],
 ) -> PrecisionCost:
-    element = KV_BYTES[precisions.kv_dtype]
+    element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(kv_bytes(model.decoder, slots, element))
     later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
     on_cpu = widens(profile)

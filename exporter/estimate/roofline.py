@@ -19,8 +19,8 @@ from vtx.exporter.estimate.weights import (
     vision_weights,
 )
 from vtx.exporter.weights.precision import Precisions
-from vtx.runtime.bundle.spec.manifest import KV_BYTES
 from vtx.runtime.host.profiles import Figure, Profile
+from vtx.runtime.precision import KV_DTYPES
 
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
 BANDWIDTH_EFFICIENCY = 0.7  # share of the bandwidth that weights and caches are read at
@@ -54,7 +54,7 @@ def latency(
     size, wide = model.decoder, widens(profile)
     peak = profile.fp32 if precisions.decoder == "fp32" or profile.fp16 is None else profile.fp16
     weights = stored_bytes([*layer_weights(size), *head_weights(size)], precisions, wide=wide)
-    cache = sum(kv_bytes(size, schedule, KV_BYTES[precisions.kv_dtype]))
+    cache = sum(kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
     tower = vision_weights(model.vision) if model.vision is not None and views else ()
     work = {
         "vision": (encode_flops(model.vision, views), stored_bytes(tower, precisions, wide=wide)),

@@ -11,10 +11,11 @@ from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release, parse_release
 from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.host.gpu import Gpu, find_gpu
+from vtx.runtime.precision import PRECISIONS
 
 THIS = "this"
 _NONE = Gpu("none", (0, 0), 0, (0, 0))
-_NO_NARROW = frozenset({"bf16", "int8", "int4"})
+_NO_NARROW = frozenset({"bf16", *(row.name for row in PRECISIONS.values() if row.bits)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtx.exporter.weights.quantize import BLOCK, BLOCKS, Scheme, scheme
-from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import RequestError
+from vtx.runtime.precision import KV_TYPES, PRECISIONS
 
-FULL = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors dtypes; the other precisions are quantised
-KV_TYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 EMBEDDING = "text.embed_tokens.weight"
 
 
@@ -42,7 +40,7 @@ class Precisions:
         cls, decoder: str, vision: str | None, head: str | None, kv: str | None, block: int = BLOCK
     ) -> Precisions:
         """The precisions named; a quantised decoder has an int8 tower and head by default."""
-        quantised = decoder in PRECISIONS and decoder not in FULL
+        quantised = decoder in PRECISIONS and PRECISIONS[decoder].bits is not None
         return cls(
             decoder,
             vision or ("int8" if quantised else decoder),
@@ -54,7 +52,7 @@ class Precisions:
     @property
     def kv_dtype(self) -> str:
         """The numpy dtype of K and V."""
-        return KV_TYPES[self.kv]
+        return KV_TYPES[self.kv].dtype
 
     def of(self, name: str) -> str:
         """The precision of the part that the tensor of canonical `name` belongs to."""
@@ -73,12 +71,12 @@ class Precisions:
         In a quantised part, tensors other than matrices, and the embedding table, which is read a row at a time,
         stay in the checkpoint's half precision.
         """
-        precision = self.of(name)
-        if precision in FULL:
-            return FULL[precision], None
-        quantised = scheme(precision, shape, self.block) if is_matrix(name, shape) else None
+        precision = PRECISIONS[self.of(name)]
+        if precision.bits is None:
+            return precision.stored, None
+        quantised = scheme(precision.name, shape, self.block) if is_matrix(name, shape) else None
         half = source if source in ("F16", "BF16") else "F16"
-        return ("I4" if quantised.bits == 4 else "I8", quantised) if quantised else (half, None)
+        return (precision.stored, quantised) if quantised else (half, None)
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -93,7 +91,7 @@ def tied_head(requested: str | None, table: str) -> str:
         RequestError: another precision was requested.
 
     """
-    precision = {dtype: name for name, dtype in FULL.items()}[table]
+    precision = next(row.name for row in PRECISIONS.values() if row.stored == table)
     if requested not in (None, precision):
         raise RequestError(
             f"--head-precision {requested} would store a weight twice: this model's head is its embedding table, "

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.errors import ExportError
+from vtx.runtime.precision import PRECISIONS
 
 BLOCK = 64
 BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
@@ -51,7 +52,7 @@ def scheme(precision: str, shape: tuple[int, ...], block: int = BLOCK) -> Scheme
     width = shape[-1]
     if width % MIN_BLOCK or not all(shape):
         return None
-    if precision == "int8":
+    if PRECISIONS[precision].bits == 8:
         return Scheme(8, width)
     return Scheme(4, power_of_two_in(width, block))
 

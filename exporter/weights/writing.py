@@ -25,11 +25,11 @@ from vtx.exporter.weights.whole import pieces, take_whole
 from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, read_bits, widen_bf16
 from vtx.runtime.bundle.spec.manifest import FileRecord
 from vtx.runtime.errors import ExportError
+from vtx.runtime.precision import PRECISIONS
 
 CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache
 THREADS = min(2, os.cpu_count() or 1)
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
-PRECISION_OF = {"F16": "fp16", "BF16": "bf16"}
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
 Report = Callable[[int], None]
 Converted = tuple[bytes, bytes, int]  # a chunk, its scales, and the source bytes it came from
@@ -204,8 +204,9 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, chunk: Chunk) -> Con
     if entry.dtype in LARGEST and values.size:
         largest = float(np.abs(values).max())
         if largest > LARGEST[entry.dtype] and not _finite(out):
+            precision = next(row.name for row in PRECISIONS.values() if row.stored == entry.dtype)
             raise ExportError(
-                f"tensor {entry.name} holds {largest:g}, {PRECISION_OF[entry.dtype]} reaches "
+                f"tensor {entry.name} holds {largest:g}, {precision} reaches "
                 f"{LARGEST[entry.dtype]:g} at most; export with --precision fp32"
             )
     return out.tobytes(), b"", chunk.stored.nbytes

@@ -13,10 +13,8 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import targets
 from vtx.runtime.errors import DeviceError, VtxError
 from vtx.runtime.host.gpu import find_gpu
+from vtx.runtime.precision import PRECISIONS
 
-# The least hidden sizes at which OpenVINO was measured to be ahead of onnxruntime, by the weights (docs/openvino.md).
-WIDE = {"fp32": 2048, "fp16": 896, "bf16": 896, "int8": 896, "int4": 896}
-INTEGER_WEIGHTS = ("int8", "int4")
 GPU_DEVICES = ("cuda", "tensorrt")  # weights in memory of their own
 
 
@@ -60,7 +58,7 @@ def _by_merit(bundle: Bundle) -> list[tuple[str, str]]:
     gpu = [("tensorrt", "there are engines for this GPU")] if targets(bundle) else []
     gpu += [("cuda", "there is a GPU")] if find_gpu() is not None and _no_cuda(bundle) is None else []
     weights, hidden = bundle.manifest.precision, bundle.manifest.model.hidden
-    faster, other = ("openvino", "cpu") if hidden >= WIDE[weights] else ("cpu", "openvino")
+    faster, other = ("openvino", "cpu") if hidden >= PRECISIONS[weights].openvino_hidden else ("cpu", "openvino")
     why = f"the faster to a short answer with {weights} weights at hidden {hidden}"
     return [*gpu, (faster, why), (other, "what is possible here")]
 
@@ -72,7 +70,7 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
         able = [other for other, d in ENGINES.items() if compute in d.compute]
         return f"{name} computes in {', '.join(engine.compute)}, not {compute}; that has: {', '.join(able)}"
     weights = bundle.manifest.precision
-    if compute == "int8" and weights not in INTEGER_WEIGHTS:
+    if compute == "int8" and not PRECISIONS[weights].bits:
         return f"--compute int8 multiplies weights of int8 and int4; this bundle's are {weights}, so leave it out"
     if engine.dialect not in bundle.manifest.dialects:
         return (

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
-from vtx.runtime.bundle.spec.manifest import KV_BYTES
+from vtx.runtime.precision import KV_DTYPES
 
 # A scale is kept in float32 twice, beside and inside of the packed matrix, and with it the sum of its block.
 SCALE_BYTES = 12
@@ -72,7 +72,7 @@ def needed_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> int:
     return weights_in_memory(bundle, floats) + answering_memory(
         layers=m.model.layers, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,
         head_dim=m.model.head_dim, image_tokens=min(m.layout.max_tokens, m.max_context), max_context=m.max_context,
-        kv_bytes=KV_BYTES[m.kv_dtype],
+        kv_bytes=KV_DTYPES[m.kv_dtype].bytes,
     )  # fmt: skip
 
 

@@ -18,14 +18,8 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError, DeviceError, RequestError
-from vtx.runtime.report.golden import (
-    COMPUTE_TOLERANCE,
-    KV_TOLERANCE,
-    SEEN_ROWS,
-    TOLERANCE,
-    read_golden,
-    seen,
-)
+from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
+from vtx.runtime.report.golden import SEEN_ROWS, read_golden, seen
 from vtx.runtime.report.graph_sources import (
     EMBED,
     GATE,
@@ -133,9 +127,11 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     """Each graph with the inputs that the reference computes; the prompt goes through all layers whole."""
     m = bundle.manifest
     stored = read_golden(bundle)
-    arithmetic = max(COMPUTE_TOLERANCE.get(s.compute, F16_TOLERANCE) for s in (reference, other))
-    vision_limit = max(arithmetic, TOLERANCE[m.vision_precision])
-    limit = max(arithmetic, KV_TOLERANCE[m.kv_dtype], TOLERANCE[m.precision])
+    arithmetic = max(
+        ARITHMETIC[s.compute].tolerance if s.compute in ARITHMETIC else F16_TOLERANCE for s in (reference, other)
+    )
+    vision_limit = max(arithmetic, PRECISIONS[m.vision_precision].tolerance)
+    limit = max(arithmetic, KV_DTYPES[m.kv_dtype].tolerance, PRECISIONS[m.precision].tolerance)
     pixels = stored["pixels"].reshape(-1, *stored["pixels"].shape[-3:])[:1]  # of several views, the first
 
     vision = _GraphCase(GraphPart(VISION), {names.PIXELS: pixels}, vision_limit)
@@ -159,7 +155,9 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
         if stage.query:
             yield _GraphCase(GraphPart(SCORE, number), {names.HIDDEN: hidden}, limit)
         hidden = reference.run(GraphPart(STAGE, number), {names.HIDDEN: hidden})[names.HIDDEN_OUT]
-    yield _GraphCase(GraphPart(HEAD), {names.HIDDEN: hidden[-HEAD_ROWS:]}, max(limit, TOLERANCE[m.head_precision]))
+    yield _GraphCase(
+        GraphPart(HEAD), {names.HIDDEN: hidden[-HEAD_ROWS:]}, max(limit, PRECISIONS[m.head_precision].tolerance)
+    )
 
 
 # --- Polygraphy -----------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.host.confined import confinement
 from vtx.runtime.host.device import Device, recognise, swap
 from vtx.runtime.host.machine import available_memory, version
-from vtx.runtime.report.golden import COMPUTE_TOLERANCE, Check, check_golden, choice_limit, logits_limit
+from vtx.runtime.precision import ARITHMETIC
+from vtx.runtime.report.golden import Check, check_golden, choice_limit, logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.files import read_index
 from vtx.runtime.report.traces.record import Progress, write_traces
@@ -251,8 +252,8 @@ def check_traces(
     """Write a bundle's traces anew on a device and judge those in `given` by them."""
     model = load(folder, device=device, compute=compute, require_signature=require_signature)
     theirs = read_index(given).compute
-    if theirs not in COMPUTE_TOLERANCE:
-        raise RequestError(f"{given}: compute is {theirs!r:.40}, not one of {', '.join(COMPUTE_TOLERANCE)}")
+    if theirs not in ARITHMETIC:
+        raise RequestError(f"{given}: compute is {theirs!r:.40}, not one of {', '.join(ARITHMETIC)}")
     limit = max(logits_limit(model.manifest, compute) for compute in (model.backend.compute, theirs))
     with TemporaryDirectory(prefix="vtx-traces-") as own:
         write_traces(model, Path(own), progress)

@@ -15,6 +15,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
+from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.fit import without_notes
@@ -22,12 +23,6 @@ from vtx.runtime.vision.fit import without_notes
 QUESTION = "What is in the picture?"
 SHOWN_ROWS = 8
 SEEN_ROWS = 128  # of the image, from its first on: what the decoder is checked with costs an export no more than that
-# Largest difference allowed, as a share of the largest magnitude of the reference, which computes in float32 with the
-# weights as the bundle stores them: narrow K and V round, and quantised matrices are multiplied with rows of 8 bits.
-TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.15, "int4": 0.15}
-KV_TOLERANCE = {"float32": 0.0, "float16": 5e-3, "int8": 0.15}  # by the type of K and V; the larger counts
-# By arithmetic; the larger counts. What int8 does to matrices of integers is in their own tolerance.
-COMPUTE_TOLERANCE = {"f32": 0.0, "f16": 1e-2, "bf16": 5e-2, "int8": 5e-2}
 PIXEL_TOLERANCE = 1e-5
 # Engines round what enters integer matrices each in their own way: tokens of nearly equal scores may change places.
 OTHER_CHOICES = 0.25
@@ -102,12 +97,15 @@ def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
 def logits_limit(manifest: Manifest, compute: str) -> float:
     """The largest difference of logits allowed to arithmetic in `compute`, as a share of their largest magnitude."""
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
-    return max(COMPUTE_TOLERANCE[compute], KV_TOLERANCE[manifest.kv_dtype], *(TOLERANCE[part] for part in parts))
+    stored = max(PRECISIONS[part].tolerance for part in parts)
+    return max(ARITHMETIC[compute].tolerance, KV_DTYPES[manifest.kv_dtype].tolerance, stored)
 
 
 def choice_limit(manifest: Manifest) -> float:
     """The largest share of image tokens that two different engines may choose otherwise at a cut."""
-    return OTHER_CHOICES if {manifest.precision, manifest.vision_precision} & {"int8", "int4"} else 0.0
+    return (
+        OTHER_CHOICES if any(PRECISIONS[part].bits for part in (manifest.precision, manifest.vision_precision)) else 0.0
+    )
 
 
 def check_golden(model: Model) -> Iterator[Check]:
@@ -127,10 +125,10 @@ def check_golden(model: Model) -> Iterator[Check]:
     own_ids = model.text.prompt([{"role": "user", "content": content}], prepared.placed)
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
     yield Check("image preprocessing", _distance(golden_pixels(prepared.views), pixels), PIXEL_TOLERANCE)
-    computed = COMPUTE_TOLERANCE[model.backend.compute]
+    computed = ARITHMETIC[model.backend.compute].tolerance
     encoded = prepared.encode(model.backend)
     difference = _distance(encoded.rows[:SHOWN_ROWS], features)
-    yield Check("vision features", difference, max(computed, TOLERANCE[manifest.vision_precision]))
+    yield Check("vision features", difference, max(computed, PRECISIONS[manifest.vision_precision].tolerance))
     limit = logits_limit(manifest, model.backend.compute)
     prompt_ids = seen(own_ids, manifest.text.image_token_id)
     rows = encoded.take(np.arange(min(SEEN_ROWS, len(encoded.rows))))

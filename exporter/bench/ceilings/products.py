@@ -13,11 +13,11 @@ from vtx.runtime.backends.openvino.backend import arithmetic, load_openvino
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.precision import PRECISIONS
 
 if TYPE_CHECKING:
     import onnx
 
-BITS = {"int8": 8, "int4": 4}
 OPSETS, IR_VERSION = {"": 21, "com.microsoft": 1}, 10
 ENGINES = {"cpu": "onnxruntime", "openvino": "OpenVINO"}  # by device: those whose products are known here
 
@@ -48,7 +48,7 @@ class Kind:
 
     @classmethod
     def of(cls, device: str, compute: str, precision: str) -> Kind:
-        return cls(device, compute, precision if precision in BITS else "float")
+        return cls(device, compute, precision if PRECISIONS[precision].bits else "float")
 
     def in_words(self) -> str:
         weights = "" if self.stored == "float" else f"{self.stored} weights, products of integers, "
@@ -144,7 +144,8 @@ def _scales(*shape: int) -> onnx.TensorProto:
 
 def _in_blocks(kind: Kind, rows: int, depth: int, width: int) -> bytes:
     """As the dialect `ort` writes it."""
-    bits, blocks = BITS[kind.stored], depth // BLOCK
+    bits, blocks = PRECISIONS[kind.stored].bits, depth // BLOCK
+    assert bits is not None, "floats have products of their own"
     octets = _constant("w", "UINT8", (width, blocks, BLOCK * bits // 8), _octets(width * depth * bits // 8))
     attributes = {"K": depth, "N": width, "bits": bits, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
     node = _node("MatMulNBits", ("x", "w", "scales"), "y", domain="com.microsoft", **attributes)

@@ -6,7 +6,7 @@ import click
 from click.core import ParameterSource
 
 from vtx.runtime.backends.engines import COMPUTE, DEVICES
-from vtx.runtime.bundle.spec.manifest import PRECISIONS
+from vtx.runtime.precision import PRECISIONS
 
 bundle_option = click.option(
     "--bundle", type=click.Path(), envvar="VTX_BUNDLE", help="[default: $VTX_BUNDLE, else the last one exported]"
@@ -44,7 +44,7 @@ threads_option = click.option("--threads", type=int, help="[default: all cores]"
 
 def precision_type() -> click.Choice[str]:
     """fp32, fp16, bf16, int8 or int4, in any case."""
-    return click.Choice(PRECISIONS, case_sensitive=False)
+    return click.Choice(list(PRECISIONS), case_sensitive=False)
 
 
 def given(name: str) -> bool:

@@ -8,14 +8,13 @@ from vtx.exporter.graphs.builder import Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.exporter.graphs.dialects.plain import Plain
 from vtx.exporter.graphs.dialects.trt import Trt
+from vtx.runtime.precision import PRECISIONS
 
-COMPUTE = {
-    "fp32": ir.DataType.FLOAT,
-    "fp16": ir.DataType.FLOAT16,
-    "bf16": ir.DataType.BFLOAT16,
-    "int8": ir.DataType.FLOAT16,
-    "int4": ir.DataType.FLOAT16,
-}  # arithmetic where a graph must say it, by the precision of its weights
+ARITHMETIC = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+}
 
 
 def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataType | None = None) -> Dialect:
@@ -25,8 +24,8 @@ def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataTy
     4 bits need opset 21, which the plain dialect does not need without them.
     """
     if name == "trt":
-        compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else COMPUTE[precision]
+        compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else ARITHMETIC[PRECISIONS[precision].arithmetic]
         return Trt(compute=compute, capacity=max_context)
     if name == "plain":
-        return Plain(opsets={"": 21}, ir_version=10) if precision == "int4" else Plain()
+        return Plain(opsets={"": 21}, ir_version=10) if PRECISIONS[precision].bits == 4 else Plain()
     return Ort()

@@ -13,16 +13,15 @@ from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, kv_typ
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 from vtx.runtime.errors import BundleError
+from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.strict import later
 
 FORMAT = 4
 MAX_BYTES = 4 << 20
-KV_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"
 FINAL_NORM = "final_norm.safetensors"  # where a reduction measures hidden states behind the last norm
 NEWLINE = "image_newline.safetensors"  # where a layout puts a learned newline among the tokens
 KV_SCALES = "kv_scales.safetensors"  # beside int8 K and V
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +192,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         parts = self.precision, self.vision_precision, self.head_precision
-        if self.kv_dtype not in KV_BYTES or not set(parts) <= set(PRECISIONS):
+        if self.kv_dtype not in KV_DTYPES or not set(parts) <= set(PRECISIONS):
             raise BundleError(
                 f"vtx.json: precision {', '.join(parts)} with KV type {self.kv_dtype!r} is unknown to this vtx; "
                 'upgrade it with pip install -U "vtx-edge"'
@@ -308,7 +307,7 @@ class Manifest:
 
     def kv_slot_bytes(self, dialect: str = "ort") -> int:
         """Bytes of one KV slot of one layer in a dialect's graphs: K and V of all key/value heads."""
-        return 2 * self.model.kv_heads * self.model.head_dim * KV_BYTES[kv_type(dialect, self.kv_dtype)]
+        return 2 * self.model.kv_heads * self.model.head_dim * KV_DTYPES[kv_type(dialect, self.kv_dtype)].bytes
 
     def stage_files(self, dialect: str) -> tuple[tuple[StageSpec, str], ...]:
         """Each stage with the file of its graph."""

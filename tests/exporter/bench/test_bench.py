@@ -33,7 +33,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.engines import COMPUTE
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.report.golden import COMPUTE_TOLERANCE
+from vtx.runtime.precision import ARITHMETIC
 from vtx.runtime.report.inspect import kv_bytes
 
 NEW, REPEATS = 4, 3
@@ -74,7 +74,7 @@ def report(bundle: Path, image: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_work_is_counted_and_golden_vectors_are_judged_in_every_arithmetic(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     assert {compute for compute in COMPUTE if WorkCounter(opened, compute, 1).weights} == set(COMPUTE)
-    assert COMPUTE_TOLERANCE.keys() == set(COMPUTE)
+    assert ARITHMETIC.keys() == set(COMPUTE)
 
 
 @pytest.mark.slow

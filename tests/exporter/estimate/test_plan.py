@@ -26,9 +26,9 @@ from vtx.exporter.estimate.sizes import KNOWN, ModelSize, bundle_size, find_size
 from vtx.exporter.estimate.weights import all_weights, precisions_of, resident, stored_bytes
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.host.profiles import Figure
+from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.report.inspect import kv_bytes
 
 Make = Callable[..., Path]

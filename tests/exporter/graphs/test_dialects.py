@@ -18,11 +18,12 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime import precision
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError
-from vtx.runtime.report.golden import TOLERANCE, check_golden
+from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
 
@@ -174,7 +175,7 @@ def test_a_dialect_computes_what_the_stored_weights_say(
     bundle = export_with(ExportOptions(str(tiny_checkpoint()), (3,), **asked), tmp_path / "bundle")
     checks = list(check_golden(Model(bundle, DialectBackend(bundle, dialect), 0)))
     assert len(checks) == 5
-    assert all(check.difference <= TOLERANCE["fp16"] for check in checks), checks
+    assert all(check.difference <= precision.PRECISIONS["fp16"].tolerance for check in checks), checks
 
 
 @pytest.mark.parametrize(("precision", "wanted"), [("fp16", "FLOAT16"), ("bf16", "BFLOAT16"), ("fp32", "FLOAT")])

@@ -24,8 +24,8 @@ from vtx.exporter.tensorrt.profiles import Shapes
 from vtx.exporter.tensorrt.targets import TARGETS, load_tensorrt
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.spec.manifest import PRECISIONS
 from vtx.runtime.errors import ExportError
+from vtx.runtime.precision import PRECISIONS
 
 trt = pytest.importorskip("tensorrt_rtx", reason='needs pip install "vtx-edge[rtx]"')
 CARDS = ("sm86", "sm89", "sm120")
