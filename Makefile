@@ -150,8 +150,10 @@ lock: $(READY) ## write ci.lock anew from pyproject.toml and constraints.txt: ev
 	$(BIN)/python -m pip install uv
 	$(BIN)/python scripts/lock.py $(EXTRAS)
 
-audit: $(READY) ## known vulnerabilities of the packages in ci.lock; asks a database on the network, and fails where it has no answer
+audit: $(READY) ## known vulnerabilities of PyTorch and the packages in ci.lock; asks a database on the network, and fails where it has no answer
 	$(BIN)/python -m pip install --constraint constraints.txt pip-audit
+	mkdir -p build && echo "$(firstword $(TORCH))" > build/torch.txt
+	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement build/torch.txt
 	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement ci.lock
 
 docs: $(READY) ## the documentation as a site, API reference included, into build/site

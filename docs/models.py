@@ -228,10 +228,13 @@ layout, VILA 1.0 among them. Its files lack what Hugging Face's layout has, so a
 - **The tower** is a checkpoint of its own, which `mm_vision_tower` only names. It is `--tower PATH`; else a folder of
   that name inside the checkpoint; else the Hugging Face id of that name. A path elsewhere on this machine is not
   followed. The export says which tower was taken. Where `unfreeze_mm_vision_tower` is set and the checkpoint holds
-  the tower's weights, those count.
-- **Pickled weights** (`pytorch_model-*.bin`) are not opened unless you say `--allow-pickle`. Then a confined process
-  opens them by `torch.load(weights_only=True, mmap=True)`, which builds tensors and calls nothing that a file names.
-  It reports where each tensor lies; the export reads the bytes from there, so memory stays bounded.
+  the tower's weights, those count, and the tower's folder needs no more than `config.json` and
+  `preprocessor_config.json`.
+- **Pickled weights** (`pytorch_model*.bin`) are not opened unless you say `--allow-pickle`, which holds for the model,
+  its tower and `--text-tower`. Even then nothing is unpickled, and PyTorch takes no part: vtx follows the pickle's
+  opcodes itself and knows only those of a table of tensors. What they say must agree with the zip archive, which must
+  account for every byte; files of a torch before 1.6 are read in the same way. The export reads tensors from where they
+  lie, so memory stays bounded. Safetensors are preferred where a checkpoint has both.
 - **The tokenizer** is a `tokenizer.model`. It becomes a tokenizer.json by transformers' converter, with
   sentencepiece's own treatment of spaces; the ids equal sentencepiece's on 200,000 characters of 13 scripts *(run:
   `tests/exporter/checkpoint/original/`)*, and each export compares some samples. The original has no image token:

@@ -3,7 +3,8 @@
     python scripts/lock.py cpu,openvino,rtx,export,tune,video,dev
 
 Versions are those of constraints.txt, and what the resolver finds for the rest. PyTorch and the CUDA packages that its
-usual build brings are left out: `make setup` installs PyTorch first, in the build that TORCH names.
+usual build brings are left out: `make setup` installs PyTorch first, in the build that TORCH names. `make audit` looks
+at that version beside the file.
 """
 
 from __future__ import annotations

@@ -140,7 +140,9 @@ def plan_export(options: ExportOptions) -> Plan:
     config = replace(stated, text=with_own_head(stated.text, checkpoint))
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
-    text_tower = open_text_tower(options.text_tower, checkpoint, config) if options.text_tower else None
+    text_tower = None
+    if options.text_tower:
+        text_tower = open_text_tower(options.text_tower, checkpoint, config, allow_pickle=options.allow_pickle)
     _check_text_tower(text_tower, reductions)
     if options.retain is not None:
         options.retain.check(options.reductions)

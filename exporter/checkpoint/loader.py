@@ -1,8 +1,8 @@
 """Opening a Hugging Face checkpoint: a directory or a hub id, checked before any weight is read.
 
-Nothing in a checkpoint is executed, and nothing unpickled unless the user allows it. Tensors go by one canonical name
-each, whichever release of transformers wrote them: `vision.`, `projector.`, `text.` and `head.` followed by the name
-inside that part.
+Nothing in a checkpoint is executed or unpickled; tensors in pickled files are read where the user allows it. Tensors go
+by one canonical name each, whichever release of transformers wrote them: `vision.`, `projector.`, `text.` and `head.`
+followed by the name inside that part.
 """
 
 from __future__ import annotations
@@ -149,14 +149,16 @@ def open_model(
     rename: Callable[[str], str],
     *,
     parts: Callable[[Mapping[str, Any]], Collection[str]] = lambda _: (),
+    weights: bool = True,
     allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
     `judge` accepts its config, or raises, before weights are downloaded; `rename` says how its tensors are called.
-    `parts` are the folders that hold them, if they are not beside the config; their names then begin with it. With
-    `allow_pickle` weights that are pickles are read, in a confined process.
+    `parts` are the folders that hold them, if they are not beside the config; their names then begin with it. Without
+    `weights` only settings are read, and downloaded. With `allow_pickle` the tensors in files of `torch.save` count,
+    where there are none in safetensors.
 
     Raises:
         CheckpointError: what is damaged, hostile, incomplete or out of reach.
@@ -167,7 +169,10 @@ def open_model(
         folder = Path(model).resolve()
         config = _config(folder, judge)
     else:
-        folder, config = _download(model, judge, progress or (lambda line: None), parts, allow_pickle=allow_pickle)
+        report = progress or (lambda line: None)
+        folder, config = _download(model, judge, report, parts, weights=weights, allow_pickle=allow_pickle)
+    if not weights:
+        return Checkpoint(folder, config, {}, _revision(folder))
     tensors, notes = _source_tensors(folder, allow_pickle=allow_pickle) if not parts(config) else ({}, ())
     for part in parts(config):
         found, more = _source_tensors(_part(folder, part), allow_pickle=allow_pickle)
@@ -281,7 +286,10 @@ def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Tens
         return _pickles(files)
     _refuse_adapter(folder)
     _refuse_pickles(folder)
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}, and vtx reads no other form of weights")
+    raise CheckpointError(
+        f"{folder} holds neither {SINGLE} nor {INDEX}; where its weights are {PICKLE} on the hub, use --allow-pickle, "
+        "which reads the tensors alone out of it and runs nothing"
+    )
 
 
 def _refuse_adapter(folder: Path) -> None:
@@ -299,8 +307,8 @@ def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"the weights are a pickle ({shown(pickles[0])}), which can run code and is not opened; take a checkpoint "
-            "in safetensors, or have vtx-export read the tensors alone in a confined process with --allow-pickle"
+            f"the weights are a pickle ({shown(pickles[0])}), which is not opened; take a checkpoint in safetensors, "
+            "or have the tensors alone read out of it, and nothing run, with --allow-pickle"
         )
 
 
@@ -310,8 +318,8 @@ def _pickles(files: Folder) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
     shards = [PICKLE] if whole else sorted(set(placed.values()))
     found = pickled_tensors(files, shards)
     note = (
-        f"the weights are {len(shards)} pickled file{'s' * (len(shards) > 1)} in {files.path}; --allow-pickle lets a "
-        "confined process read tensors out of them, and nothing else"
+        f"the weights are {len(shards)} pickled file{'s' * (len(shards) > 1)} in {files.path}; only their "
+        "tensors are read, and nothing is unpickled"
     )
     return found[PICKLE] if whole else _sharded_tensors(files, placed, PICKLE_INDEX, found), (note,)
 
@@ -386,9 +394,10 @@ def _download(
     progress: Callable[[str], None],
     parts: Callable[[Mapping[str, Any]], Collection[str]],
     *,
+    weights: bool,
     allow_pickle: bool,
 ) -> tuple[Path, dict[str, Any]]:
-    """Fetch settings, judge the config, then fetch the weights of the same commit."""
+    """Fetch settings, judge the config, then fetch the weights of the same commit: pickles only for want of others."""
     if os.path.exists(model):
         raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
     if not _HUB_ID.fullmatch(model):
@@ -396,10 +405,21 @@ def _download(
     progress(f"fetching the settings of {model} from the hub")
     folder = _snapshot(model, None, _SETTINGS_FILES)
     config = _config(folder, judge)
-    progress(f"fetching the weights of {model}, commit {folder.name[:12]}")
-    wanted = [*_WEIGHT_FILES, *(_PICKLED_FILES if allow_pickle else ())]
-    below = [f"{part}/{pattern}" for part in parts(config) for pattern in (*_SETTINGS_FILES, *wanted)]
-    return _snapshot(model, folder.name, below or wanted, nested=bool(below)), config
+    folders = [f"{part}/" for part in parts(config)] or [""]
+    nested = folders != [""]
+    if nested:
+        folder = _snapshot(model, folder.name, _below(folders, _SETTINGS_FILES), nested=True)
+    if weights:
+        progress(f"fetching the weights of {model}, commit {folder.name[:12]}")
+        folder = _snapshot(model, folder.name, _below(folders, _WEIGHT_FILES), nested=nested)
+        lacking = [part for part in folders if not any((folder / part).glob(_WEIGHT_FILES[0]))]
+        if lacking and allow_pickle:
+            folder = _snapshot(model, folder.name, _below(lacking, _PICKLED_FILES), nested=nested)
+    return folder, config
+
+
+def _below(folders: list[str], patterns: list[str]) -> list[str]:
+    return [folder + pattern for folder in folders for pattern in patterns]
 
 
 def _snapshot(model: str, revision: str | None, patterns: list[str], *, nested: bool = False) -> Path:

@@ -37,15 +37,17 @@ class TextTowerCheckpoint:
     warnings: tuple[str, ...]
 
 
-def open_text_tower(path: str, model: Checkpoint, config: ModelConfig) -> TextTowerCheckpoint:
+def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_pickle: bool) -> TextTowerCheckpoint:
     """Open the CLIP in directory `path`, or on the hub, for a LLaVA whose vision tower it has.
+
+    With `allow_pickle` the tensors in files of `torch.save` count, where there are none in safetensors.
 
     Raises:
         CheckpointError: what is damaged, hostile or incomplete.
         UnsupportedModelError: no CLIPModel, or one that does not fit the LLaVA's vision tower.
 
     """
-    checkpoint = open_model(path, _check_clip, _canonical)
+    checkpoint = open_model(path, _check_clip, _canonical, allow_pickle=allow_pickle)
     clip = _parse(checkpoint.config)
     _check_fits(clip, config)
     text = clip.text_config

@@ -176,7 +176,7 @@ def layout(
     relative: list[TensorInfo] = []
     offset = 0
     for name, dtype, shape in specs:
-        nbytes = _nbytes(dtype, shape)
+        nbytes = nbytes_of(dtype, shape)
         if name in header or name == "__metadata__":
             raise ValueError(f"tensor {name!r} is there twice, or has a reserved name")
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
@@ -323,12 +323,12 @@ def _tensor_info(
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise error(f"{where} has dtype {shown(str(dtype))}, which vtx does not know")
-    if not _is_sizes(shape) or len(shape) > MAX_DIMS:
+    if not is_sizes(shape) or len(shape) > MAX_DIMS:
         raise error(f"{where} has no valid shape (at most {MAX_DIMS} non-negative integers)")
-    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise error(f"{where} has no valid data_offsets (two integers, begin <= end)")
     try:
-        nbytes = _nbytes(dtype, shape)
+        nbytes = nbytes_of(dtype, shape)
     except ValueError as cause:
         raise error(f"{where}: {cause}") from cause
     if offsets[1] - offsets[0] != nbytes:
@@ -339,12 +339,14 @@ def _tensor_info(
     return TensorInfo(name, dtype, tuple(shape), path, start + offsets[0], nbytes, identity)
 
 
-def _is_sizes(value: object) -> TypeGuard[list[int]]:
+def is_sizes(value: object) -> TypeGuard[list[int]]:
+    """Whether a value of a file is a list of sizes: whole numbers from 0 on that 63 bits hold."""
     # `type`, not `isinstance`: True is an int to Python, and no size.
     return isinstance(value, list) and all(type(size) is int and 0 <= size <= _MAX_BYTES for size in value)
 
 
-def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of a tensor. Raises `ValueError` where no file holds so many, or they are not whole."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     bits = DTYPES[dtype][0]

@@ -53,6 +53,13 @@ def test_the_wheel_holds_every_file_of_the_linked_folders_and_nothing_else(wheel
     assert not links
 
 
+def test_the_audit_looks_at_pytorch_which_the_lock_leaves_out() -> None:
+    assert "\ntorch==" not in (ROOT / "ci.lock").read_text()
+    commands = run("make", "--dry-run", "audit", "TORCH=torch==9.8.7 --index-url x", cwd=ROOT)
+    assert 'echo "torch==9.8.7" > build/torch.txt' in commands
+    assert "--requirement build/torch.txt" in commands
+
+
 def test_the_wheel_asks_for_no_exporting_package_unless_the_extra_does(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [metadata] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]

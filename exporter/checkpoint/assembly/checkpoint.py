@@ -30,8 +30,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
-    `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` weights that are pickles are
-    read, in a confined process. The config is judged before weights are downloaded.
+    `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` the tensors in files of
+    `torch.save` count, where there are none in safetensors. The config is judged before weights are downloaded.
 
     Raises:
         CheckpointError: what is damaged, hostile, incomplete or out of reach.

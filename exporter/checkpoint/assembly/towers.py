@@ -49,7 +49,9 @@ def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool
         return NamedTower(CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None, "the checkpoint itself")
     address = given if given is not None else _inside(name, model)
     try:
-        found = open_model(address or _hub_id(name), _check_tower, _tower_name, allow_pickle=allow_pickle)
+        found = open_model(
+            address or _hub_id(name), _check_tower, _tower_name, weights=weights, allow_pickle=allow_pickle
+        )
     except UnsupportedModelError:
         raise
     except CheckpointError as cause:

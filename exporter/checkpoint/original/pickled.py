@@ -1,28 +1,32 @@
-"""Weights in pickled files: found out in a confined process, and then read from where they lie.
+"""Weights in files of `torch.save`: their tensors are found by the pickle's opcodes, and read from where they lie.
 
-The child opens each file with `torch.load(weights_only=True, mmap=True)`, which builds tensors and calls nothing that
-the file names, and reports which tensors there are and at which byte of the file each begins. What it reports is
-checked here, and the bytes are read from the file as those of safetensors are.
+No pickle is unpickled and torch takes no part. A file is opened once; what its pickle says of a tensor must agree with
+the archive and with the file's size.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from vtx.runtime.bundle.files import POINTER, Folder, Identity, check_fetched
-from vtx.runtime.bundle.safetensors import DTYPES, MAX_DIMS, TensorInfo, shown
+from vtx.exporter.checkpoint.original.archive import ZIP, read_at, read_entries
+from vtx.exporter.checkpoint.original.opcodes import PickledStorage, PickledTensor, read_value
+from vtx.runtime.bundle.files import POINTER, Folder, Identity, check_fetched, reason
+from vtx.runtime.bundle.safetensors import MAX_TENSORS, TensorInfo, nbytes_of, shown
 from vtx.runtime.errors import CheckpointError
-from vtx.runtime.host.confined import ChildLimits, confine
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 MAX_SHARDS = 1000
-# Beside the mapped file: torch's own address space, and the pickle's objects.
-LIMITS = ChildLimits(memory=12 << 30, cpu_seconds=300, wall_seconds=1800, file=64 << 20)
+MAX_PICKLE = 16 * 2**20  # a 13B LLaVA's is 100 kB
+MOST_SHARED = 4  # bytes that a file's tensors have in all, as a multiple of the file's: some share their storage
 _CURE = "take a checkpoint in safetensors"
+# What torch before 1.6 wrote: pickles of this number, of a version and of a description, then the pickle of the tensors
+# and that of their storages' keys, and then the storages, each behind its number of values.
+_OLD, _OLD_VERSION = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little") + b".", 1001
 
 
 def pickled_tensors(files: Folder, shards: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
@@ -34,36 +38,105 @@ def pickled_tensors(files: Folder, shards: Sequence[str]) -> dict[str, dict[str,
     """
     if len(shards) > MAX_SHARDS:
         raise CheckpointError(f"{PICKLE_INDEX} names {len(shards):,} files, vtx reads at most {MAX_SHARDS:,}; {_CURE}")
-    identities = {}
+    found = {}
     for shard in shards:
         with files.open(shard) as file:
-            identities[shard] = Identity.of(os.fstat(file.fileno()))
-            check_fetched(file.read(len(POINTER)), shard, CheckpointError)
-    largest = max(identity.size for identity in identities.values())
-    found = confine(
-        "vtx.exporter.checkpoint.original.pickled_child:tensors_of",
-        [str(files.path / shard) for shard in shards],
-        subject=f"the pickled weights of {files.path.name}",
-        limits=replace(LIMITS, memory=LIMITS.memory + largest),
-        libraries=("torch",),
-        reads=[files.path / shard for shard in shards],
-        cure=_CURE,
-    )
-    return {
-        shard: {name: _checked(name, entry, files, shard, identities[shard]) for name, entry in tensors.items()}
-        for shard, tensors in zip(shards, found, strict=True)
-    }
+            found[shard] = tensors_of(file, files.path / shard)
+    return found
 
 
-def _checked(name: str, entry: Mapping[str, Any], files: Folder, shard: str, identity: Identity) -> TensorInfo:
-    """What the child says of a tensor, held against the file."""
-    dtype, shape, offset = entry["dtype"], entry["shape"], entry["offset"]
-    sizes = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in shape)
-    if dtype not in DTYPES or not sizes or type(offset) is not int:
-        raise CheckpointError(f"tensor {shown(name)} in {shard} is not one that vtx reads; {_CURE}")
-    nbytes = DTYPES[dtype][0] // 8
-    for n in shape:
-        nbytes *= n
-    if not 0 <= offset <= offset + nbytes <= identity.size:
-        raise CheckpointError(f"tensor {shown(name)} lies outside of {shard}; {_CURE}")
-    return TensorInfo(name, dtype, tuple(shape), files.path / shard, offset, nbytes, identity)
+def tensors_of(file: BinaryIO, path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a file that is open at its start and was found at `path`. Raises `CheckpointError`."""
+    status = os.fstat(file.fileno())
+    try:
+        head = file.read(len(POINTER))
+        check_fetched(head, path.name, CheckpointError)
+        table, places = (_of_archive if head.startswith(ZIP) else _of_stream)(file, status.st_size)
+        return _placed(table, places, path, status)
+    except ValueError as cause:
+        # Of a fault in an opcode's argument pickletools says more than fits, and not all of it is text.
+        problem = " ".join(str(cause).split())[:200]
+        raise CheckpointError(f"{path.name} {problem if problem.isprintable() else 'is damaged'}; {_CURE}") from cause
+    except OSError as cause:
+        raise CheckpointError(f"{path.name} cannot be read ({reason(cause)}); check the disk") from cause
+
+
+def _placed(table: Any, places: dict[PickledStorage, int], path: Path, status: os.stat_result) -> dict[str, TensorInfo]:
+    """The tensors of `table`, whose storages begin at `places`."""
+    if not isinstance(table, dict) or len(table) > MAX_TENSORS:
+        raise ValueError(f"is not a table of at most {MAX_TENSORS:,} tensors by name")
+    found = {}
+    other = [name for name, value in table.items() if not isinstance(value, PickledTensor)]
+    if other:
+        raise ValueError(f"holds {shown(other[0])}, which is not a tensor")
+    for name, tensor in table.items():
+        dtype, storage = tensor.storage.dtype, tensor.storage
+        offset, nbytes = places[storage] + nbytes_of(dtype, [tensor.first]), nbytes_of(dtype, tensor.shape)
+        found[name] = TensorInfo(name, dtype, tensor.shape, path, offset, nbytes, Identity.of(status))
+    total = sum(info.nbytes for info in found.values())
+    if total > MOST_SHARED * status.st_size:
+        raise ValueError(
+            f"has {status.st_size:,} bytes and tensors of {total:,}, more than {MOST_SHARED} times as many"
+        )
+    return found
+
+
+def _storages(table: Any) -> list[PickledStorage]:
+    tensors = table.values() if isinstance(table, dict) else ()
+    return [*dict.fromkeys(tensor.storage for tensor in tensors if isinstance(tensor, PickledTensor))]
+
+
+def _of_archive(file: BinaryIO, size: int) -> tuple[Any, dict[PickledStorage, int]]:
+    """The pickled table of an archive, and where each storage begins."""
+    entries = read_entries(file, size)
+    roots = {name.partition("/")[0] for name in entries}
+    root = roots.pop() if len(roots) == 1 else ""
+    pickle, order = entries.get(f"{root}/data.pkl"), entries.get(f"{root}/byteorder")
+    if pickle is None:
+        raise ValueError("is an archive without one data.pkl, not one of torch.save")
+    if order is not None and (order.size > 6 or read_at(file, order.start, order.size) != b"little"):
+        raise ValueError("was written by a machine that stores the highest byte first")
+    if pickle.size > MAX_PICKLE:
+        raise ValueError(f"holds a pickle of {pickle.size:,} bytes, the limit is {MAX_PICKLE:,}")
+    stream = BytesIO(read_at(file, pickle.start, pickle.size))
+    table = read_value(stream)
+    places: dict[PickledStorage, int] = {}
+    if stream.tell() != pickle.size:
+        raise ValueError("holds bytes after the end of its pickle")
+    for storage in _storages(table):
+        entry = entries.get(f"{root}/data/{storage.key}")
+        if entry is None or entry.size != nbytes_of(storage.dtype, [storage.count]):
+            raise ValueError(
+                f"has a storage {shown(storage.key)} of {storage.count:,} {storage.dtype} in its pickle, and "
+                f"{'none' if entry is None else f'{entry.size:,} bytes'} in its archive"
+            )
+        places[storage] = entry.start
+    return table, places
+
+
+def _of_stream(file: BinaryIO, size: int) -> tuple[Any, dict[PickledStorage, int]]:
+    """As `_of_archive`, of a file that torch before 1.6 wrote; its storages must end where the file ends."""
+    begin = read_at(file, 0, min(size, MAX_PICKLE))
+    if not begin.startswith(_OLD):
+        raise ValueError("is not a file of torch.save, or is damaged")
+    stream = BytesIO(begin)
+    _, version, machine, table, keys = (read_value(stream) for _ in range(5))
+    if version != _OLD_VERSION or not isinstance(keys, list):
+        raise ValueError("is not a file of torch.save, or is damaged")
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise ValueError("was written by a machine that stores the highest byte first")
+    storages = {storage.key: storage for storage in _storages(table)}
+    listed = {key for key in keys if isinstance(key, str)}
+    if not len(keys) == len(listed) == len(_storages(table)) or listed != set(storages):
+        raise ValueError("holds other storages than its tensors need")
+    places: dict[PickledStorage, int] = {}
+    at = stream.tell()
+    for key in keys:
+        storage = storages[key]
+        if read_at(file, at, 8) != storage.count.to_bytes(8, "little"):
+            raise ValueError(f"has another size of storage {shown(key)} in its pickle")
+        places[storage] = at + 8
+        at += 8 + nbytes_of(storage.dtype, [storage.count])
+    if at != size:
+        raise ValueError(f"holds {size:,} bytes, its storages end at {at:,}")
+    return table, places

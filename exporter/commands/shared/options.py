@@ -37,7 +37,7 @@ tower_option = click.option(
     help="Directory or Hugging Face id of the vision tower, for a checkpoint that only names one.",
 )  # fmt: skip
 allow_pickle_option = click.option(
-    "--allow-pickle", is_flag=True, help="Read pickled weights too: tensors alone, in a confined process."
+    "--allow-pickle", is_flag=True, help="Read pickled weights too: their tensors alone; nothing is unpickled."
 )
 threads_option = click.option("--threads", type=int, help="[default: all cores]")
 

@@ -9,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support import bundles
 from tests.support.bundles import export_with
@@ -23,6 +26,7 @@ from vtx.exporter.bundling.resume import key_of
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.remake import advice
+from vtx.runtime.bundle.safetensors import read_tensor
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError, VtxError
 
 SPEC = "cdpruner:keep=4,text=tower"
@@ -59,6 +63,24 @@ def test_the_manifest_declares_tower_graph_and_tokenizer_in_every_dialect(bundle
             "text_embedding": {"dtype": "float32", "shape": [1, WIDTH]}
         }
         assert declared[dialect]["vision"]["outputs"]["clip_patches"]["shape"] == ["tokens", WIDTH]
+
+
+def test_a_pickled_text_tower_is_read_where_the_user_allows_it(
+    options: ExportOptions, clip: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(clip, tmp_path / "clip")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    pickled = replace(options, text_tower=str(folder))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.* is not opened; .*--allow-pickle"):
+        plan_export(pickled)
+    found, known = (plan_export(o).text_tower for o in (replace(pickled, allow_pickle=True), options))
+    assert found is not None
+    assert known is not None
+    assert found.spec == known.spec
+    assert set(found.checkpoint.tensors) == set(known.checkpoint.tensors)
+    for name, info in known.checkpoint.tensors.items():
+        np.testing.assert_array_equal(read_tensor(found.checkpoint.tensors[name]), read_tensor(info))
 
 
 def test_without_the_option_a_bundle_has_no_trace_of_it(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -541,6 +541,29 @@ def test_a_hub_model_is_fetched_settings_first_and_weights_at_the_same_commit(
     assert len(lines) == 2
 
 
+def test_pickles_are_fetched_from_the_hub_for_want_of_safetensors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
+) -> None:
+    snapshot = make_cache(tmp_path)
+    wanted: list[str] = []
+
+    def download(_: str, *, allow_patterns: list[str], **__: object) -> str:
+        wanted.extend(allow_patterns)
+        return str(snapshot)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    open_checkpoint("org/name", allow_pickle=True)
+    assert "pytorch_model*.bin" not in wanted
+    for weights in snapshot.glob("model*"):
+        weights.unlink()
+    with pytest.raises(CheckpointError, match="--allow-pickle"):
+        open_checkpoint("org/name")
+    assert "pytorch_model*.bin" not in wanted
+    with pytest.raises(CheckpointError, match=r"holds neither model.safetensors nor"):
+        open_checkpoint("org/name", allow_pickle=True)
+    assert "pytorch_model*.bin" in wanted
+
+
 def test_a_hub_model_that_cannot_be_exported_is_refused_before_its_weights_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
 ) -> None:

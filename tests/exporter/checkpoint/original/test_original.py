@@ -14,6 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.support.original import TOWER, write_json
 from tests.support.tiny import Tiny
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import Checkpoint
@@ -76,6 +78,46 @@ def test_a_tower_in_the_checkpoint_counts_where_it_was_trained_on(folder: Path, 
     trained = open_checkpoint(str(change(folder, unfreeze_mm_vision_tower=True)))
     assert [value + 1 for value in class_token(frozen)] == pytest.approx(class_token(trained))
     assert trained.notes == ("the vision tower is that of the checkpoint itself, where it was trained on",)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_tower_in_the_checkpoint_needs_only_settings_from_elsewhere(
+    folder: Path, tmp_path: Path, given: bool
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    other = load_file(folder / TOWER / "model.safetensors")
+    mine = {f"model.vision_tower.vision_tower.{name}": tensor + 1 for name, tensor in other.items()}
+    save_file(load_file(folder / "model.safetensors") | mine, folder / "model.safetensors")
+    change(folder, unfreeze_mm_vision_tower=True)
+    before = open_checkpoint(str(folder))
+    (folder / TOWER / "model.safetensors").unlink()
+    if given:
+        shutil.move(folder / TOWER, tmp_path / "settings")
+    after = open_checkpoint(str(folder), tower=str(tmp_path / "settings") if given else None)
+    assert after.config == before.config
+    assert after.tensors == before.tensors
+    assert plan_export(ExportOptions(str(folder), tower=str(tmp_path / "settings") if given else None)).weights.files
+    change(folder, unfreeze_mm_vision_tower=False)
+    with pytest.raises(CheckpointError, match=r"the vision tower: .* holds neither model.safetensors nor"):
+        open_checkpoint(str(folder), tower=str(tmp_path / "settings") if given else None)
+
+
+@pytest.mark.parametrize("kind", ["tower", "model"])
+def test_a_pickled_tower_is_read_where_the_user_allows_it(folder: Path, kind: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    before = open_checkpoint(str(folder))
+    value = class_token(before)
+    weights = (folder / TOWER if kind == "tower" else folder) / "model.safetensors"
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.* is not opened; .*--allow-pickle"):
+        open_checkpoint(str(folder))
+    after = open_checkpoint(str(folder), allow_pickle=True)
+    assert class_token(after) == value
+    assert set(after.tensors) == set(before.tensors)
 
 
 def test_a_tower_for_a_checkpoint_that_holds_one_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
