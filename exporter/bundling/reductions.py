@@ -9,7 +9,7 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.merge import SIDE
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Reduction
-from vtx.runtime.policies.make import NOT_RENUMBERED, check_depth, check_layout
+from vtx.runtime.policies.make import NOT_RENUMBERED, check_depth, check_layout, check_patches
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 
@@ -54,16 +54,7 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
         needs = part.needs()
         if part.renumbers and config.text.rope.sections:
             raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
-        if (needs.attention or needs.last_attention or needs.merging) and vision.shuffle > 1:
-            raise UnsupportedModelError(
-                f"{part.name} looks at patches one by one, and this model's tokens are of {vision.shuffle} x "
-                f"{vision.shuffle} patches each; use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0"
-            )
-        if (needs.attention or needs.last_attention) and not vision.class_token:
-            raise UnsupportedModelError(
-                f"{part.name} ranks patches by the class token's attention, and a {vision.family} tower has no class "
-                "token; use mustdrop without key tokens (mustdrop:...,key=0), lsm or fastv"
-            )
+        check_patches(part, vision.shuffle, class_token=vision.class_token)
         if needs.merging and vision.grid < SIDE:
             raise UnsupportedModelError(
                 f"{part.name} merges windows of {SIDE} x {SIDE} patches, the tower has {vision.grid} x {vision.grid}; "

@@ -15,9 +15,11 @@ from vtx.exporter.estimate.flops import (
     calflops,
     encode_flops,
     kv_bytes,
+    make_schedule,
     total_flops,
     withdrawal_schedule,
 )
+from vtx.exporter.estimate.reduced import Reduced, reduce_counts
 from vtx.exporter.estimate.roofline import ESTIMATE, Phase, latency, widens
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.estimate.weights import (
@@ -30,6 +32,7 @@ from vtx.exporter.weights.precision import Precisions
 from vtx.runtime.backends.memory import EXPANDED, RUN_BASE
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.profiles import Profile, load_profile
+from vtx.runtime.policies.base import Reduction
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 
 SPREAD = 8  # rows of the table over K
@@ -37,11 +40,15 @@ SPREAD = 8  # rows of the table over K
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A question: `text` and `vision` tokens of the prompt, and the tokens of the answer."""
+    """A question: `text` and `vision` tokens of the prompt, and the tokens of the answer.
+
+    `views` are the passes of the tower that the vision tokens take; None: those of as many whole images.
+    """
 
     text: int
     vision: int
     new_tokens: int
+    views: int | None = None
 
     def __post_init__(self) -> None:
         if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > MAX_TOKENS:
@@ -114,7 +121,7 @@ class DepthCost:
 
 @dataclass(frozen=True, slots=True)
 class CostPlan:
-    """What a model costs for a workload, per K and precision."""
+    """What a model costs for a workload, per K and precision; `reduced` is None without a reduction."""
 
     model: ModelSize
     workload: Workload
@@ -124,6 +131,7 @@ class CostPlan:
     vision_flops: int
     depths: tuple[DepthCost, ...]
     profile: Profile | None
+    reduced: Reduced | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `vtx-plan --json` prints."""
@@ -133,6 +141,7 @@ class CostPlan:
             "text_tokens": self.workload.text,
             "vision_tokens": self.workload.vision,
             "vision_views": self.vision_views,
+            "reduced": None if self.reduced is None else asdict(self.reduced),
             "max_new_tokens": self.workload.new_tokens,
             "parameters": self.model.parameters,
             "parts": {name: asdict(p) for name, p in self.parts.items()},
@@ -170,6 +179,7 @@ def make_plan(
     head_precision: str | None = None,
     *,
     floats: Mapping[str, int] = EXPANDED,
+    reductions: Sequence[Reduction] = (),
 ) -> CostPlan:
     """What `model` costs. `ks` empty: no withdrawal and a spread of K.
 
@@ -177,13 +187,18 @@ def make_plan(
     are the bytes of a float in a CPU's memory, by its type: they differ by engine.
 
     Raises:
-        RequestError: a K is outside 2..layers, a precision is unknown, or it differs from the tied head's.
+        RequestError: a K is outside 2..layers, a precision is unknown, or it differs from the tied head's; a
+            reduction that this model cannot have.
 
     """
     model = model.seeing(workload.vision)
-    views = model.views(workload.vision)
+    views = model.views(workload.vision) if workload.views is None else workload.views
+    reduced = reduce_counts(reductions, model, workload.vision)
     parts = {p: precisions_of(model, p, vision_precision, head_precision) for p in precisions}
-    depths = (_depth(model, workload, views, k, parts, profile, floats) for k in ks or spread_ks(model.decoder.layers))
+    depths = (
+        _depth(model, workload, views, k, parts, profile, floats, reduced)
+        for k in ks or spread_ks(model.decoder.layers)
+    )
     return CostPlan(
         model=model,
         workload=workload,
@@ -193,6 +208,7 @@ def make_plan(
         vision_flops=encode_flops(model.vision, views, whole=True),
         depths=tuple(depths),
         profile=profile,
+        reduced=reduced if reductions else None,
     )
 
 
@@ -204,9 +220,11 @@ def _depth(
     parts: Mapping[str, Precisions],
     profile: Profile | None,
     floats: Mapping[str, int],
+    reduced: Reduced,
 ) -> DepthCost:
     size = model.decoder
-    slots = withdrawal_schedule(size.layers, k, text=work.text, vision=work.vision)
+    withdrawn = withdrawal_schedule(size.layers, k, text=work.text, vision=work.vision)
+    slots = tuple(map(min, withdrawn, make_schedule(reduced.vision_tokens, text=work.text)))
     full = withdrawal_schedule(size.layers, None, text=work.text, vision=work.vision)
     total, whole = (total_flops(size, s, model.vision, views) for s in (slots, full))
     return DepthCost(

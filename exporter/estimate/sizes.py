@@ -16,6 +16,11 @@ from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layout_spec import read_layout
+from vtx.runtime.vision.layouts.anyres import Anyres
+from vtx.runtime.vision.layouts.marked import MarkedTiles
+from vtx.runtime.vision.layouts.native import Native
+from vtx.runtime.vision.layouts.single import Single
+from vtx.runtime.vision.layouts.tiles import Tiles
 
 if TYPE_CHECKING:
     from vtx.exporter.checkpoint.config import ModelConfig
@@ -71,12 +76,16 @@ _QWEN2_5_VL = replace(_QWEN2_VL, ffn=3420, out=2048, gated=True, window=64, whol
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """One model: `vision` is None where a bundle or a checkpoint has no tower."""
+    """One model: `vision` is None where a bundle or a checkpoint has no tower.
+
+    `layout` says how many tokens an image of a size has; None: what it sees is a video, always of the same number.
+    """
 
     name: str
     source: str
     decoder: DecoderSize
     vision: VisionSize | None
+    layout: Layout | None = None
 
     @property
     def parameters(self) -> int:
@@ -88,33 +97,46 @@ class ModelSize:
             return 0
         return -(-vision_tokens // self.vision.image_tokens) * self.vision.views
 
+    def picture(self, width: int, height: int) -> tuple[int, int]:
+        """Tokens of an image of this size, and the passes of the tower that it takes."""
+        if self.vision is None:
+            return 0, 0
+        if self.layout is None:
+            return self.vision.image_tokens, self.vision.views
+        return self.layout.count(width, height), self.layout.passes(width, height)
+
     def seeing(self, vision_tokens: int) -> ModelSize:
         """The model as it sees an image of so many tokens, where that decides what the tower costs."""
         return replace(self, vision=seeing(self.vision, vision_tokens))
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(replace(self, layout=None))
+        del values["layout"]
+        return values
 
 
-# The sizes that the models' public configurations state. LLaVA-NeXT: up to four tiles and the whole picture, the
-# 48 x 48 patches of the tiles with a newline token a row, the 24 x 24 of the whole.
+# LLaVA-NeXT: up to four tiles and the whole picture, the 48 x 48 patches of the tiles with a newline token a row, the
+# 24 x 24 of the whole.
+_NEXT = Anyres(336, 24, ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)), rounded=True)
+_NATIVE = Native(patch=14, merge=2, min_pixels=4 * 28**2, max_pixels=16384 * 28**2)
+# The sizes that the models' public configurations state.
 KNOWN: Mapping[str, ModelSize] = {
     model.name: model
     for model in (
-        ModelSize("llava-1.5-7b", "known", _VICUNA_7B, _CLIP_L_336),
-        ModelSize("llava-1.5-13b", "known", _VICUNA_13B, replace(_CLIP_L_336, out=5120)),
-        ModelSize("llava-next-7b", "known", _VICUNA_7B, replace(_CLIP_L_336, views=5, image_tokens=576 + 48 * 49)),
+        ModelSize("llava-1.5-7b", "known", _VICUNA_7B, _CLIP_L_336, Single(576)),
+        ModelSize("llava-1.5-13b", "known", _VICUNA_13B, replace(_CLIP_L_336, out=5120), Single(576)),
+        ModelSize("llava-next-7b", "known", _VICUNA_7B, replace(_CLIP_L_336, views=5, image_tokens=2928), _NEXT),
         ModelSize("video-llava-7b", "known", _VICUNA_7B, _VIDEO),
-        ModelSize("vila-7b", "known", replace(_VICUNA_7B, vocab=32000), _CLIP_L_336),
-        ModelSize("vila1.5-13b", "known", replace(_VICUNA_13B, vocab=32000), _VILA_1_5),
-        ModelSize("lisa-13b", "known", replace(_VICUNA_13B, vocab=32003), _LISA),
-        ModelSize("internvl2-8b", "known", _INTERNLM2_7B, _INTERNVL2),
-        ModelSize("smolvlm2-500m", "known", _SMOLLM2_360M, _SMOLVLM),
-        ModelSize("internvl-7b", "known", replace(_VICUNA_7B, vocab=32000), _INTERNVIT_6B),
-        ModelSize("qwen2-vl-2b", "known", _QWEN_2B, _QWEN2_VL),
-        ModelSize("qwen2-vl-7b", "known", _QWEN_7B, replace(_QWEN2_VL, out=3584)),
-        ModelSize("qwen2.5-vl-3b", "known", _QWEN_3B, _QWEN2_5_VL),
-        ModelSize("qwen2.5-vl-7b", "known", _QWEN_7B, replace(_QWEN2_5_VL, out=3584)),
+        ModelSize("vila-7b", "known", replace(_VICUNA_7B, vocab=32000), _CLIP_L_336, Single(576)),
+        ModelSize("vila1.5-13b", "known", replace(_VICUNA_13B, vocab=32000), _VILA_1_5, Single(196)),
+        ModelSize("lisa-13b", "known", replace(_VICUNA_13B, vocab=32003), _LISA, Single(256)),
+        ModelSize("internvl2-8b", "known", _INTERNLM2_7B, _INTERNVL2, Tiles(448, 256, 1, 12)),
+        ModelSize("smolvlm2-500m", "known", _SMOLLM2_360M, _SMOLVLM, MarkedTiles(512, 64, 4, 17)),
+        ModelSize("internvl-7b", "known", replace(_VICUNA_7B, vocab=32000), _INTERNVIT_6B, Single(576)),
+        ModelSize("qwen2-vl-2b", "known", _QWEN_2B, _QWEN2_VL, _NATIVE),
+        ModelSize("qwen2-vl-7b", "known", _QWEN_7B, replace(_QWEN2_VL, out=3584), _NATIVE),
+        ModelSize("qwen2.5-vl-3b", "known", _QWEN_3B, _QWEN2_5_VL, _NATIVE),
+        ModelSize("qwen2.5-vl-7b", "known", _QWEN_7B, replace(_QWEN2_5_VL, out=3584), _NATIVE),
     )
 }
 
@@ -191,7 +213,7 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
     )  # fmt: skip
     tower = m.tower
     if "native" in tower.flags:
-        return ModelSize(m.name, source, decoder, native_size(tower, m.hidden, layout.max_tokens))
+        return ModelSize(m.name, source, decoder, native_size(tower, m.hidden, layout.max_tokens), layout)
     vision = VisionSize(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,
@@ -199,4 +221,4 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
         image_tokens=layout.max_tokens, out=m.hidden, views=layout.max_views, projector_bias=m.projector.bias,
         projector_layers=m.projector.layers,
     )  # fmt: skip
-    return ModelSize(m.name, source, decoder, vision)
+    return ModelSize(m.name, source, decoder, vision, layout)

@@ -186,6 +186,13 @@ class Reduction:
         """Which tokens of the images it never drops, over all of them; None: there are no such tokens."""
         return None
 
+    def number_kept(self, count: int, layer: int) -> int | None:
+        """Of `count` image tokens, how many go on at its cut before `layer`, or enter the decoder where that is 1.
+
+        None: that depends on the picture or the question. A plan asks it before there is an answer.
+        """
+        return None
+
     def keep_mask(self, boundary: Boundary) -> Mask | None:
         """Which of the image tokens still there go on, [boundary.count]; None: all. Asked at its cuts only."""
         return None

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec.manifest import FINAL_NORM, Manifest
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Reduction
 from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.methods.gate import Decision, Gate, Odds
@@ -92,6 +92,21 @@ def check_layout(reductions: Sequence[Reduction], layout: Layout) -> None:
                 f"{part.name} leaves out tokens before the decoder, and this model's tiles have text among them; use "
                 "fastv, dart behind a layer, or mustdrop:...,tau=off,key=0"
             )
+
+
+def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
+    """Raise UnsupportedModelError for what a tower lacks whose tokens are of `side` x `side` patches each."""
+    needs = part.needs()
+    if (needs.attention or needs.last_attention or needs.merging) and side > 1:
+        raise UnsupportedModelError(
+            f"{part.name} looks at patches one by one, and this model's tokens are of {side} x {side} patches each; "
+            "use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0"
+        )
+    if (needs.attention or needs.last_attention) and not class_token:
+        raise UnsupportedModelError(
+            f"{part.name} ranks patches by the class token's attention, and this model's tower has no class token; "
+            "use mustdrop without key tokens (mustdrop:...,key=0), lsm or fastv"
+        )
 
 
 def check_video_policy(policy: Policy) -> None:

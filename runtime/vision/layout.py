@@ -59,6 +59,10 @@ class Layout(Protocol):
         """Tokens of an image of this size in pixels, as it is before any preprocessing."""
         ...
 
+    def passes(self, width: int, height: int) -> int:
+        """Passes of the tower that an image of this size takes: the number of its `views`."""
+        ...
+
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         """What the tower gets for an image, one view at a time: float32 [views, 3, height, width]."""
         ...

@@ -24,12 +24,17 @@ def obstacle(kv_dtype: str) -> str | None:
             "this onnxruntime has no CUDA provider; pip uninstall -y onnxruntime, then "
             'pip install "vtx-edge[gpu]", on a machine with an NVIDIA driver'
         )
-    if kv_dtype != "float16":
-        return (
-            f"onnxruntime attends in float16 on CUDA, the K and V of this bundle are {kv_dtype}; "
-            "export with --kv-precision fp16"
-        )
-    return None
+    return kv_obstacle(kv_dtype)
+
+
+def kv_obstacle(kv_dtype: str) -> str | None:
+    """Why it cannot attend to K and V of this type on any GPU."""
+    if kv_dtype == "float16":
+        return None
+    return (
+        f"onnxruntime attends in float16 on CUDA, the K and V of this bundle are {kv_dtype}; "
+        "export with --kv-precision fp16"
+    )
 
 
 class OrtCudaBackend(OrtBackend):

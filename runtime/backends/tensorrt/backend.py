@@ -43,6 +43,7 @@ def load_flavour(flavour: str) -> Any:
 
 
 NOT_BUILT = "TensorRT has no engine for models that see images at their own resolution"
+NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
 
 def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
@@ -116,10 +117,7 @@ class TensorrtBackend:
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
         if self._manifest.video is not None and self._manifest.video.own_graph:
-            raise DeviceError(
-                "TensorRT has no engine for the frames of videos of this model; ask about videos with --device cpu, "
-                "cuda or openvino"
-            )
+            raise DeviceError(f"{NO_FRAMES}; ask about videos with --device cpu, cuda or openvino")
         return self.vision(pixels)
 
     def _vision_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -54,8 +54,11 @@ class CDPruner(Reduction, Entry):
     def entry(self) -> Entry | None:
         return self
 
+    def number_kept(self, count: int, layer: int) -> int:
+        return min(count, number_to_keep(self.keep, count))
+
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        count = number_to_keep(self.keep, len(image.rows))
+        count = self.number_kept(len(image.rows), 1)
         if count >= len(image.rows):
             return None
         if COSINES not in image.derived:

@@ -10,7 +10,7 @@ from vtx.runtime.bundle.spec.names import CLS_ATTENTION
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
 from vtx.runtime.policies.registry import reduction
-from vtx.runtime.vision.tokens import Ids, ImageTokens
+from vtx.runtime.vision.tokens import Ids, ImageTokens, share
 
 
 @reduction("cls")
@@ -32,6 +32,9 @@ class Cls(Reduction, Entry):
 
     def entry(self) -> Entry | None:
         return self
+
+    def number_kept(self, count: int, layer: int) -> int:
+        return share(self.keep, count)
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         return np.flatnonzero(image.patches.highest_of_each_view(CLS_ATTENTION, self.keep))

@@ -62,12 +62,19 @@ class Dart(Reduction, Entry):
     def needs(self) -> Needs:
         return Needs(cuts=(self.k + 1,), final_norm=True) if self.k else Needs()
 
+    def number_kept(self, count: int, layer: int) -> int:
+        """With as many text pivots as the options say: a question of fewer tokens keeps fewer behind layer `k`."""
+        keep, pivots = min(count, number_to_keep(self.keep, count)), self.pivots + self.text_pivots
+        if self.k:
+            return min(count, self.pivots + keep // pivots * pivots)
+        return keep if count >= FEWEST else count
+
     # ---- after layer k -----------------------------------------------------------------------------------------------
 
     def keep_mask(self, boundary: Boundary) -> Mask | None:
-        each = number_to_keep(self.keep, boundary.count) // (self.pivots + self.text_pivots)
-        if boundary.count <= self.pivots + each * (self.pivots + self.text_pivots):
+        if self.number_kept(boundary.count, boundary.layer) == boundary.count:
             return None
+        each = number_to_keep(self.keep, boundary.count) // (self.pivots + self.text_pivots)
         image_keys, text_keys = boundary.keys()
         assert boundary.final_norm is not None
         hidden, text = boundary.image_hidden() * boundary.final_norm, boundary.question_hidden * boundary.final_norm
@@ -103,8 +110,8 @@ class Dart(Reduction, Entry):
         return None if self.k else self
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        rows, count = image.rows, number_to_keep(self.keep, len(image.rows))
-        if len(rows) < FEWEST or count >= len(rows):
+        rows, count = image.rows, self.number_kept(len(image.rows), 1)
+        if count == len(rows):
             return None
         image_pivots = _largest(_size(rows), min(self.pivots, count))
         pivots = rows[image_pivots]

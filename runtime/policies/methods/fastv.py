@@ -28,6 +28,9 @@ class FastV(Reduction):
     def needs(self) -> Needs:
         return Needs(cuts=(self.k + 1,), queries=(self.k,))
 
+    def number_kept(self, count: int, layer: int) -> int:
+        return count - math.floor(round(self.ratio * count, 9))
+
     def keep_mask(self, boundary: Boundary) -> Mask | None:
-        leave = math.floor(round(self.ratio * boundary.count, 9))
-        return highest(boundary.attention(last_only=True)[0], boundary.count - leave) if leave else None
+        kept = self.number_kept(boundary.count, boundary.layer)
+        return highest(boundary.attention(last_only=True)[0], kept) if kept < boundary.count else None

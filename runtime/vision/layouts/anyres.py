@@ -106,6 +106,12 @@ class Anyres:
         across, down = self.shrunk(right - left, bottom - top)
         return self.one_tile + down * (across + 1)
 
+    def passes(self, width: int, height: int) -> int:
+        if not self.resolutions:
+            return 1
+        across, down = self._resolution(width, height)
+        return 1 + across * down // self.tile**2
+
     def shrunk(self, across: int, down: int) -> tuple[int, int]:
         """The columns and rows that a grid of so many has before its newlines."""
         ratio = math.sqrt(across * down / (self.shrink * self.one_tile)) if self.shrink else 1.0

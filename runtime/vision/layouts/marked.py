@@ -75,7 +75,10 @@ class MarkedTiles:
         return self
 
     def count(self, width: int, height: int) -> int:
-        return self.tokens * self._views(*self._grid(width, height))
+        return self.tokens * self.passes(width, height)
+
+    def passes(self, width: int, height: int) -> int:
+        return self._views(*self._grid(width, height))
 
     def marked(self, width: int, height: int) -> MarkedImage:
         """The prompt's text around the tokens of an image of this size, as transformers' processor prints it."""

@@ -113,6 +113,9 @@ class Native:
         columns, rows = self._grid(width, height)
         return columns * rows
 
+    def passes(self, width: int, height: int) -> int:
+        return 1
+
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image = to_rgb(image)
         columns, rows = self._grid(*image.size)

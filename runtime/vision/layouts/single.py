@@ -58,6 +58,9 @@ class Single:
     def count(self, width: int, height: int) -> int:
         return self.tokens
 
+    def passes(self, width: int, height: int) -> int:
+        return 1
+
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         return preprocess(image, settings)[None]
 

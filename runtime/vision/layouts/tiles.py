@@ -69,8 +69,11 @@ class Tiles:
         return self
 
     def count(self, width: int, height: int) -> int:
+        return self.tokens * self.passes(width, height)
+
+    def passes(self, width: int, height: int) -> int:
         columns, rows = self._grid(width, height)
-        return self.tokens * (columns * rows + (columns * rows > 1))
+        return columns * rows + (columns * rows > 1)
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image, side = to_rgb(image), self.tile
