@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.exported import Models
 from tests.support.tiny import random_image
 from vtx.cli import batch
-from vtx.exporter.batch.run import How, journal_of, on_this_machine, run_batch
+from vtx.exporter.batch.run import How, answer_lines, journal_of, on_this_machine, run_batch
 from vtx.exporter.batch.tasks import BadLine, Task, read_tasks
+from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import ModelClosedError, RequestError
 
 HOW = How(3, "none", Options(max_new_tokens=6, ignore_eos=True), most_bad=3)
 LINES: list[Any] = [
@@ -90,10 +92,11 @@ def test_a_line_may_name_videos_beside_images(models: Models, folder: Path) -> N
 
 def test_bad_lines_are_told_and_stand_as_errors_in_their_place(model: Model, folder: Path) -> None:
     (folder / "broken.png").write_bytes(b"no image")
-    bad = [b"{", {"image": "broken.png", "question": "red?"}, {"image": "one.png"}]
+    bad = [b"{", {"id": "x", "image": "broken.png", "question": "red?"}, {"image": "one.png"}]
     results, told = run(model, write(folder, LINES[0], bad[0], bad[1], b"", LINES[1], bad[2]))
     assert ["error" in result for result in results] == [False, True, True, False, True]
     assert [result["line"] for result in results] == [1, 2, 3, 5, 6]
+    assert [result["id"] for result in results] == ["a", None, "x", "b", None]
     assert [line.partition(":")[0] for line in told] == ["line 2", "line 3", "line 6"]
 
 
@@ -139,7 +142,9 @@ def test_the_command_answers_and_counts(model: Model, folder: Path) -> None:
     done = command(model, write(folder, LINES[0], LINES[3]), out)
     assert done.exit_code == 0, done.output
     assert "2 answers in" in done.stderr
-    assert [json.loads(line)["line"] for line in out.read_text().splitlines()] == [1, 2]
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [answer["line"] for answer in answers] == [1, 2]
+    assert [(len(answer["token_ids"]), answer["stopped"]) for answer in answers] == 2 * [(4, "length")]
 
 
 @pytest.mark.parametrize("answered", [0, 2])
@@ -168,6 +173,26 @@ def test_a_line_has_settings_of_its_own(models: Models, folder: Path) -> None:
     reasons = ("K = 4 was not prebuilt", "K is '5'", "K is True", "reduce is 5", "fastvv")
     assert len(told) == len(reasons)
     assert all(reason in line for reason, line in zip(reasons, told, strict=True)), told
+
+
+def test_a_model_that_is_closed_ends_the_batch_and_is_no_fault_of_a_line(model: Model, folder: Path) -> None:
+    tasks = read_tasks(write(folder, *LINES), None)
+    with load(model.bundle.folder, device="cpu", threads=1) as closing:
+        results = answer_lines(closing, tasks.lines, HOW)
+        assert next(results)["token_ids"]
+        closing.close()
+        with pytest.raises(ModelClosedError):
+            next(results)
+
+
+def test_a_line_is_another_one_once_a_file_of_it_changes(folder: Path) -> None:
+    for line in ({"image": ["one.png", "two.png"]}, {"video": ["one.png", "two.png"]}, {"question": "where?"}):
+        (task,) = read_tasks(write(folder, {"question": "red?", **line}), None).lines
+        before = task.key
+        assert (task.key, before.split()[0]) == (before, "1")
+        os.utime(folder / "two.png", ns=(1, 1))
+        assert (task.key == before) == ("question" in line)
+        random_image(2).save(folder / "two.png")
 
 
 def test_answers_do_not_replace_their_questions(model: Model, folder: Path) -> None:

@@ -94,7 +94,9 @@ def test_a_tensor_that_was_damaged_meanwhile_is_written_again(tiny_checkpoint: M
     assert run(plan_, tmp_path / "b").manifest.files == whole.files
 
 
-@pytest.mark.parametrize("change", ["precision", "k", "source", "journal"])
+@pytest.mark.parametrize(
+    "change", ["precision", "k", "source", "config", "template", "context", "reduction", "journal"]
+)
 def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
     tiny_checkpoint: Make, tmp_path: Path, change: str
 ) -> None:
@@ -102,9 +104,19 @@ def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
     interrupted(plan_export(ExportOptions(str(folder), (3,), "int4")), tmp_path / "b", "weights", 0.9)
     if change == "source":
         bundles.flip(folder / "model.safetensors", -200)
+    if change == "config":
+        config = (folder / "config.json").read_text()
+        assert '"rms_norm_eps"' in config
+        (folder / "config.json").write_text(re.sub(r'("rms_norm_eps": )[^,]*', r"\g<1>0.5", config))
     if change == "journal":
         next(tmp_path.glob(".b.partial-*/.journal")).write_text("[1]")
-    other = ExportOptions(str(folder), (5,) if change == "k" else (3,), "int8" if change == "precision" else "int4")
+    if change == "template":
+        template = folder / "chat_template.jinja"
+        template.write_text(template.read_text().replace("ASSISTANT:", "MODEL:"))
+    other = ExportOptions(
+        str(folder), (5,) if change == "k" else (3,), "int8" if change == "precision" else "int4",
+        128 if change == "context" else None, reductions=("fastv:k=3",) if change == "reduction" else (),
+    )  # fmt: skip
     said: list[str] = []
     made = run_export(plan_export(other), tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
     assert any("starting afresh" in line for line in said)

@@ -187,6 +187,16 @@ def test_an_answer_stops_at_a_string_and_the_next_is_a_fresh_one(model: Model) -
         assert image.ask(QUESTIONS[1], 3, OPTIONS).token_ids == whole.token_ids
 
 
+def test_an_answer_says_whether_its_limit_or_the_context_ended_it(model: Model) -> None:
+    conversation, question = model.open(IMAGE), "?" * 200
+    whole = conversation.ask(question, max_new_tokens=1000, ignore_eos=True)
+    room = len(whole.token_ids)
+    assert (whole.stopped, 1 < room < 100) == ("context", True)
+    for limit, stopped in ((room - 1, "length"), (room, "length"), (room + 1, "context")):
+        answer = conversation.ask(question, max_new_tokens=limit, ignore_eos=True)
+        assert (answer.token_ids, answer.stopped) == (whole.token_ids[:limit], stopped)
+
+
 def test_log_probabilities_are_those_of_the_logits(model: Model) -> None:
     with model.open(IMAGE) as image:
         assert image.ask(QUESTIONS[1], 3, OPTIONS).logprobs is None
