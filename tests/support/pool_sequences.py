@@ -101,15 +101,17 @@ class PoolSequences:
         """Put the requests to a new pool; raise AssertionError where an answer is not a fresh one's."""
         pool = ConversationPool(self.model, 1 << 30, KEPT)
         self.model.image_cache = ImageCache(IMAGE_BYTES)
-        with noted(), patch("vtx.runtime.api.turns.monotonic", lambda: self._now):
-            begun = self._check(pool, sequence)
+        opened = set[Conversation]()
+        try:
+            with noted(), patch("vtx.runtime.api.turns.monotonic", lambda: self._now):
+                self._check(pool, sequence, opened)
+        finally:
+            for conversation in opened:  # a failure leaves no cache in use
+                conversation.close()
         self.counts["sequences"] += 1
         self.counts["hits"] += pool.found.hits
-        for conversation in {one.conversation for one in begun}:
-            conversation.close()
 
-    def _check(self, pool: ConversationPool, sequence: Sequence[Request]) -> list[Running]:
-        begun = list[Running]()
+    def _check(self, pool: ConversationPool, sequence: Sequence[Request], opened: set[Conversation]) -> None:
         waiting, running, turns = [*sequence], list[Running](), dict[tuple[int, int], tuple[int, ...]]()
         while waiting or running:
             self.batching.decode([one.stream for one in running])
@@ -123,10 +125,9 @@ class PoolSequences:
                         request.question,
                     )
                 one = self._begin(pool, request, asked)
-                begun.append(one)
+                opened.add(one.conversation)
                 if self._goes_on(pool, one):
                     running.append(one)
-        return begun
 
     def _begin(self, pool: ConversationPool, request: Request, asked: tuple[int, ...]) -> Running:
         images, (k, reduce) = self._prepared[request.images], self.settings[request.setting]
