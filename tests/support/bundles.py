@@ -116,11 +116,11 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(content)
 
 
-def write_gate(folder: Path, seed: int) -> Path:
-    """A file with a random gate before layer 3, for models of hidden size 64."""
+def write_gate(folder: Path, seed: int, k: int = 3) -> Path:
+    """A file with a random gate before layer `k`, for models of hidden size 64."""
     random = np.random.default_rng(seed)
     hidden = random.standard_normal((24, 2 * 64)).astype(np.float32) / 128**0.5
     odds = random.standard_normal((2, 24)).astype(np.float32)
     path = folder / "gates.safetensors"
-    write_safetensors(path, {"gate.1.fc1.weight": hidden, "gate.1.fc2.weight": odds}, None)
+    write_safetensors(path, {f"gate.{k - 2}.fc1.weight": hidden, f"gate.{k - 2}.fc2.weight": odds}, None)
     return path

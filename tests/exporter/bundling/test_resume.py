@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.weights import writing
 from vtx.runtime.bundle import seal
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.safetensors import read_header
 from vtx.runtime.errors import BundleError, ExportError
 
 # ---- interrupted in the process --------------------------------------------------------------------------------------
@@ -95,30 +97,40 @@ def test_a_tensor_that_was_damaged_meanwhile_is_written_again(tiny_checkpoint: M
 
 
 @pytest.mark.parametrize(
-    "change", ["precision", "k", "source", "config", "template", "context", "reduction", "journal"]
+    "change",
+    ["precision", "k", "gates", "source", "shard", "config", "template", "context", "reduction", "journal"],
 )
 def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
     tiny_checkpoint: Make, tmp_path: Path, change: str
 ) -> None:
-    folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
-    interrupted(plan_export(ExportOptions(str(folder), (3,), "int4")), tmp_path / "b", "weights", 0.9)
-    if change == "source":
-        bundles.flip(folder / "model.safetensors", -200)
-    if change == "config":
-        config = (folder / "config.json").read_text()
-        assert '"rms_norm_eps"' in config
-        (folder / "config.json").write_text(re.sub(r'("rms_norm_eps": )[^,]*', r"\g<1>0.5", config))
-    if change == "journal":
-        next(tmp_path.glob(".b.partial-*/.journal")).write_text("[1]")
-    if change == "template":
-        template = folder / "chat_template.jinja"
-        template.write_text(template.read_text().replace("ASSISTANT:", "MODEL:"))
-    other = ExportOptions(
-        str(folder), (5,) if change == "k" else (3,), "int8" if change == "precision" else "int4",
-        128 if change == "context" else None, reductions=("fastv:k=3",) if change == "reduction" else (),
-    )  # fmt: skip
-    said: list[str] = []
-    made = run_export(plan_export(other), tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
+    folder, said = bundles.copy(tiny_checkpoint(), tmp_path / "ck"), list[str]()
+    gates = bundles.write_gate(folder, 1) if change == "gates" else None
+    options = ExportOptions(str(folder), "auto" if gates else (3,), "int4", gates=gates)
+    interrupted(plan_export(options), tmp_path / "b", "weights", 0.9)
+    shard, config, template = (folder / n for n in ("model.safetensors", "config.json", "chat_template.jinja"))
+    match change:
+        case "precision":
+            options = replace(options, precision="int8")
+        case "k":
+            options = replace(options, ks=(5,))
+        case "gates":
+            bundles.write_gate(folder, 1, k=5)
+        case "source":
+            bundles.flip(shard, -200)
+        case "shard":  # of the same size, and where no fingerprint looks
+            largest = max(read_header(shard).tensors.values(), key=lambda info: info.nbytes)
+            bundles.flip(shard, largest.offset + 8)
+        case "config":
+            config.write_text(re.sub(r'("rms_norm_eps": )[^,]*', r"\g<1>0.5", config.read_text()))
+        case "template":
+            template.write_text(template.read_text().replace("ASSISTANT:", "MODEL:"))
+        case "context":
+            options = replace(options, max_context=128)
+        case "reduction":
+            options = replace(options, reductions=("fastv:k=3",))
+        case "journal":
+            next(tmp_path.glob(".b.partial-*/.journal")).write_text("[1]")
+    made = run_export(plan_export(options), tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
     assert any("starting afresh" in line for line in said)
     assert names(tmp_path) == ["b", "ck"]
     assert is_whole(made.folder)

@@ -114,6 +114,18 @@ def test_large_files_are_hashed_by_verify_alone(folder: Path, monkeypatch: pytes
     assert sum(seen) == sum(record.bytes for record in opened.manifest.files.values())
 
 
+@pytest.mark.parametrize("bytes_", [-1, 1])
+def test_a_large_file_has_the_size_that_the_manifest_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, bytes_: int
+) -> None:
+    monkeypatch.setattr("vtx.runtime.bundle.bundle.QUICK_BYTES", 0)
+    file = next((folder / "weights").iterdir())
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size + bytes_)
+    with pytest.raises(BundleError, match=rf"{file.name} holds [\d,]+ bytes, the manifest says"):
+        Bundle.open(folder)
+
+
 def test_verify_tells_every_problem(folder: Path) -> None:
     bundles.flip(folder / SHARD)
     (folder / "head.ort.onnx").unlink()

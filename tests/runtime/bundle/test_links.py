@@ -131,6 +131,23 @@ def test_weights_swapped_after_the_check_are_not_read(folder: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("how", ["written", "replaced"])
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_file_that_changes_while_a_library_reads_it_is_told(folder: Path, graph: bool, how: str) -> None:
+    opened = Bundle.open(folder)
+    name = "embed.ort.onnx" if graph else next(n for n in opened.manifest.files if n.startswith("weights/"))
+
+    def change() -> None:
+        if how == "replaced":
+            shutil.copy2(folder / name, folder / "another")
+            (folder / "another").replace(folder / name)
+        else:
+            bundles.flip(folder / name)
+
+    with pytest.raises(BundleError, match=f"{name} was replaced or written to"), opened.lent("embed.ort.onnx"):
+        change()
+
+
 def test_content_altered_after_the_check_is_not_used(folder: Path) -> None:
     opened = Bundle.open(folder)
     content = (folder / "chat_template.jinja").read_bytes()
