@@ -200,6 +200,8 @@ TAIL = """
 WebM, AVI) are read by PyAV, from `pip install "vtx-edge[video]"`; what a file is its content says, not its name. In
 Python a video is also an array of frames ([API](api.md)).
 
+- Files are decoded in a child process with limits of memory and time, without network or files of its own
+  ([SECURITY.md](../SECURITY.md#confined-child-processes)). It costs 0.1 s of processor time a video.
 - Frames are sampled evenly from the first to the last, as Video-LLaVA's own code does it: of n, frame i of N is
   `int(i * (n - 1) / (N - 1))`. N is the model's (above) unless `--frames N` (`vtx.video(..., frames=N)`) says
   another; of shorter videos frames are taken twice. Frames are turned upright as their file says, and prepared by

@@ -20,5 +20,6 @@ MAX_VIDEO_BYTES = 1 << 30
 MAX_VIDEO_SECONDS = 1200  # that the file declares
 MAX_VIDEO_FRAMES = 72_000  # 20 minutes of 60 a second
 MAX_FRAME_PIXELS = 16 << 20  # 4K has 8.8 million
-MAX_VIDEO_DECODE_SECONDS = 120.0  # from the first frame on
+MAX_VIDEO_DECODE_SECONDS = 120.0  # of the process that decodes, from its start on
+MAX_VIDEO_MEMORY = 1536 << 20  # of its address space; H.264 and HEVC of 16 million pixels take up to 1 GB
 MAX_SAMPLED_FRAMES = 64  # that a question may be asked about, a video

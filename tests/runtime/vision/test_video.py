@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +20,9 @@ from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.exported import Models
 from tests.support.tiny import random_image
 from vtx import cli
-from vtx.runtime.errors import DeviceError, ImageError
+from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
+from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
 from vtx.runtime.vision.video import Video, as_video, load_frames, sampled
 
 av: Any = pytest.importorskip("av", reason="the [video] extra is not installed")
@@ -155,7 +161,7 @@ def _elementary(path: Path, size: tuple[int, int]) -> Path:
         ("MAX_VIDEO_SECONDS", 2, "takes 3 seconds, the limit is 2"),
         ("MAX_VIDEO_FRAMES", 89, "over 89 frames"),
         ("MAX_FRAME_PIXELS", 64 * 47, "frames of 64x48 pixels"),
-        ("MAX_VIDEO_DECODE_SECONDS", -1.0, "seconds to decode"),
+        ("MAX_VIDEO_DECODE_SECONDS", 0.0, "takes more than 0 s to read, the limit"),
         ("CODECS", ("h264",), "is coded as 'mpeg4'"),
     ],
 )
@@ -166,6 +172,138 @@ def test_limits_hold(
     monkeypatch.setattr(reading, limit, value)
     with pytest.raises(ImageError, match=message):
         levels(clip.read_bytes() if as_bytes else clip)
+
+
+@pytest.mark.parametrize(("suffix", "title"), [("avi", b"INAM"), ("mp4", b"\xa9nam")])
+def test_metadata_that_is_not_utf8_does_not_matter(tmp_path: Path, suffix: str, title: bytes) -> None:
+    """A title of "Müller" in Latin-1, as old cameras and editors write it."""
+    path = tmp_path / f"clip.{suffix}"
+    with av.open(str(path), "w") as file:
+        file.metadata["title"] = "M__ller"
+        stream = file.add_stream("mpeg4", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(3):
+            picture = np.full((48, 64, 3), 50 * number, np.uint8)
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        file.mux(stream.encode())
+    content = path.read_bytes()
+    assert title in content
+    assert content.count(b"M__ller") == 1
+    assert levels(content.replace(b"M__ller", "Müllers".encode("latin-1")), 3) == pytest.approx([0, 50, 100], abs=4)
+
+
+def declaring(samples: int, tracks: int) -> bytes:
+    """An MP4 of a kilobyte or two whose tables say that each track has `samples` samples of a byte."""
+    content = BytesIO()
+    with av.open(content, "w", format="mp4") as file:
+        for _ in range(tracks):
+            stream = file.add_stream("mpeg4", rate=RATE)
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        black = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
+        for stream in file.streams.video:
+            file.mux([*stream.encode(black), *stream.encode()])
+    made = bytearray(content.getvalue())
+    # sample sizes: size, count; times: count of entries, count; chunks: count of entries, first chunk, samples in it
+    for box, at, numbers in ((b"stsz", 8, (1, samples)), (b"stts", 12, (samples,)), (b"stsc", 16, (samples,))):
+        place = -1
+        for _ in range(tracks):
+            place = made.index(box, place + 1)
+            struct.pack_into(f">{len(numbers)}I", made, place + at, *numbers)
+    return bytes(made)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's")
+@pytest.mark.parametrize("samples", [100_000, 60_000_000, 2_000_000_000])
+@pytest.mark.parametrize("tracks", [1, 2])
+def test_a_table_of_millions_of_samples_takes_no_memory_of_this_process(
+    tmp_path: Path, samples: int, tracks: int
+) -> None:
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(declaring(samples, tracks))
+    assert path.stat().st_size < 2000
+    code = (
+        "import re, resource, sys; import numpy as np; from vtx.runtime.errors import ImageError\n"
+        "from vtx.runtime.vision.video import Video, load_frames\n"
+        "try: load_frames(Video(sys.argv[1]), 8, np.asarray)\n"
+        "except ImageError as error: print(error)\n"
+        "ours = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
+        "print(ours, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    message, taken = done.stdout.splitlines()
+    assert "has over 72,000 frames, the limit" in message
+    ours, childs = (int(kibibytes) << 10 for kibibytes in taken.split())
+    assert ours < 512 << 20  # 2 GB without the child
+    assert childs < MAX_VIDEO_MEMORY
+
+
+def test_frames_fewer_than_packets_are_sampled_anew(tmp_path: Path) -> None:
+    """VP8 has frames that are decoded and never shown, of which a container knows nothing."""
+    path = tmp_path / "clip.mkv"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("libvpx", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        pictures = [np.full((48, 64, 3), 10 * number, np.uint8) for number in range(12)]
+        packets = [p for picture in pictures for p in stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24"))]
+        packets += stream.encode()
+        assert len(packets) == 12
+        for number, packet in enumerate(packets):
+            content = bytearray(bytes(packet))
+            if number in (2, 5, 11):
+                content[0] &= ~16  # "show frame"
+            hidden = av.Packet(bytes(content))
+            hidden.stream, hidden.pts, hidden.dts, hidden.time_base = stream, packet.pts, packet.dts, packet.time_base
+            hidden.is_keyframe = packet.is_keyframe
+            file.mux(hidden)
+    shown = [10 * number for number in range(12) if number not in (2, 5, 11)]
+    assert levels(path, 9) == pytest.approx(shown, abs=4)
+    assert levels(path, 4) == pytest.approx([shown[at] for at in sampled(9, 4)], abs=4)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("crash", r"crashes the process that reads it \(SIGABRT\)"),
+        ("exhaust", "needs more than 1.61 GB of memory to read, the limit"),
+        ("hang", "takes more than 2 s to read, the limit"),
+        ("lie", "makes its decoder answer nonsense"),
+        ("miscount", "makes its decoder answer nonsense"),
+        ("endless", "makes its decoder answer nonsense"),
+    ],
+)
+def test_a_decoder_that_goes_wrong_is_one_error_and_costs_nothing_else(
+    clip: Path, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "CHILD", f"tests.support.video_faults:{fault}")
+        if fault == "hang":
+            patch.setattr(reading, "MAX_VIDEO_DECODE_SECONDS", 2.0)
+        with pytest.raises(ImageError, match=f"clip.mp4' {message}"):
+            levels(clip)
+    assert levels(clip, 2) == pytest.approx([0, 178], abs=4)
+
+
+def test_a_video_that_nobody_waits_for_any_more_is_left(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "CHILD", "tests.support.video_faults:hang")
+    seen = list[object]()
+    with pytest.raises(RequestError, match="is no longer wanted"):
+        load_frames(Video(clip), 8, seen.append, stopped=lambda: len(seen) == 2)
+
+
+def test_threads_read_videos_side_by_side(clip: Path) -> None:
+    content = clip.read_bytes()
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(levels, [clip, content, clip, content]):
+            assert found == pytest.approx([2 * place for place in sampled(FRAMES, 8)], abs=4)
+
+
+def test_reading_a_video_loads_no_decoder_here(clip: Path) -> None:
+    code = (
+        "import sys; import numpy as np; from vtx.runtime.vision.video import Video, load_frames; "
+        "print(len(load_frames(Video(sys.argv[1]), 3, np.asarray)), 'av' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(clip)], capture_output=True, text=True, check=True)
+    assert done.stdout == "3 False\n"
 
 
 def test_what_is_no_file_and_no_array_is_refused() -> None:
@@ -198,6 +336,6 @@ def test_vtx_run_answers_about_a_file(clip: Path, models: Models, tmp_path: Path
 
 
 def test_without_pyav_the_extra_is_named(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    monkeypatch.setattr(reading, "LIBRARIES", ())
     with pytest.raises(DeviceError, match=r"pip install \"vtx-edge\[video\]\""):
         levels(clip)

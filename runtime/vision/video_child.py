@@ -1,0 +1,167 @@
+"""What is done in the confined process with a video: its frames are counted, and those wanted decoded by PyAV.
+
+A file's container is named to the decoder by what its first bytes say, so no playlist is followed; nothing else is
+opened on its behalf, and only common codecs are decoded. Duration, frames and pixels are bounded before frames are
+decoded. Frames are decoded one after the other, and only wanted ones leave, each as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from vtx.runtime.errors import DeviceError, ImageError
+
+DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # names of their own
+MAX_THREADS = 4  # each has frames of its own in memory
+Frames = Generator[tuple[dict[str, Any], list[Any]], None, dict[str, list[int]]]
+
+
+def sampled(count: int, wanted: int) -> list[int]:
+    """Which of `count` frames are taken: evenly from the first to the last, rounded down; of few frames some twice."""
+    if wanted == 1:
+        return [0]
+    step = (count - 1) / (wanted - 1)
+    return [*(int(number * step) for number in range(wanted - 1)), count - 1]
+
+
+def frames_of(request: dict[str, Any]) -> Frames:
+    """Each sampled frame of the video on stdin: its number, size and quarter turns to the left, and rows of RGB.
+
+    Returns the `places` of the frames that were asked for, in their order. Frames given before, at places that are not
+    among them, were counted wrongly and are to be forgotten.
+
+    Raises:
+        ImageError: not a video, damaged, or beyond a limit of the request.
+        DeviceError: PyAV is missing.
+
+    """
+    file = _File(request)
+    count = file.count()
+    places = sampled(count, request["wanted"])
+    decoded = yield from file.decode(places)
+    if decoded < count and places[-1] >= decoded:  # more packets than pictures, as some codecs have
+        places = sampled(decoded, request["wanted"])
+        yield from file.decode(places)
+    return {"places": places}
+
+
+class _File:
+    """The video on stdin."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        try:
+            import av
+        except ImportError as e:
+            raise DeviceError('reading video files needs PyAV; pip install "vtx-edge[video]"') from e
+        self._av: Any = av
+        self._name, self._kind = str(request["name"]), str(request["container"])
+        self._codecs = tuple(request["codecs"])
+        self._seconds, self._frames, self._pixels = request["seconds"], request["frames"], request["pixels"]
+
+    def count(self) -> int:
+        """Frames, as packets count them, with everything checked that is known before decoding."""
+        with self._container() as (container, stream):
+            seconds = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
+            if seconds > self._seconds:
+                raise ImageError(
+                    f"{self._name} takes {float(seconds):,.0f} seconds, the limit is {self._seconds:,}; cut it"
+                )
+            if stream.frames > self._frames:
+                self._too_many()
+            context = stream.codec_context
+            if context is None:  # the file ends before it says how frames are coded
+                self._damaged(0)
+            codec = DECODERS.get(context.name, context.name)
+            if codec not in self._codecs:
+                raise ImageError(
+                    f"{self._name} is coded as {codec!r:.40}; vtx decodes {', '.join(self._codecs)}; convert it"
+                )
+            self._check_pixels(context.width, context.height)
+            count = 0
+            for packet in container.demux(stream):
+                count += bool(packet.size)
+                if packet.is_corrupt:
+                    self._damaged(count)
+                if count > self._frames:
+                    self._too_many()
+            if count < stream.frames:
+                self._damaged(count)
+        if not count:
+            raise ImageError(f"{self._name} has no frames; save it again")
+        return count
+
+    def decode(self, places: list[int]) -> Generator[tuple[dict[str, Any], list[Any]], None, int]:
+        """Give the frames at `places`; returns how many were decoded up to the last of them."""
+        wanted, number = frozenset(places), 0
+        with self._container() as (container, stream):
+            stream.thread_type = "AUTO"
+            stream.codec_context.thread_count = min(MAX_THREADS, os.cpu_count() or 1)
+            stream.codec_context.options = {"max_pixels": str(self._pixels)}  # frames may differ from the header
+            size = None
+            for frame in container.decode(stream):
+                size = size or (frame.width, frame.height)
+                if (frame.width, frame.height) != size:
+                    raise ImageError(
+                        f"{self._name} changes its size from {size[0]}x{size[1]} to {frame.width}x{frame.height} at "
+                        f"frame {number}; save it in one size"
+                    )
+                self._check_pixels(*size)
+                if number in wanted:
+                    turns = round(frame.rotation / 90)
+                    yield {"number": number, "width": size[0], "height": size[1], "turns": turns}, _rows(frame)
+                number += 1
+                if number > places[-1]:
+                    break
+        if not number:
+            raise ImageError(f"{self._name} has no frame that can be decoded; save it again")
+        return number
+
+    @contextmanager
+    def _container(self) -> Iterator[tuple[Any, Any]]:
+        """The file opened as what it is, and its video stream; every error of the decoder is an ImageError."""
+        file = sys.stdin.buffer
+        file.seek(0)
+        pictures = self._av.stream.Disposition.attached_pic  # a cover, not a video
+        try:
+            # Titles and the like are of no interest, and many are not UTF-8.
+            with self._av.open(file, format=self._kind, io_open=_refuse, metadata_errors="ignore") as container:
+                streams = [s for s in container.streams.video if not s.disposition & pictures]
+                if not streams:
+                    raise ImageError(f"{self._name} has no video stream, only sound or data; give another file")
+                yield container, streams[0]
+        except (self._av.FFmpegError, EOFError, OSError) as e:
+            if isinstance(e, MemoryError):
+                raise
+            reason = getattr(e, "strerror", None) or str(e)
+            raise ImageError(f"{self._name} is damaged or cut off ({reason}); copy or save it again") from e
+
+    def _check_pixels(self, width: int, height: int) -> None:
+        if not 1 <= width * height <= self._pixels:
+            raise ImageError(pixels_refused(self._name, width, height, self._pixels))
+
+    def _damaged(self, frames: int) -> NoReturn:
+        raise ImageError(f"{self._name} is cut off or damaged after {frames} frames; copy or save it again")
+
+    def _too_many(self) -> NoReturn:
+        raise ImageError(f"{self._name} has over {self._frames:,} frames, the limit; cut it")
+
+
+def pixels_refused(name: str, width: int, height: int, most: int) -> str:
+    return f"{name} has frames of {width}x{height} pixels; they may have 1 to {most:,}; save it smaller"
+
+
+def _rows(frame: Any) -> list[Any]:
+    """A frame's pixels as RGB, without what stands behind each row."""
+    plane = frame.reformat(format="rgb24").planes[0]
+    pixels, width = memoryview(plane), 3 * frame.width
+    if plane.line_size == width:
+        return [pixels[: width * frame.height]]
+    return [pixels[row * plane.line_size :][:width] for row in range(frame.height)]
+
+
+def _refuse(url: str, *_: Any) -> NoReturn:
+    raise OSError(f"the video names another file, {url!r:.80}")
