@@ -131,6 +131,14 @@ TABLES = [
         ("Time for a body to arrive", "runtime.server.limits", "Limits.body_seconds", "seconds"),
         ("Time for a request, waiting included", "runtime.server.limits", "Limits.seconds", "seconds"),
         ("Time for a client to take what was sent", "runtime.server.limits", "Limits.write_seconds", "seconds"),
+        ("Time without a sign of life of a model's thread", "runtime.server.limits", "Limits.stall_seconds", "seconds"),
+        ("Time for a header to arrive", "runtime.server.protocol", "HEADER_SECONDS", "seconds"),
+        ("Header", "runtime.server.protocol", "MAX_HEADER", "bytes"),
+        ("Chunks of a body before their size counts", "runtime.server.protocol", "FREE_CHUNKS", "chunks"),
+        ("Least mean size of the chunks beyond these", "runtime.server.protocol", "CHUNK_BYTES", "bytes"),
+        ("Connections", "runtime.server.protocol", "CONNECTIONS", "connections"),
+        ("Connections without a request", "runtime.server.protocol", "MAX_IDLE", "connections"),
+        ("Of these, of one client", "runtime.server.protocol", "MAX_IDLE_PER_CLIENT", "connections"),
         ("Time for an image at an address to arrive", "runtime.server.limits", "Limits.fetch_seconds", "seconds"),
         ("An image's address", "runtime.server.remote", "MAX_URL", "characters"),
         ("K and V in use and kept", "runtime.server.limits", "Limits.kv", "bytes"),
@@ -170,6 +178,7 @@ OTHERS = {
     ("runtime.backends.failures", "MAX_REASON"): "what is shown of an engine's message",
     ("runtime.bundle.remake", "MAX_COMMAND"): "a longer command is not shown",
     ("runtime.host.device", "MAX_FILE"): "of a file of the system, the rest is not read",
+    ("runtime.server.protocol", "MAX_PROBE_SECONDS"): "the longest pause between two probes",
     ("runtime.session.encoded_images", "MAX_SETS"): "how many encoded images are kept",
 }
 

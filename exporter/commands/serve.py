@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import re
 import socket
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 KEY = "VTX_API_KEY"
 GRACE_SECONDS = 10
-CONNECTIONS = 256
 LARGEST_AMOUNT = 1_000_000  # of gigabytes, or of seconds
 
 
@@ -65,6 +65,10 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     "--timeout", type=float, callback=_amount, metavar="SECONDS", help="Of a request, waiting included [default: 600]."
 )
 @click.option(
+    "--stall-timeout", type=float, callback=_amount, metavar="SECONDS",
+    help="End the process after this time in one run of a graph [default: 600, or --timeout if longer].",
+)  # fmt: skip
+@click.option(
     "--kv-cache", type=float, callback=_amount, metavar="GB",
     help="K and V in use and kept for later turns [default: 2.1].",
 )  # fmt: skip
@@ -84,9 +88,9 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
 @require_signature_option
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
-    max_tokens: int | None, max_body: int | None, timeout: float | None, kv_cache: float | None, memory: float | None,
-    image_hosts: tuple[str, ...], device: str, compute: str | None, threads: int | None, fit: str | None,
-    max_tiles: int | None, max_pixels: int | None, require_signature: Path | None,
+    max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
+    kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], device: str, compute: str | None,
+    threads: int | None, fit: str | None, max_tiles: int | None, max_pixels: int | None, require_signature: Path | None,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. A key in $VTX_API_KEY must then be sent by every client."""
     try:
@@ -98,14 +102,18 @@ def serve(
     from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.compute.engines import Engines, named
     from vtx.runtime.server.limits import MAX_KEY, Limits
+    from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
+    from vtx.runtime.server.watchdog import Watchdog, systemd
 
     key = os.environ.get(KEY) or None
     if key is not None and (len(key) > MAX_KEY or not key.isascii() or key != key.strip()):
         raise RequestError(f"{KEY} must be at most {MAX_KEY} ASCII characters, without spaces around them")
     hosts = checked_hosts(image_hosts)
+    notify, interval = systemd()
     changes = {
         "parallel": parallel, "batch": max_batch, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
         "body": None if max_body is None else max_body * 10**6,
+        "stall_seconds": max(Limits().stall_seconds, timeout or 0) if stall_timeout is None else stall_timeout,
         "kv": None if kv_cache is None else int(kv_cache * 1e9),
     }  # fmt: skip
     limits = Limits(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
@@ -136,13 +144,21 @@ def serve(
         note(f"serving {', '.join(engines.names)} at {address(host, at)}; Ctrl-C ends")
         if not is_local(host) and key is None:
             note(f"everybody who reaches {host} may ask; set {KEY} to ask for a key")
-        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host), image_hosts=hosts)
+        watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
+        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host), image_hosts=hosts, watchdog=watchdog)
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, ws="none", http="h11",
+            app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
             limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=GRACE_SECONDS, timeout_keep_alive=30,
         )  # fmt: skip
         uvicorn.Server(config).run(sockets=[at])
+
+
+def end_now(message: str) -> NoReturn:
+    """End the process, whose threads no longer answer, and show where each of them is."""
+    faulthandler.dump_traceback()
+    note(f"vtx-serve: {message}")
+    os._exit(1)
 
 
 def checked_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:

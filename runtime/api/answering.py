@@ -121,7 +121,7 @@ class AnswerInProgress:
         token, policy = model.manifest.text.image_token_id, question.policy
         embeddings = partial(model.embed_question, question.messages)
         text = selecting_text(model.backend, question.ids, token, policy, question.after, embeddings)
-        encoders = self._clock.all_vision(images.encoders(policy.entries, text))
+        encoders = self._clock.all_vision(images.encoders(policy.entries, text, check))
         expand = partial(model.text.prompt, question.messages)
         prompt = make_prompt(question.ids, token, encoders, policy, expand, check)
         self._prompt_tokens = len(prompt.ids)

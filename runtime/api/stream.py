@@ -83,6 +83,10 @@ class AnswerStream:
             ready = session is not None and session.next_token is not None and not self._request.cancelled
             yield session if ready else None
 
+    def on_progress(self, beat: Callable[[], None]) -> None:
+        """Have `beat` called, in the thread that computes, before each view of an image, stage and token."""
+        self._request.beat = beat
+
     def progress(self, start: int = 0) -> Progress:
         """The tokens so far from number `start` on.
 

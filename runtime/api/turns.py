@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from asyncio import Task
 
 Reader: TypeAlias = "threading.Thread | Task[object]"
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 class Ended(Exception):
@@ -52,6 +56,7 @@ class Request:
         self.returns_by_itself = False  # nobody pauses it between two tokens
         self.cancelled = False
         self.stream: weakref.ref[Stream] | None = None
+        self.beat: Callable[[], None] = _nothing  # called at every check
         self._deadline: float | None = None
         self._waiting_at: threading.Condition | None = None
 
@@ -61,6 +66,7 @@ class Request:
 
     def check(self) -> None:
         """Raise `Ended` where the question was cancelled or its time is over."""
+        self.beat()
         if self.cancelled:
             raise Ended("cancelled")
         if self._deadline is not None and monotonic() >= self._deadline:

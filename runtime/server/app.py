@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from importlib.resources import files
 from typing import Any
 
@@ -20,6 +22,7 @@ from vtx.runtime.server.http import Receive, Scope, Send, header
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
 from vtx.runtime.server.refusal import Refusal, refusal_of
+from vtx.runtime.server.watchdog import Watchdog
 
 PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -34,7 +37,7 @@ SECURITY = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-OPEN = {"/health", *PAGE}  # without a key: they tell nothing of anybody
+OPEN = {"/livez", "/readyz", "/health", *PAGE}  # without a key: they tell nothing of anybody
 
 
 def make_app(
@@ -44,11 +47,13 @@ def make_app(
     api_key: str | None = None,
     local_hosts: bool = True,
     image_hosts: Collection[str] = (),
+    watchdog: Watchdog | None = None,
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     """The ASGI application over `engines`, which it closes at its end.
 
     `local_hosts`: take only requests that name this machine in their Host header, as those of a browser do that was
     not led here from a page of somebody else. `image_hosts`: images may be given by their address there.
+    `watchdog` runs as long as the application.
     """
     metrics = Metrics()
     chat = ChatCompletions(engines, limits, metrics, frozenset(image_hosts))
@@ -56,9 +61,22 @@ def make_app(
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": engines.describe()})
 
-    async def health(_: Request) -> Response:
-        closed = engines.closed
-        return JSONResponse({"status": "shutting down" if closed else "ok"}, 503 if closed else 200)
+    def health(most: float, *, ready: bool) -> Response:
+        longest = max(engines.silences().values(), default=0.0)
+        status = "ok"
+        if ready and engines.closed:
+            status = "shutting down"
+        elif longest >= most:
+            status = "a thread that computes " + (
+                "has ended" if longest == math.inf else f"gave no sign of life for {longest:.0f} s"
+            )
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def live(_: Request) -> Response:
+        return health(limits.stall_seconds, ready=False)
+
+    async def ready(_: Request) -> Response:
+        return health(limits.stall_seconds / 2, ready=True)
 
     async def figures(_: Request) -> Response:
         gauges = {**engines.gauges(), **{f"{name}_total": value for name, value in engines.counters().items()}}
@@ -66,14 +84,17 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        yield
-        chat.close()
-        engines.close()
+        with nullcontext() if watchdog is None else watchdog.running(asyncio.get_running_loop()):
+            yield
+            chat.close()
+            engines.close()
 
     routes = [
         Route("/v1/chat/completions", endpoint=chat, methods=["POST"]),
         Route("/v1/models", endpoint=models),
-        Route("/health", endpoint=health),
+        Route("/livez", endpoint=live),
+        Route("/readyz", endpoint=ready),
+        Route("/health", endpoint=ready),
         Route("/metrics", endpoint=figures),
         *(Route(path, endpoint=_page(*page)) for path, page in PAGE.items()),
     ]
@@ -91,7 +112,7 @@ def _page(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _missing(request: Request, error: Any) -> Response:
-    known = "POST /v1/chat/completions, GET /v1/models, /health, /metrics and /"
+    known = "POST /v1/chat/completions, GET /v1/models, /livez, /readyz, /health, /metrics and /"
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
     return JSONResponse(refusal.body(), refusal.status, headers=getattr(error, "headers", None))
 

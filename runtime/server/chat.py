@@ -230,7 +230,9 @@ def _job(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends
         leased.append(conversation)
         try:
             options = replace(chat.options, timeout=remaining)
-            return conversation.resume_messages(chat.messages, chat.k, options, chat.reduce)
+            stream = conversation.resume_messages(chat.messages, chat.k, options, chat.reduce)
+            stream.on_progress(engine.scheduler.heartbeat.beat)
+            return stream
         except BaseException:
             end(False)
             raise

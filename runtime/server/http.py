@@ -28,12 +28,14 @@ async def read_json_body(scope: Scope, receive: Receive, limits: Limits) -> byte
     """The body of a request that says it is JSON.
 
     Raises:
-        Refusal: another type (415), too large (413) or too slow (408).
+        Refusal: another type or compressed (415), too large (413) or too slow (408).
         ClientLeft: the client did not send all of it.
 
     """
     if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
         raise Refusal(415, "the body must be JSON, with the header Content-Type: application/json")
+    if header(scope, b"content-encoding").strip().lower() not in ("", "identity"):
+        raise Refusal(415, "the body must not be compressed; send it without the header Content-Encoding")
     try:
         return await asyncio.wait_for(_read(receive, limits.body), limits.body_seconds)
     except asyncio.TimeoutError as e:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from vtx.runtime.checks import check_number, check_whole
 
+MIN_STALL = 5.0  # seconds; a thread that waits for work gives a sign of life each second
 MAX_KEY = 4096  # characters of an API key
 
 
@@ -17,8 +18,9 @@ class Limits:
     model that are computed side by side, `batch` of them at most in one pass; `queue`: requests of one model that wait
     beside them. `kept`: conversations of one model that are kept for requests to come. `body_seconds`: for a
     request to arrive. `seconds`: from there to the answer's end, waiting included. `write_seconds`: for a client to
-    take what was sent. `fetch_seconds`: for an image at an address, which may have as many bytes as a body. `kv`: of K
-    and V, in use or kept for requests to come; `image_tokens`: of encoded images kept.
+    take what was sent. `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an
+    image at an address, which may have as many bytes as a body. `kv`: of K and V, in use or kept for requests to come;
+    `image_tokens`: of encoded images kept.
     """
 
     body: int = 32 << 20
@@ -33,13 +35,16 @@ class Limits:
     seconds: float = 600.0
     write_seconds: float = 30.0
     fetch_seconds: float = 10.0
+    stall_seconds: float = 600.0
     kv: int = 2 << 30
     image_tokens: int = 256 << 20
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name.replace("_", " "), getattr(self, field.name)
-            if "seconds" in field.name:
+            if field.name == "stall_seconds":
+                check_number(name, value, f"at least {MIN_STALL:g} seconds", least=MIN_STALL, most=1e6)
+            elif "seconds" in field.name:
                 check_number(name, value, "a number of seconds above 0", least=1e-3, most=1e6)
             else:
                 check_whole(name, value, 0 if field.name in ("queue", "kept", "kv", "image_tokens") else 1)

@@ -18,7 +18,12 @@ from vtx.runtime.session.prefix import ImageEncoders
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens, MarkedImage
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
+Check = Callable[[], None]
 ExtrasKey = tuple[tuple[str, bytes], ...]
+
+
+def _never() -> None:
+    """A check that lets everything pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,14 @@ class PreparedImage:
         first: NDArray[np.float32] = self.views[0]
         return first
 
-    def encode(self, backend: Backend, extras: Extras = NO_EXTRAS) -> ImageTokens:
-        """The image's tokens, from one pass of the tower a view."""
-        if self.kind == "video":
-            assert not extras, "policies that need extra inputs are refused for videos"
-            return self.arrange([backend.video(view[None]) for view in self.views])
-        return self.arrange([backend.vision(view[None], extras) for view in self.views])
+    def encode(self, backend: Backend, extras: Extras = NO_EXTRAS, check: Check = _never) -> ImageTokens:
+        """The image's tokens, from one pass of the tower a view; `check` is called before each and may raise."""
+        assert not extras or self.kind == "image", "policies that need extra inputs are refused for videos"
+        views = list[ImageTokens]()
+        for view in self.views:
+            check()
+            views.append(backend.video(view[None]) if self.kind == "video" else backend.vision(view[None], extras))
+        return self.arrange(views)
 
 
 def vision_extras(entries: Sequence[Entry]) -> Extras:
@@ -87,41 +94,47 @@ class EncodedImages:
         encoded = sum(nbytes(tokens) for images in self._encoded.values() for tokens in images.values())
         return encoded + sum(image.views.nbytes for image in self.images)
 
-    def encoders(self, entries: Sequence[Entry], question: PromptText | None = None) -> ImageEncoders:
+    def encoders(
+        self, entries: Sequence[Entry], question: PromptText | None = None, check: Check = _never
+    ) -> ImageEncoders:
         """For each image a key that stands for its tokens, and the call that gives them.
 
-        `question` is what entries that use it select by.
+        `question` is what entries that use it select by. `check` is called before every view of an image and may
+        raise, to stop there.
         """
         settings = "".join(f" {entry!r}" for entry in entries)
         if question is not None and any(entry.uses_question for entry in entries):
             settings += f" {question.key}"
         return tuple(
-            (image.key + settings, cache(partial(self._enter, image, entries, question))) for image in self.images
+            (image.key + settings, cache(partial(self._enter, image, entries, question, check)))
+            for image in self.images
         )
 
-    def _enter(self, image: PreparedImage, entries: Sequence[Entry], question: PromptText | None) -> ImageTokens:
-        return enter(self._encode(image, vision_extras(entries)), entries, question)
+    def _enter(
+        self, image: PreparedImage, entries: Sequence[Entry], question: PromptText | None, check: Check
+    ) -> ImageTokens:
+        return enter(self._encode(image, vision_extras(entries), check), entries, question)
 
-    def _encode(self, image: PreparedImage, extras: Extras) -> ImageTokens:
+    def _encode(self, image: PreparedImage, extras: Extras, check: Check) -> ImageTokens:
         key = tuple((name, value.tobytes()) for name, value in sorted(extras.items()))
         encoded = self._encoded.get(key, {})
         if image.key not in encoded:
-            tokens = self._shared(image, extras, key)
+            tokens = self._shared(image, extras, key, check)
             encoded = {**encoded, image.key: tokens}
             self._encoded = dict(list({**self._encoded, key: encoded}.items())[-MAX_SETS:])
         return encoded[image.key]
 
-    def _shared(self, image: PreparedImage, extras: Extras, key: ExtrasKey) -> ImageTokens:
+    def _shared(self, image: PreparedImage, extras: Extras, key: ExtrasKey, check: Check) -> ImageTokens:
         if self.shared is None:
-            return self._run(image, extras)
+            return self._run(image, extras, check)
         tokens = self.shared.get((image.key, key))
         if tokens is None:
-            tokens = self._run(image, extras)
+            tokens = self._run(image, extras, check)
             self.shared.put((image.key, key), tokens)
         return tokens
 
-    def _run(self, image: PreparedImage, extras: Extras) -> ImageTokens:
-        tokens = image.encode(self.backend, extras)
+    def _run(self, image: PreparedImage, extras: Extras, check: Check) -> ImageTokens:
+        tokens = image.encode(self.backend, extras, check)
         if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
             raise BundleError("what the tower says of an image is not a number; use --reduce none, or export at fp32")
         return tokens

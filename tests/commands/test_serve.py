@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.bundles import export
-from tests.support.serving import Served, asking, user
+from tests.support.serving import WAIT, Served, asking, user
 from tests.support.tiny import Tiny
 from vtx.cli import serve
 
@@ -50,6 +51,47 @@ def test_it_serves_until_it_is_told_to_end(bundle: Path, end: signal.Signals) ->
             process.kill()
 
 
+STALLED = """
+import sys, threading
+from vtx.runtime.server.compute.engines import Engine
+opened = Engine.__init__
+def stalling(self, *args):
+    opened(self, *args)
+    self.model.backend.head = lambda *_: threading.Event().wait()  # a run of a graph that does not return
+Engine.__init__ = stalling
+from vtx.cli import serve
+serve()
+"""
+
+
+def test_a_graph_that_does_not_return_ends_the_process(bundle: Path, tmp_path: Path) -> None:
+    """systemd hears that it begins and lives; a supervisor sees that it failed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(WAIT)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "2000000"}
+        words = ["--bundle", str(bundle), "--port", "0", "--stall-timeout", "5", "--threads", "1"]
+        with subprocess.Popen(
+            [sys.executable, "-c", STALLED, *words], stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stderr is not None
+            try:
+                where = re.search(r":(\d+)/", process.stderr.readline())
+                assert where
+                assert [systemd.recv(100) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
+                with Served(int(where[1]), None).open_chat(asking(user("red?"))) as client:  # type: ignore[arg-type]
+                    assert client.recv(100) == b"", "its connection ends with the process"
+                assert process.wait(WAIT) == 1
+                told = process.stderr.read().splitlines()
+                assert (
+                    told[-1]
+                    == "vtx-serve: tiny gave no sign of life for 5 s, the limit of --stall-timeout; the server ends"
+                )
+                assert any("scheduler.py" in line for line in told), "where each thread is"
+            finally:
+                process.kill()
+
+
 def test_a_port_that_is_taken_is_told_in_one_line(bundle: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = CliRunner().invoke(serve, ["--bundle", str(bundle), "--port", str(taken.getsockname()[1])])
@@ -80,6 +122,7 @@ def test_what_a_further_bundle_cannot_do_is_told_at_the_start(
     [
         (("--memory", "nan"), 2, "'--memory': nan is not a number from 0 to 1,000,000"),
         (("--kv-cache", "inf"), 2, "'--kv-cache': inf"),
+        (("--stall-timeout", "4"), 1, "must be at least 5 seconds"),
         (("--timeout", "-1"), 2, "'--timeout': -1.0"),
         (("--max-batch", "0"), 2, "'--max-batch'"),
         (("--image-host", "https://pictures.example.org"), 1, "is not the name of a host"),

@@ -32,6 +32,8 @@ RUNTIME_MAY_IMPORT = {
     "polygraphy",
     "rich",
     "starlette",
+    "uvicorn",
+    "h11",
     "tokenizers",
     "tomli",
     "vtx",
@@ -47,6 +49,8 @@ HEAVY = EXPORTING | {
     "polygraphy",
     "rich",
     "starlette",
+    "uvicorn",
+    "h11",
     "tokenizers",
 }
 SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.cli:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))

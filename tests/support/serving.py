@@ -78,10 +78,11 @@ class Served:
         lines = self.request("GET", "/metrics").body.decode().splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
-    def open_chat(self, body: Any) -> socket.socket:
+    def open_chat(self, body: Any, **headers: str) -> socket.socket:
         """A connection on which a request has been sent and nothing read."""
         content = json.dumps(body).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         connection = socket.create_connection(("127.0.0.1", self.port), WAIT)
         connection.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
         return connection
@@ -100,13 +101,15 @@ def serving(
     import uvicorn
 
     from vtx.runtime.server.app import make_app
+    from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
 
     limits = limits or Limits()
     engines = Engines(bundles, lambda folder: load(folder, device=device, threads=1), limits, memory)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(engines, limits, **options), log_level="error", ws="none", timeout_graceful_shutdown=1
-    )
+        make_app(engines, limits, **options), log_level="error", ws="none", http=BoundedProtocol,
+        limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=1,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

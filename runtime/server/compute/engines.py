@@ -45,9 +45,11 @@ class Engine:
         model.backend.vision(model.layout.views(Image.new("RGB", (64, 64)), model.manifest.image)[:1])  # loads it now
 
     def close(self) -> None:
-        """End its answers and free the engine."""
-        self.scheduler.close()
-        self.model.close()
+        """End its answers and free the engine, unless its thread does not end: then nothing may be freed."""
+        if self.scheduler.close():
+            self.model.close()
+        else:
+            log.error("%s still computes; its engine is not closed", self.name)
 
 
 class Engines:
@@ -141,7 +143,7 @@ class Engines:
         """Close engines that nobody uses, the least recently used first, until the bundle fits."""
         while self._memory is not None and self._taken() + self._needed[name] > self._memory:
             with self._lock:
-                idle = [engine for engine in self._loaded.values() if not engine.users]
+                idle = [engine for engine in self._loaded.values() if not (engine.users or engine.scheduler.active)]
                 if not idle:
                     raise Refusal(
                         503, f"{name} does not fit into memory beside the models in use; try again later",
@@ -163,6 +165,10 @@ class Engines:
             for engine in self.loaded:
                 engine.close()
             self._loaded.clear()
+
+    def silences(self) -> dict[str, float]:
+        """Seconds since the last sign of life of each loaded model's thread, by name."""
+        return {engine.name: engine.scheduler.silence for engine in self.loaded}
 
     def gauges(self) -> dict[str, float]:
         """What stands now, for the metrics."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import VtxError
+from vtx.runtime.server.compute.heartbeat import IDLE_SECONDS, Heartbeat
 from vtx.runtime.server.refusal import Refusal
 
+CLOSE_SECONDS = 10.0  # for a run of a graph to end before the server does
 log = logging.getLogger(__name__)
 
 
@@ -85,30 +87,28 @@ class Job:
 
     def step(self) -> bool:
         """Compute the prompt, or one token more; False at the end."""
-        stream = self._stream
+        stream, ended = self._stream, False
         assert stream is not None
         try:
             if self.cancelled:  # maybe while it began
                 stream.cancel()
-            text = stream.step()
-        except StopIteration:
-            self._finish(stream)
-            return False
+            try:
+                text = stream.step()
+            except StopIteration:
+                answer, ended = stream.answer, True
+                self._end(True)
+                self._emit(Done(answer))
+                return False
+            self._tell(text, stream)
         except Exception as e:
-            self._end(False)
-            self._fail(e)
+            self._fail(e, None if ended else stream)
             return False
-        self._tell(text, stream)
         return True
 
     def abandon(self) -> None:
         """End it because the server does."""
         stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.cancel()
-            with suppress(VtxError):
-                self._end(False)
-        self._emit(Failed(shutting_down()))
+        self._fail(shutting_down(), stream)
 
     def _tell(self, text: str, stream: AnswerStream) -> None:
         progress = stream.progress(self._told)
@@ -116,15 +116,20 @@ class Job:
         if text or progress.token_ids:
             self._emit(Piece(text, progress))
 
-    def _finish(self, stream: AnswerStream) -> None:
-        answer = stream.answer
-        self._end(True)
-        self._emit(Done(answer))
-
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, stream: AnswerStream | None = None) -> None:
+        """End it with an error. What its `stream` was computed with is given back and not kept."""
         if not isinstance(error, VtxError):
             log.error("a request failed", exc_info=error)
-        self._emit(Failed(error))
+        try:
+            if stream is not None:
+                stream.cancel()
+                self._end(False)
+        except Exception:
+            log.exception("what a request was computed with could not be given back")
+        try:
+            self._emit(Failed(error))
+        except Exception:
+            log.exception("a request that failed could not be told so")
 
 
 def _alone(_: Sequence[AnswerStream]) -> None:
@@ -136,6 +141,9 @@ class Scheduler:
 
     At most `parallel` answers are computed at a time; other requests wait, in their order. `together` is given the
     answers before each round, to compute ahead what they can in one pass.
+
+    Whatever fails in a round ends one answer, and the rounds go on. `heartbeat` is beaten between any two runs of a
+    graph, and while there is nothing to do.
     """
 
     def __init__(self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = _alone) -> None:
@@ -143,7 +151,8 @@ class Scheduler:
         self._waiting = deque[Job]()
         self._active: list[Job] = []
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._dead = False
+        self.heartbeat = Heartbeat()
         self._thread = threading.Thread(target=self._run, name=f"vtx-serve {name}", daemon=True)
         self._thread.start()
 
@@ -157,6 +166,11 @@ class Scheduler:
         """Requests that wait for their turn."""
         return len(self._waiting)
 
+    @property
+    def silence(self) -> float:
+        """Seconds since the thread's last sign of life; without an end where the thread itself has ended."""
+        return math.inf if self._dead else self.heartbeat.silence
+
     def submit(self, job: Job) -> None:
         """Have a job computed. Raises Refusal where the server shuts down."""
         with self._changed:
@@ -165,25 +179,32 @@ class Scheduler:
             self._waiting.append(job)
             self._changed.notify()
 
-    def close(self) -> None:
-        """End all jobs and the thread."""
+    def close(self) -> bool:
+        """End all jobs and the thread; False where it still computes after `CLOSE_SECONDS`."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         for job in list(self._active):
             job.cancel()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while self._wait():
-            self._compute_ahead()
-            self._active = [job for job in self._active if job.step()]
-            job = self._admit()
-            if job is not None and job.begin() and job.step():
-                self._active = [*self._active, job]
-        for job in (*self._active, *self._waiting):
-            job.abandon()
-        self._active, self._waiting = [], deque()
+        try:
+            while self._wait():
+                self._compute_ahead()
+                self._active = [job for job in self._active if job.step()]
+                job = self._admit()
+                if job is not None:
+                    self._active = [*self._active, job]  # from here on it is told where the thread ends
+                    if not (job.begin() and job.step()):
+                        self._active = self._active[:-1]
+        finally:
+            with self._changed:
+                self._dead, self._closing = not self._closing, True
+            for job in (*self._active, *self._waiting):
+                job.abandon()
+            self._active, self._waiting = [], deque()
 
     def _compute_ahead(self) -> None:
         """What fails here, each answer meets again by itself, and ends alone."""
@@ -195,8 +216,10 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait while there is nothing to do; False where the server ends."""
         with self._changed:
+            self.heartbeat.beat()
             while not (self._active or self._waiting or self._closing):
-                self._changed.wait()
+                self._changed.wait(IDLE_SECONDS)
+                self.heartbeat.beat()
             return not self._closing
 
     def _admit(self) -> Job | None:

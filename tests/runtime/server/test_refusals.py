@@ -107,6 +107,13 @@ def test_a_body_must_say_that_it_is_json(served: Served) -> None:
     assert served.chat(GOOD, content_type="text/plain").status == 415
 
 
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("GZIP, identity", 415), ("identity", 200), ("", 200)])
+def test_a_compressed_body_is_refused(served: Served, coding: str, status: int) -> None:
+    response = served.chat(GOOD, content_encoding=coding)
+    assert response.status == status
+    assert status == 200 or "Content-Encoding" in response.json["error"]["message"]
+
+
 def test_a_body_beyond_the_limit_is_refused_also_without_a_length(served: Served) -> None:
     body = json.dumps(asking(user("x" * 70_000))).encode()
     assert served.chat(body).status == 413

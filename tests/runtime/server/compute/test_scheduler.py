@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import WAIT
+from tests.support.clock import Clock
+from tests.support.serving import WAIT, until
 from vtx.runtime.api.answer import Progress
 from vtx.runtime.server.compute.scheduler import Done, Event, Failed, Job, Piece, Scheduler
 from vtx.runtime.server.refusal import Refusal
@@ -51,9 +54,9 @@ class Client:
         self.ended = threading.Event()
         self.kept: list[bool] = []
         stream: Any = script
-        self.job = Job(lambda: stream, self.kept.append, self._emit)
+        self.job = Job(lambda: stream, self.kept.append, self.emit)
 
-    def _emit(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         self.events.append(event)
         if not isinstance(event, Piece):
             self.ended.set()
@@ -110,6 +113,95 @@ def test_what_fails_ends_alone_and_is_not_kept() -> None:
     assert isinstance(good.events[-1], Done)
     assert isinstance(bad.events[-1], Failed)
     assert (good.kept, bad.kept) == ([True], [False])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_cannot_be_given_back_ends_its_own_request_only(kept: bool) -> None:
+    """Whether the answer was complete or had failed."""
+    order: list[str] = []
+    bad, good = Client(Script("a", 2, order, fails=0 if kept else 1)), Client(Script("b", 4, order))
+    given: list[bool] = []
+
+    def end(keep: bool) -> None:
+        given.append(keep)
+        raise RuntimeError("no room")
+
+    stream: Any = Script("a", 2, order, fails=0 if kept else 1)
+    bad.job = Job(lambda: stream, end, bad.emit)
+    with scheduler(2) as made:
+        for client in (bad, good):
+            made.submit(client.job)
+            assert client.ended.wait(WAIT)
+        assert isinstance(bad.events[-1], Failed)
+        assert str(bad.events[-1].error) == ("no room" if kept else "a")
+        assert given == [kept], "given back once"
+        assert isinstance(good.events[-1], Done)
+        assert made.silence < WAIT
+
+
+def test_an_answer_whose_tokens_cannot_be_told_ends_alone() -> None:
+    order: list[str] = []
+    bad, good = Client(Script("a", 3, order)), Client(Script("b", 3, order))
+    failing: Any = Script("a", 3, order)
+    failing.progress = lambda _: 1 / 0
+    bad.job = Job(lambda: failing, bad.kept.append, bad.emit)
+    with scheduler(2) as made:
+        for client in (bad, good):
+            made.submit(client.job)
+            assert client.ended.wait(WAIT)
+    assert (bad.kept, good.kept) == ([False], [True])
+    assert isinstance(bad.events[-1], Failed)
+
+
+def test_a_client_that_cannot_be_told_anything_harms_nobody() -> None:
+    order: list[str] = []
+    stream: Any = Script("a", 3, order)
+    given: list[bool] = []
+    deaf = Job(lambda: stream, given.append, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    good = Client(Script("b", 3, order))
+    with scheduler(2) as made:
+        made.submit(deaf)
+        made.submit(good.job)
+        assert good.ended.wait(WAIT)
+    assert given == [False]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_fails_what_waits_and_is_known_to_be_dead() -> None:
+    order, gate = list[str](), threading.Event()
+    killed: Any = Script("a", 3, order, gate)
+    killed.progress = lambda _: sys.exit()
+    first, waiting = Client(killed), Client(Script("b", 3, order))
+    with scheduler(1) as made:
+        assert made.silence < WAIT
+        made.submit(first.job)
+        made.submit(waiting.job)
+        gate.set()
+        assert waiting.ended.wait(WAIT)
+        assert isinstance(waiting.events[-1], Failed)
+        assert made.silence == math.inf
+        with pytest.raises(Refusal):
+            made.submit(waiting.job)
+
+
+def test_a_thread_without_work_gives_signs_of_life() -> None:
+    with scheduler(1) as made:
+        clock = Clock()
+        made.heartbeat.clock, made.heartbeat.last = clock, clock.now - 1000
+        until(lambda: made.silence == 0, "an idle thread beats")
+
+
+def test_closing_does_not_wait_for_ever_for_a_run_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vtx.runtime.server.compute.scheduler.CLOSE_SECONDS", 0.05)
+    gate = threading.Event()
+    client = Client(Script("a", 1, [], gate))
+    made = Scheduler("test", 1)
+    made.submit(client.job)
+    until(lambda: made.waiting == 0, "it runs")
+    assert not made.close()
+    gate.set()
+    assert client.ended.wait(WAIT)
+    assert made.close()
 
 
 def test_a_job_that_cannot_begin_ends_with_its_error() -> None:

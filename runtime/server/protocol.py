@@ -1,0 +1,144 @@
+"""HTTP connections with limits that uvicorn lacks: slow headers, idle connections, tiny chunks, half-closed clients."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from functools import partial
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from vtx.runtime.server.refusal import Refusal
+
+CONNECTIONS = 256  # in all; a request beyond them gets 503
+MAX_IDLE = 192  # connections without a request that is being answered; beyond them the longest idle one is closed
+MAX_IDLE_PER_CLIENT = 64
+MAX_HEADER = 16 << 10  # bytes
+HEADER_SECONDS = 10.0  # from the begin of a connection, or the first byte of a further request, to the header's end
+FREE_CHUNKS = 1000  # of a body, before their size counts
+CHUNK_BYTES = 1024  # the least mean size of the chunks beyond these
+PROBE_SECONDS = 0.1  # between the first two probes of a half-closed connection; each further pause is twice as long
+MAX_PROBE_SECONDS = 10.0
+
+
+class BoundedConnection(h11.Connection):
+    """HTTP/1.1 as h11 reads it, less bodies in very many chunks, each of which takes time."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER)
+        self._chunks = self._bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > FREE_CHUNKS + self._bytes // CHUNK_BYTES:
+                raise h11.RemoteProtocolError("too many chunks")
+        return event
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection of uvicorn.
+
+    It is closed where a header takes too long, and the longest idle ones are where there are too many, of one client
+    or in all. A client that has closed its half of a connection gets the answer to what it has asked.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = BoundedConnection()
+        self.idle_since = self.loop.time()
+        self._header: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_header()
+        idle = [c for c in self.connections if isinstance(c, BoundedProtocol) and c.idle]
+        idle.sort(key=lambda connection: connection.idle_since)
+        own = [c for c in idle if _network(c) == _network(self)]
+        for connections, most in ((own, MAX_IDLE_PER_CLIENT), (idle, MAX_IDLE)):
+            for connection in connections[: max(0, len(connections) - most)]:
+                connection.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_header()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # which asyncio asks for
+        """Keep the connection of a client that sends nothing more and waits for its answer."""
+        if self.idle or self.cycle.more_body:
+            return False
+        self.cycle.keep_alive = False
+        if self._probe is None and self.scope["http_version"] != "1.0":
+            self._probe_client(PROBE_SECONDS)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop(self._header)
+        self._stop(self._probe)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, f"{msg.rstrip('.')}; its header, its length or its chunks are wrong, too large or too many")
+
+    def _await_header(self) -> None:
+        """Have a header arrive in time, also where no byte of it is there yet."""
+        if not self.idle:
+            self._stop(self._header)
+            self._header = None
+        elif self._header is None:
+            late = partial(self._refuse, 408, f"the header did not arrive within {HEADER_SECONDS:g} s, the limit")
+            self._header = self.loop.call_later(HEADER_SECONDS, late)
+
+    def _probe_client(self, pause: float) -> None:
+        """Send what every client ignores (RFC 9110, 15.2): one that has closed both halves of a connection resets it.
+
+        Both kinds look alike until then, and nobody should compute for a client that has left.
+        """
+        if not (self.transport.is_closing() or self.cycle.response_started):
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+            self._probe = self.loop.call_later(pause, self._probe_client, min(2 * pause, MAX_PROBE_SECONDS))
+
+    def _refuse(self, status: int, message: str) -> None:
+        """End the connection, with a reply where none has begun."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(Refusal(status, message).body()).encode()
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            reply = h11.Response(status_code=status, headers=list(headers.items()))
+            for event in (reply, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+    @staticmethod
+    def _stop(timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+def _network(connection: BoundedProtocol) -> str:
+    """Whose connection it is: an IPv4 address, or the 64 bits of an IPv6 address that one client has to itself."""
+    if connection.client is None:
+        return ""
+    address = ipaddress.ip_address(connection.client[0].partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
