@@ -83,6 +83,11 @@ class AnswerStream:
             ready = session is not None and session.next_token is not None and not self._request.cancelled
             yield session if ready else None
 
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that the answer may take from its first step on; None: as many as it needs."""
+        return self._request.timeout
+
     def on_progress(self, beat: Callable[[], None]) -> None:
         """Have `beat` called, in the thread that computes, before each view of an image, stage and token."""
         self._request.beat = beat

@@ -183,7 +183,7 @@ async def _events(
 
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-    job = _job(
+    job = job_of(
         engine, prepared, lambda event: _hand_over(loop, queue, event), time.monotonic() + deadline - loop.time()
     )
     leaving = asyncio.ensure_future(until_left(receive))
@@ -220,7 +220,7 @@ def _too_slow(seconds: float) -> Refusal:
     return Refusal(408, f"the answer was not complete after {seconds:g} s, the limit; ask for fewer tokens")
 
 
-def _job(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends_at: float) -> Job:
+def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends_at: float) -> Job:
     """The work of a request in its engine's thread; it ends at `ends_at` of the monotonic clock."""
     chat, leased = prepared.chat, list[Conversation]()
 

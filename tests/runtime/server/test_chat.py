@@ -126,6 +126,32 @@ def test_sampling_follows_its_seed(served: Served, local: Model) -> None:
     assert facts(greedy)["token_ids"] != facts(completion)["token_ids"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_why_an_answer_ended_is_told(served: Served, stream: bool) -> None:
+    """A full context and a limit of tokens are both a length to OpenAI's clients, and not the same."""
+    extra: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    seen = []
+    whole = served.chat(asking(user("red?"), **NONE)).json["choices"][0]["message"]["content"]
+    for fields in ({"max_tokens": 1000}, {"max_tokens": 8}, {"max_tokens": 1}, {"stop": [whole[2:4]]}):
+        response = served.chat(asking(user("red?"), **{**NONE, **extra, **fields}))
+        last = response.events[-1] if stream else response.json
+        reason = response.events[-2] if stream else last
+        seen.append((facts(last)["stopped"], reason["choices"][0]["finish_reason"], len(facts(last)["token_ids"])))
+    assert seen[0][:2] == ("context", "length")
+    assert 8 < seen[0][2] < 1000
+    assert seen[1:3] == [("length", "length", 8), ("length", "length", 1)]
+    assert seen[3][:2] == ("stop", "stop")
+
+
+def test_an_end_token_ends_an_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = facts(served.chat(asking(user("red?"), **NONE)).json)["token_ids"]
+    text = served.engines.loaded[0].model.manifest.text
+    monkeypatch.setattr(type(text), "end_ids", (ids[3],), raising=False)
+    completion = served.chat(asking(user("red?"), **{**NONE, "ignore_eos": False})).json
+    assert facts(completion)["token_ids"] == ids[: ids.index(ids[3]) + 1]
+    assert (facts(completion)["stopped"], completion["choices"][0]["finish_reason"]) == ("end", "stop")
+
+
 def test_a_stop_string_ends_the_text_before_it(served: Served, local: Model) -> None:
     whole = expected(local, user("red?", IMAGE)).text
     stop = whole[3:5]

@@ -6,6 +6,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -16,7 +17,11 @@ import pytest
 
 from tests.support.serving import WAIT, Served, asking, data_url, serving, until, user
 from tests.support.tiny import random_image
+from vtx.runtime.api.model import Model
+from vtx.runtime.server.chat import job_of, prepare
+from vtx.runtime.server.compute.engines import Engine
 from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.request import read_request
 
 IMAGE = random_image(1)
 LIMITS = Limits(body=60_000, pixels=10_000, images=2, new_tokens=200)
@@ -240,6 +245,40 @@ def test_an_answer_that_takes_too_long_is_ended(tiny_bundle: Path) -> None:
         assert response.status == 408
         assert "0.05 s" in response.json["error"]["message"]
         until(lambda: served.metrics()["vtx_requests_active"] == 0, "the answer ends")
+
+
+def test_a_request_that_waits_is_ended_at_its_limit_too(tiny_bundle: Path) -> None:
+    """While another one, which does not end, is computed."""
+    long = asking(user("red?"), max_tokens=200, stream=True)
+    with (
+        serving({"tiny": tiny_bundle}, Limits(parallel=1, seconds=1.5)) as served, held(served), served.open_chat(long)
+    ):  # fmt: skip
+        until(lambda: served.metrics()["vtx_requests_active"] == 1, "the first answer begins")
+        for stream in (False, True):
+            response = served.chat({**GOOD, "stream": stream})
+            assert response.status == 408
+            assert "1.5 s" in response.json["error"]["message"]
+        assert served.metrics()["vtx_requests_active"] == 1
+
+
+def test_the_time_that_a_request_waited_counts(tiny_bundle: Path, local: Model) -> None:
+    """An answer that begins late has only what is left."""
+    limits = Limits(seconds=100)
+    engine = Engine("tiny", local, limits)
+    try:
+        asked = prepare(engine, read_request(json.dumps(GOOD).encode(), limits), limits)
+        begun: list[float | None] = []
+        for left in (30.0, -5.0):
+            job = job_of(engine, asked, lambda _: None, time.monotonic() + left)
+            assert job.begin()
+            stream: Any = job.stream
+            begun.append(stream.timeout)
+            job.abandon()
+    finally:
+        engine.scheduler.close()
+    assert begun[0] is not None
+    assert 0 < begun[0] <= 30
+    assert begun[1] == 1e-3, "and none is left"
 
 
 @pytest.mark.parametrize("stream", [True, False])

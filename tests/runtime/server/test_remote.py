@@ -6,8 +6,9 @@ import io
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,33 @@ def test_no_more_than_the_limit_is_read(head: bytes) -> None:
 def test_a_host_that_says_nothing_more_is_given_up(reply: bytes) -> None:
     with answering(reply, keep_open=True) as (connect, _), pytest.raises(Refusal, match="took too long"):
         fetch(IMAGE, 10, 0.2, connect)
+
+
+def test_a_host_that_drips_is_given_up() -> None:
+    """Each byte comes in time, and the image never."""
+    ours, theirs = socket.socketpair()
+    head, given_up = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", threading.Event()
+
+    def drip() -> None:
+        with theirs, suppress(OSError):
+            theirs.recv(4096)
+            theirs.sendall(head)
+            for _ in range(2000):
+                theirs.sendall(b"x")
+                time.sleep(0.005)
+            return
+        given_up.set()
+
+    def connect(_: str, seconds: float) -> socket.socket:
+        ours.settimeout(seconds)
+        return ours
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(Refusal, match="took too long"):
+        fetch(IMAGE, 1 << 20, 0.3, connect)
+    thread.join()
+    assert given_up.is_set(), "and was read to its end"
 
 
 def test_what_is_not_http_is_refused() -> None:

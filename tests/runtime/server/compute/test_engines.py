@@ -141,6 +141,24 @@ def test_conversations_in_use_count_too(local: Model) -> None:
     assert pool.kept_bytes
 
 
+def test_what_is_in_use_leaves_less_room_for_what_is_kept(local: Model) -> None:
+    pool = ConversationPool(local, 1 << 30, MANY)
+    asked(pool, local, "red?", 1)
+    one = pool.kept_bytes
+    pool = ConversationPool(local, int(2.5 * one), MANY)
+    for seed in (1, 2):
+        assert not asked(pool, local, "red?", seed)
+    images = [local.prepare(random_image(1))]
+    messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
+    in_use = pool.lease(images, local.prompt_ids(messages, images))
+    assert in_use.cache_bytes == one, "a kept one"
+    assert not asked(pool, local, "red?", 3), "a third"
+    assert pool.kept_bytes == one, "beside it one is kept, and not two"
+    pool.give_back(in_use)
+    assert pool.kept_bytes == 2 * one
+    assert [asked(pool, local, "red?", seed) for seed in (1, 3)] == [True, True]
+
+
 def test_nothing_is_kept_without_room(local: Model) -> None:
     pool = ConversationPool(local, 0, MANY)
     assert [asked(pool, local, "red?") for _ in range(2)] == [False, False]
