@@ -318,6 +318,13 @@ def test_a_context_just_full_gives_one_token_and_one_more_does_not_fit(bundle: P
             opened.ask("?" * (count + 1))
         two = opened.ask("?" * (count - 1), options=vtx.Options(ignore_eos=True))
         assert (len(two.token_ids), two.stopped) == (2, "context")
+        for limit, stopped in (
+            (1, "length"),
+            (2, "length"),
+            (3, "context"),
+        ):  # room for 2: a limit of 2 is what ends it
+            few = opened.ask("?" * (count - 1), options=vtx.Options(limit, ignore_eos=True))
+            assert (len(few.token_ids), few.stopped) == (min(limit, 2), stopped)
     result = invoke("run", image, "?" * count, "--bundle", bundle, "--ignore-eos")
     assert "context is full" in result.stderr
 

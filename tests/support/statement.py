@@ -133,7 +133,7 @@ class Statement:
     def __init__(self, reference: Reference, clip: Clip | None = None) -> None:
         self._reference, self._clip = reference, clip
         model = reference.model
-        self._tower = getattr(model.model, "vision_tower", None)
+        self._tower = getattr(model.model, "vision_tower", None) or getattr(model.model, "image_tower", None)
         self._projector = getattr(model.model, "multi_modal_projector", None)
         self._decoder, self._head, self._config = reference.decoder, model.lm_head, model.config
 
@@ -213,7 +213,7 @@ class Statement:
             if number == 1 and method.tau is not None:
                 x, places, merged, similarity = _merge_windows(x, places, method.tau)
             states.append(x)
-        first = int(self._config.vision_feature_select_strategy == "default")
+        first = int(getattr(self._config, "vision_feature_select_strategy", "default") == "default")
         features = torch.cat([states[number][first:] for number in wanted], -1)
         given = None if attention is None else attention.tolist()[first:]
         hidden = states[wanted[0]][first:]
@@ -280,7 +280,8 @@ class Statement:
 
     def _feature_layers(self, layers: int) -> list[int]:
         """Numbers of the hidden states that are used; 0 are the embeddings."""
-        named = self._config.vision_feature_layer
+        several = getattr(self._config, "vision_feature_layers", None)  # of VipLLaVA
+        named = several or self._config.vision_feature_layer
         return [n % (layers + 1) for n in ([named] if isinstance(named, int) else named)]
 
     def _class_attention(self, layer: Any, x: Tensor) -> Tensor:
@@ -377,6 +378,8 @@ class Statement:
             proj(y).view(len(y), -1, attend.head_dim).transpose(0, 1)
             for proj in (attend.q_proj, attend.k_proj, attend.v_proj)
         )
+        if hasattr(attend, "q_norm"):  # of each head, before rotation
+            q, k = attend.q_norm(q), attend.k_norm(k)
         each = np.stack(np.broadcast_arrays(*(row.position for row in rows)))
         positions = (
             torch.from_numpy(each).T.reshape(-1, 1, len(rows)) if each.ndim > 1 else torch.from_numpy(each)[None]

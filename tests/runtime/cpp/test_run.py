@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.bundles import IGNORE, copy, cut_output
+from tests.support.bundles import IGNORE, copy, cut_output, write_gate
 from tests.support.cpp import ask, needs_cpp, needs_openvino, run
-from tests.support.exported import THREADS
-from tests.support.tiny import random_image
+from tests.support.exported import THREADS, Models
+from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -254,3 +255,51 @@ def test_a_picture_that_is_damaged_is_refused(model: Model, pictures: list[Path]
         assert b"is damaged and cannot be decoded" in done.stderr
     random_image(1).save(tmp_path / "a.bmp")
     assert b"it reads JPEG and PNG" in run("run", "--bundle", model.bundle.folder, tmp_path / "a.bmp", "red?").stderr
+
+
+def test_a_gate_at_its_threshold_and_just_above_it_decides_as_in_python(
+    tiny_checkpoint: Callable[..., Path], pictures: list[Path], tmp_path: Path
+) -> None:
+    options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",), gates=write_gate(tmp_path, 168))
+    folder = run_export(plan_export(options), tmp_path / "bundle", force=False, report=IGNORE).folder
+    with load(folder, device="cpu", threads=THREADS) as gated, gated.open(pictures[0]) as conversation:
+        [said] = conversation.ask("red?", "auto", max_new_tokens=1).stats.gate or ()
+        for threshold, k in ((said.probability, None), (float(np.nextafter(said.probability, 0)), 3)):
+            assert conversation.ask("red?", "auto", max_new_tokens=1, gate_threshold=threshold).stats.k == k
+            more = ["--k", "auto", "--gate-threshold", repr(threshold), "--max-new-tokens", "1"]
+            [answer] = ask(folder, pictures[0], "red?", *more)
+            assert answer["k"] == k
+
+
+def test_fastv_leaves_29_of_100_tokens_out_at_a_ratio_of_29_percent(models: Models, pictures: list[Path]) -> None:
+    """As a binary fraction 0.29 * 100 is a little less than 29."""
+    model = models(Tiny(image=140), (3, 5), "fp32", ("fastv",))
+    for ratio, left in ((0.29, 71), (0.57, 43)):
+        [answer] = ask(
+            model.bundle.folder,
+            pictures[0],
+            "red?",
+            "--reduce",
+            f"fastv:ratio={ratio}",
+            "--k",
+            "none",
+            "--max-new-tokens",
+            "1",
+        )
+        assert answer["vision_tokens_kept"][1:3] == [100, left]
+
+
+def test_an_answer_ends_for_its_length_before_it_ends_for_the_context(model: Model, pictures: list[Path]) -> None:
+    """Where the limit is just what there is room for, nothing was cut short."""
+    with model.open(pictures[0]) as conversation:
+        for count in range(200, 400):
+            with suppress(ContextError):
+                answer = conversation.ask("?" * count, max_new_tokens=9, ignore_eos=True)
+                if answer.stopped == "context":
+                    break
+    room = len(answer.token_ids)
+    assert 0 < room < 9
+    for limit, stopped in ((room, "length"), (room + 1, "context")):
+        more = ["--max-new-tokens", str(limit), "--ignore-eos"]
+        [found] = ask(model.bundle.folder, pictures[0], "?" * count, *more)
+        assert (len(found["token_ids"]), found["stopped"]) == (room, stopped)

@@ -16,6 +16,7 @@ from vtx.runtime.policies.methods.cdpruner import cosines_of, greedy, scaled
 from vtx.runtime.policies.methods.cls import Cls
 from vtx.runtime.policies.methods.dart import Dart
 from vtx.runtime.policies.methods.fastv import FastV
+from vtx.runtime.policies.methods.gate import Gate
 from vtx.runtime.policies.methods.lsm import Lsm
 from vtx.runtime.policies.methods.mustdrop import MustDrop
 from vtx.runtime.vision.tokens import ImageTokens, Patches, highest, keys, share
@@ -31,6 +32,24 @@ def test_fastv_keeps_the_rows_most_looked_at_and_of_equal_ones_the_earlier() -> 
 def test_fastv_rounds_what_leaves_down(ratio: float, left: int) -> None:
     kept = FastV(2, ratio).keep_mask(boundary(list(range(10))))
     assert (10 if kept is None else int(kept.sum())) == left
+
+
+@pytest.mark.parametrize(
+    ("ratio", "count", "leave"),
+    [(0.29, 100, 29), (0.57, 100, 57), (0.58, 50, 29), (0.07, 100, 7), (1.1e-9, 100, 0), (0.289999, 100, 28)],
+)
+def test_fastv_does_not_round_down_for_the_error_of_binary_fractions(ratio: float, count: int, leave: int) -> None:
+    kept = FastV(2, ratio).keep_mask(boundary(list(range(count))))
+    assert (count if kept is None else int(kept.sum())) == count - leave
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.25, 0.5, 1.0])
+def test_a_gate_fires_above_its_threshold_and_not_at_it(threshold: float) -> None:
+    for probability, fires in ((threshold, False), (np.nextafter(threshold, 2), True), (threshold - 0.01, False)):
+        gate = Gate(lambda *_, p=probability: np.array([1 - p, p]), (3,), threshold)  # type: ignore[misc]
+        kept = gate.keep_mask(boundary([1, 2, 3]))
+        assert (kept is not None) == fires
+        assert kept is None or not kept.any()
 
 
 def test_fastv_asks_for_the_last_row_only() -> None:
