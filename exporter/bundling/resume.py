@@ -23,12 +23,16 @@ def can_resume(folder: Path, key: str) -> bool:
 
 
 def key_of(plan: Plan) -> str:
-    """Equal for two exports that write the same weights and golden vectors from unchanged source files."""
+    """Equal for two exports that write the same weights and golden vectors from unchanged source files.
+
+    A source file is the same by its path, inode, size and time of change, as they were when its header was read, and a
+    checkpoint by some bytes of each tensor. The device's number is left out: it may change when a machine starts again.
+    """
     sources = []
     for file in plan.weights.files:
-        status = file.source.stat()
+        source = file.entries[0].source.identity
         header = hashlib.sha256(file.header or b"").hexdigest()
-        sources.append([file.name, str(file.source), status.st_size, status.st_mtime_ns, header])
+        sources.append([file.name, str(file.source), source and source[1:], header])
     options = replace(plan.options, retain=None, aware=None)  # the first settles the manifest only
     aware = plan.options.aware.digest() if plan.options.aware else None
     tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None

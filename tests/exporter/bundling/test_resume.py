@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,19 @@ def test_a_tensor_that_was_damaged_meanwhile_is_written_again(tiny_checkpoint: M
 
 @pytest.mark.parametrize(
     "change",
-    ["precision", "k", "gates", "source", "shard", "config", "template", "context", "reduction", "journal"],
+    [
+        "precision",
+        "k",
+        "gates",
+        "source",
+        "shard",
+        "shard of the old time",
+        "config",
+        "template",
+        "context",
+        "reduction",
+        "journal",
+    ],
 )
 def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
     tiny_checkpoint: Make, tmp_path: Path, change: str
@@ -120,6 +133,12 @@ def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
         case "shard":  # of the same size, and where no fingerprint looks
             largest = max(read_header(shard).tensors.values(), key=lambda info: info.nbytes)
             bundles.flip(shard, largest.offset + 8)
+        case "shard of the old time":  # as a copy that keeps times makes it
+            status, largest = shard.stat(), max(read_header(shard).tensors.values(), key=lambda info: info.nbytes)
+            shutil.copy(shard, shard.with_suffix(".new"))
+            bundles.flip(shard.with_suffix(".new"), largest.offset + 8)
+            os.utime(shard.with_suffix(".new"), ns=(status.st_atime_ns, status.st_mtime_ns))
+            shard.with_suffix(".new").replace(shard)
         case "config":
             config.write_text(re.sub(r'("rms_norm_eps": )[^,]*', r"\g<1>0.5", config.read_text()))
         case "template":

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.support import bundles
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.prepare import ExportOptions, plan_export
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.files import Folder
 from vtx.runtime.errors import BundleError, CheckpointError, VtxError
 
 SETTINGS = [
@@ -146,6 +148,29 @@ def test_a_file_that_changes_while_a_library_reads_it_is_told(folder: Path, grap
 
     with pytest.raises(BundleError, match=f"{name} was replaced or written to"), opened.lent("embed.ort.onnx"):
         change()
+
+
+@pytest.mark.parametrize("part", ["file", "folder"])
+def test_a_link_swapped_in_between_resolving_and_opening_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    inside, outside = tmp_path / "bundle" / "weights", tmp_path / "outside"
+    for place in (inside, outside):
+        place.mkdir(parents=True)
+        (place / "secret").write_text(place.name)
+    real = os.path.realpath
+
+    def then_swap(path: Any, *, strict: bool = False) -> str:
+        found = real(path, strict=strict)
+        if str(path).endswith("secret") and not inside.is_symlink():
+            victim = inside / "secret" if part == "file" else inside
+            victim.rename(tmp_path / "moved")
+            victim.symlink_to(outside / "secret" if part == "file" else outside)
+        return found
+
+    monkeypatch.setattr(os.path, "realpath", then_swap)
+    with pytest.raises(BundleError, match="weights/secret"):
+        Folder(tmp_path / "bundle", "bundle", BundleError, "export again").open("weights/secret")
 
 
 def test_content_altered_after_the_check_is_not_used(folder: Path) -> None:
