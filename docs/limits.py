@@ -115,6 +115,7 @@ TABLES = [
         ("Area of a frame", "runtime.vision.limits", "MAX_FRAME_PIXELS", "pixels"),
         ("Frames that are sampled", "runtime.vision.limits", "MAX_SAMPLED_FRAMES", "frames"),
         ("Tokens of a frame", "runtime.vision.layouts.frames", "MAX_FRAME_TOKENS", "tokens"),
+        ("Text of a prompt between two frames", "runtime.vision.layouts.frames", "MAX_BETWEEN", "characters"),
         ("The process that decodes: its time", "runtime.vision.limits", "MAX_VIDEO_DECODE_SECONDS", "seconds"),
         ("Its threads", "runtime.vision.video_child", "MAX_THREADS", "threads"),
         ("Its address space", "runtime.vision.limits", "MAX_VIDEO_MEMORY", "bytes"),

@@ -202,15 +202,18 @@ Python a video is also an array of frames ([API](api.md)).
 
 - Files are decoded in a child process with limits of memory and time, without network or files of its own
   ([SECURITY.md](../SECURITY.md#confined-child-processes)). It costs 0.1 s of processor time a video.
-- Frames are sampled evenly from the first to the last, as Video-LLaVA's own code does it: of n, frame i of N is
-  `int(i * (n - 1) / (N - 1))`. N is the model's (above) unless `--frames N` (`vtx.video(..., frames=N)`) says
+- Frames are sampled evenly from the first to the last, as Video-LLaVA's own code does it (VILA's below): of n, frame
+  i of N is `int(i * (n - 1) / (N - 1))`. N is the model's (above) unless `--frames N` (`vtx.video(..., frames=N)`) says
   another; of shorter videos frames are taken twice. Frames are turned upright as their file says, and prepared by
   Pillow: within a level of 255 of transformers, which resizes tensors.
 - **Video-LLaVA** has a tower for images and one for videos, whose frames keep the class token: 257 tokens each.
   **LLaVA-NeXT-Video** averages 2 x 2 patches of a frame before the projector, **LLaVA-OneVision** shrinks a frame's
-  tokens after it, and ends a video with a newline. Token ids and logits equal transformers' on the same pixels for
-  one video, two, and an image with a video, and the plain statement of VTW at two K *(run on a CPU, random models of
-  eight layers: `tests/runtime/session/test_videos.py`)*.
+  tokens after it, and ends a video with a newline. **VILA 1.5** sees frames as images, with a line break of the
+  prompt after each. Its frames are sampled as its code does it, up to the one before the last,
+  `int(i * (n - 2) / (N - 1))`, and a video of fewer than N frames begins with black ones of its size. Token ids and
+  logits equal transformers' on the same pixels for one video, two, and an image with a video, and the plain statement
+  of VTW at two K *(run on a CPU, random models of eight layers: `tests/runtime/session/test_videos.py`)*; VILA's
+  equal those of its frames stated as images (`test_vila.py`).
 - At K every frame of every video leaves, class tokens and the newline too. In a prompt's ids a video's tokens stand
   as image tokens.
 - `fastv`, `cdpruner` and `dart` rank the tokens of all frames together. What looks at patches (`cls`, `mustdrop` with
@@ -285,7 +288,8 @@ models of eight layers: `tests/runtime/session/test_internvl_chat.py`)*.
 `vision_tower`, `mm_projector`), each a checkpoint. Built are SigLIP towers with the projector `mlp_downsample`: 27 x 27
 patches, with a row and a column of zeros, become 14 x 14 tokens of four patches each, which stand column by column. An
 image is stretched to the tower's square, or padded to one. Prompts, the tokenizer and pickled weights are as for
-original LLaVA. Videos, several scales (`s2`), other projectors, InternViT and RADIO towers, and decoders without a
+original LLaVA. A video is `num_video_frames` frames, 8 where `config.json` does not say, of 196 tokens each
+([videos](#videos)). Several scales (`s2`), other projectors, InternViT and RADIO towers, and decoders without a
 `tokenizer.model` are refused by name. Logits and ids equal transformers' decoder and tower around a plain statement of
 the projector, at K = none and two K *(run, random models of eight layers: `tests/runtime/session/test_vila.py`)*.
 

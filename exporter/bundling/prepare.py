@@ -232,8 +232,10 @@ def _check_side(settings: ImageSettings, config: ModelConfig, kind: str) -> None
 
 def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> VideoSpec | None:
     """How the checkpoint sees videos, where it does."""
-    if config.video is None or family.video_processor is None:
+    if config.video is None:
         return None
+    if family.video_processor is None:  # frames are images
+        return VideoSpec(spec_of(config.video.layout), _image_settings(checkpoint, config), config.frames is not None)
     settings, frames = read_video_settings(checkpoint.folder, family.video_processor, family.processors)
     _check_side(settings, config, "video")
     layout = config.video.layout if frames is None else replace(config.video.layout, frames=frames)

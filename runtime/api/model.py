@@ -336,11 +336,12 @@ class Model:
             sizes.append(frame.size)
             return preprocess(frame, settings)
 
-        views = np.stack(load_frames(video, video.frames or layout.frames, prepared))
+        views = np.stack(load_frames(video, video.frames or layout.frames, prepared, padded=layout.padded))
         note_discarded(*sizes[0], settings)
         key = f"{hashlib.sha256(views.tobytes()).hexdigest()} of a video"
         arrange = partial(layout.arrange, newline=self._newline)
-        return PreparedImage(views, key, layout.count(len(views)), sizes[0], arrange, "video")
+        marked = layout.marked(len(views))
+        return PreparedImage(views, key, layout.count(len(views)), sizes[0], arrange, "video", marked)
 
     def prepare(self, source: ImageSource, fit: str | None = None, *, among: int = 1) -> PreparedImage:
         """Read and preprocess an image that is one of `among` images in a prompt."""
@@ -394,7 +395,7 @@ class Model:
 
     def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:
         layout = self.layout.limited(max_tiles).among(sum(image.kind == "image" for image in images))
-        counts = (image.tokens if image.kind == "video" else placed(layout, *image.size) for image in images)
+        counts = (image.placed if image.kind == "video" else placed(layout, *image.size) for image in images)
         return text + sum(map(self.text.size, counts)) < self.manifest.max_context
 
     def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:

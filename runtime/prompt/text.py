@@ -126,7 +126,7 @@ class Text:
         Raises as `prompt` does.
         """
         kinds = check_messages(messages)
-        if len({*kinds}) < 2:
+        if len({*kinds}) < 2 or len({*self._pictures}) < 2:
             return [*range(len(kinds))]
         ids = self._ids(messages, add_generation_prompt=True)
         self._check_printed(ids, kinds)
@@ -158,11 +158,13 @@ class Text:
         settings = self.settings
         if settings.video_token_id is None and "video" in kinds:
             raise RequestError("this model takes no videos; leave the video out, or give its frames as images")
+        shared = settings.video_token_id == settings.image_token_id
         for kind, token, id in (
             ("image", settings.image_token, settings.image_token_id),
-            ("video", settings.video_token, settings.video_token_id),
+            ("video", settings.video_token, None if shared else settings.video_token_id),
         ):
-            printed, wanted = int((ids == id).sum()) if id is not None else 0, kinds.count(kind)
+            printed = int((ids == id).sum()) if id is not None else 0
+            wanted = len(kinds) if shared and kind == "image" else 0 if shared else kinds.count(kind)
             if printed != wanted:
                 raise TemplateError(
                     f"the chat template prints {token} {printed} times for {wanted} {kind}s; "

@@ -98,9 +98,16 @@ def container(head: bytes) -> str | None:
 
 
 def load_frames(
-    given: Video, wanted: int, prepare: Callable[[Image.Image], T], stopped: Callable[[], bool] | None = None
+    given: Video,
+    wanted: int,
+    prepare: Callable[[Image.Image], T],
+    stopped: Callable[[], bool] | None = None,
+    *,
+    padded: bool = False,
 ) -> list[T]:
     """What `prepare` makes of each of the `wanted` sampled frames. Once `stopped` says so, reading a file ends.
+
+    `padded` as `sampled` has it.
 
     Raises:
         ImageError: not a video, damaged, or beyond a limit (`limits.py`).
@@ -117,10 +124,12 @@ def load_frames(
             )
         if (height := frames.shape[1]) * (width := frames.shape[2]) > MAX_FRAME_PIXELS:
             raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
-        chosen = {at: prepare(Image.fromarray(frames[at])) for at in {*sampled(len(frames), wanted)}}
-        return [chosen[at] for at in sampled(len(frames), wanted)]
+        places = sampled(len(frames), wanted, padded=padded)
+        black = np.zeros_like(frames[0])
+        chosen = {at: prepare(Image.fromarray(frames[at] if at >= 0 else black)) for at in sorted({*places})}
+        return [chosen[at] for at in places]
     with _opened(given.source) as (name, file):
-        return _decoded(name, file, wanted, prepare, stopped)
+        return _decoded(name, file, wanted, prepare, stopped, padded=padded)
 
 
 @contextmanager
@@ -161,7 +170,13 @@ def _in_memory(content: bytes | bytearray | memoryview) -> BinaryIO:
 
 
 def _decoded(
-    name: str, file: BinaryIO, wanted: int, prepare: Callable[[Image.Image], T], stopped: Callable[[], bool] | None
+    name: str,
+    file: BinaryIO,
+    wanted: int,
+    prepare: Callable[[Image.Image], T],
+    stopped: Callable[[], bool] | None,
+    *,
+    padded: bool,
 ) -> list[T]:
     kind = container(file.read(HEAD_BYTES))
     if kind is None:
@@ -175,11 +190,13 @@ def _decoded(
         if not whole or min(width, height) < 1 or 3 * width * height != len(pixels) or len(found) > 2 * wanted:
             raise _nonsense(name)
         image = np.rot90(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), turns)
+        if padded and -1 not in found:
+            found[-1] = prepare(Image.new("RGB", (image.shape[1], image.shape[0])))
         found[number] = prepare(Image.fromarray(np.ascontiguousarray(image)))
 
     request = {
-        "name": name, "container": kind, "wanted": wanted, "codecs": CODECS, "seconds": MAX_VIDEO_SECONDS,
-        "frames": MAX_VIDEO_FRAMES, "pixels": MAX_FRAME_PIXELS,
+        "name": name, "container": kind, "wanted": wanted, "padded": padded, "codecs": CODECS,
+        "seconds": MAX_VIDEO_SECONDS, "frames": MAX_VIDEO_FRAMES, "pixels": MAX_FRAME_PIXELS,
     }  # fmt: skip
     result = confine(
         CHILD,

@@ -20,12 +20,18 @@ MAX_THREADS = 4  # each has frames of its own in memory
 Frames = Generator[tuple[dict[str, Any], list[Any]], None, dict[str, list[int]]]
 
 
-def sampled(count: int, wanted: int) -> list[int]:
-    """Which of `count` frames are taken: evenly from the first to the last, rounded down; of few frames some twice."""
+def sampled(count: int, wanted: int, *, padded: bool = False) -> list[int]:
+    """Which of `count` frames are taken: evenly from the first to the last, rounded down; of few frames some twice.
+
+    `padded`: up to the one before the last; of too few frames all, behind black ones, whose number is -1.
+    """
+    if padded and count < wanted:
+        return [-1] * (wanted - count) + [*range(count)]
     if wanted == 1:
         return [0]
-    step = (count - 1) / (wanted - 1)
-    return [*(int(number * step) for number in range(wanted - 1)), count - 1]
+    last = count - 1 - padded
+    step = last / (wanted - 1)
+    return [*(int(number * step) for number in range(wanted - 1)), last]
 
 
 def frames_of(request: dict[str, Any]) -> Frames:
@@ -41,10 +47,10 @@ def frames_of(request: dict[str, Any]) -> Frames:
     """
     file = _File(request)
     count = file.count()
-    places = sampled(count, request["wanted"])
+    places = sampled(count, request["wanted"], padded=request["padded"])
     decoded = yield from file.decode(places)
     if decoded < count and places[-1] >= decoded:  # more packets than pictures, as some codecs have
-        places = sampled(decoded, request["wanted"])
+        places = sampled(decoded, request["wanted"], padded=request["padded"])
         yield from file.decode(places)
     return {"places": places}
 

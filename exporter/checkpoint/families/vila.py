@@ -1,4 +1,7 @@
-"""VILA 1.5 in its authors' layout: decoder, tower and projector in folders of their own, images in one piece."""
+"""VILA 1.5 in its authors' layout: decoder, tower and projector in folders of their own, images in one piece.
+
+The frames of a video are images, each with a line break behind it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, VisionConfig
 from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID, padding, trained_length
 from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
 from vtx.exporter.checkpoint.family.processors import ONE_PIECE
 from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.single import Single
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
+FRAMES = 8  # of a video, where the configuration does not say
 SHUFFLE = 2  # patches a side of a token's square, in a projector that downsamples
 NORM_EPS = 1e-5  # of the projector's norm: no setting
 LLM, TOWER, PROJECTOR = "llm", "vision_tower", "mm_projector"
@@ -45,11 +51,18 @@ def _read(config: Config) -> ModelConfig:
         "image_token_index": IMAGE_TOKEN_ID,
         "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
     }
+    frames = config.get("num_video_frames", FRAMES)
+    if type(frames) is not int or not 1 <= frames <= MAX_SAMPLED_FRAMES:
+        raise CheckpointError(
+            f"config.json: num_video_frames is {frames!r:.40}; it must be a whole number from 1 to {MAX_SAMPLED_FRAMES}"
+        )
     model = read_llava_like(shaped, "LlavaConfig", _layout)
+    video = Frames(frames, _tokens(model.vision), between="\n", padded=True)
     if model.vision.class_token:
         raise UnsupportedModelError("a VILA model with a CLIP tower is not supported; vtx exports those with SigLIP")
     return replace(
         model,
+        video=VideoConfig(IMAGE_TOKEN_ID, video, model.select),
         text=replace(model.text, max_positions=min(model.text.max_positions, trained_length(text))),
         vision=replace(model.vision, shuffle=SHUFFLE, shuffle_by_columns=True),
         projector_norm_eps=NORM_EPS,
@@ -64,7 +77,12 @@ def _part(config: Config, name: str) -> Config:
 
 
 def _layout(parsed: Any, vision: VisionConfig, select: str) -> Single:
-    return Single((-(-vision.grid // SHUFFLE)) ** 2)
+    return Single(_tokens(vision))
+
+
+def _tokens(vision: VisionConfig) -> int:
+    """Of an image, or of a frame."""
+    return (-(-vision.grid // SHUFFLE)) ** 2
 
 
 def _processor(config: Config, tower: Config) -> Config:

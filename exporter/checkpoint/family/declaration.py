@@ -38,7 +38,7 @@ class Family:
 
     `read` makes of `config.json` what the graphs need. `processors` are the image processors it may have, `tensors`
     pairs of a pattern and what it becomes in canonical names, for names that other families do not have.
-    `video_processor` prepares the frames of videos, where the family takes them.
+    `video_processor` prepares the frames of videos, where the family takes them and they are not images to it.
     `adjust` adds what the image processor's file says, `template` what transformers' processor does to a prompt beside
     the chat template. `seg_token` stands for a segment of the image, whose state answers give out. A family with an
     `original` layout, its authors', is recognised by its `architecture` alone.

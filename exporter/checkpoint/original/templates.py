@@ -14,7 +14,7 @@ _LLAMA_2 = (
     "provides, and assist the user with a variety of tasks using natural language."
 )
 _TEXTS = "{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
-_IMAGES = "{% for part in m['content'] if part['type'] == 'image' %}{{ image_token }}\n{% endfor %}"
+_IMAGES = "{% for part in m['content'] if part['type'] != 'text' %}{{ image_token }}\n{% endfor %}"
 _NO_SYSTEM, _END = "{% if messages[0]['role'] != 'system' %}", "{% endif %}"
 
 

@@ -100,7 +100,7 @@ class TextSettings:
     no_forms: str | None
     """Why there are no forms."""
     video_token: str | None = later(None)
-    """What the template prints for a video; null where the model takes none."""
+    """What the template prints for a video, the image token where its frames are images; null where it takes none."""
     video_token_id: int | None = later(None)
     seg_token_id: int | None = later(None)
     """The token that stands for a segment of the image; answers give out the state that chose it. Null: none does."""
@@ -115,11 +115,10 @@ class TextSettings:
             _require(isinstance(ids, tuple) and all(map(_is_id, ids)), name, "a list of ids")
         _require(isinstance(self.add_special_tokens, bool), "add_special_tokens", "true or false")
         for_video = self.video_token is None if self.video_token_id is None else self.video_token is not None
-        sound = self.video_token_id is None or (
-            _is_id(self.video_token_id) and self.video_token_id != self.image_token_id
-        )
+        shared = (self.video_token_id == self.image_token_id) == (self.video_token == self.image_token)
+        sound = self.video_token_id is None or (_is_id(self.video_token_id) and shared)
         _require(
-            for_video and sound, "video_token_id", "another id than the image token's, beside video_token, or null"
+            for_video and sound, "video_token_id", "the id of video_token, as of image_token if that is it, or null"
         )
         _require(self.seg_token_id is None or _is_id(self.seg_token_id), "seg_token_id", "an id or null")
         control = self.control_tokens

@@ -1,4 +1,4 @@
-"""Some frames of a video, each one view of the same number of tokens: Video-LLaVA, LLaVA-NeXT-Video, LLaVA-OneVision.
+"""Some frames of a video, each one view of the same number of tokens: Video-LLaVA, LLaVA-NeXT-Video and others.
 
 The tokens stand frame by frame.
 """
@@ -13,9 +13,10 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import later
 from vtx.runtime.vision.bilinear import nearest, resized
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, joined
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, MarkedImage, joined
 
 MAX_FRAME_TOKENS = 1 << 16
+MAX_BETWEEN = 64  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +24,24 @@ class Frames:
     """`frames` of a video unless more or fewer are asked for, and `tokens` of each as its graph gives them.
 
     `halved`: these form a square, which is shrunk bilinearly to half its side, rounded up. `newline`: one learned
-    newline ends the video.
+    newline ends the video. `between`: text of the prompt between two frames. `padded`: frames are sampled up to the one
+    before the last, and a video with fewer begins with black ones.
     """
 
     frames: int
     tokens: int
     halved: bool = later(False)
     newline: bool = later(False)
+    between: str = later("")
+    padded: bool = later(False)
 
     def __post_init__(self) -> None:
         sound = 1 <= self.frames <= MAX_SAMPLED_FRAMES and 1 <= self.tokens <= MAX_FRAME_TOKENS
+        if len(self.between) > MAX_BETWEEN:
+            raise BundleError(
+                f"layout 'frames' has {len(self.between)} characters between frames, the limit is {MAX_BETWEEN}; "
+                "export the bundle again"
+            )
         if not sound or (self.halved and math.isqrt(self.tokens) ** 2 != self.tokens):
             raise BundleError(
                 f"layout 'frames' has {self.frames} frames of {self.tokens} tokens; it needs 1 to "
@@ -55,6 +64,12 @@ class Frames:
     def count(self, frames: int) -> int:
         """Tokens of so many frames."""
         return frames * (self._half**2 if self.halved else self.tokens) + self.newline
+
+    def marked(self, frames: int) -> MarkedImage | None:
+        """The prompt's text among the tokens of so many frames; None where there is none."""
+        if not self.between:
+            return None
+        return MarkedImage((self.count(1),) * frames, ("", *[self.between] * (frames - 1), ""))
 
     def arrange(self, views: Sequence[ImageTokens], newline: HiddenStates) -> ImageTokens:
         """The tokens of a video from those of its frames; `newline` [1, hidden], [0, hidden] if none."""

@@ -92,6 +92,10 @@ def test_frames_are_sampled_from_the_first_to_the_last() -> None:
     assert sampled(30, 8) == [0, 4, 8, 12, 16, 20, 24, 29]
     assert sampled(100, 1) == [0]
     assert sampled(3, 8) == [0, 0, 0, 0, 1, 1, 1, 2]
+    assert sampled(30, 8, padded=True) == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert sampled(8, 8, padded=True) == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert sampled(3, 5, padded=True) == [-1, -1, 0, 1, 2]
+    assert sampled(1, 1, padded=True) == [0]
     taken = load_frames(Video(WIDE), 8, np.asarray)
     assert all((frame == WIDE[place]).all() for frame, place in zip(taken, sampled(30, 8), strict=True))
 

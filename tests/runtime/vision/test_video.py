@@ -59,6 +59,15 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("video") / "clip.mp4")
 
 
+def test_a_short_file_begins_with_black_frames_where_the_layout_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "short.mp4", frames=5, top=100)
+    seen = load_frames(Video(path), 8, lambda frame: (frame.size, float(np.asarray(frame).mean())), padded=True)
+    assert [size for size, _ in seen] == [(64, 48)] * 8
+    assert [level for _, level in seen] == pytest.approx([0, 0, 0, 50, 52, 54, 56, 58], abs=4)
+    long = load_frames(Video(write(tmp_path / "long.mp4")), 8, lambda f: float(np.asarray(f).mean()), padded=True)
+    assert long == pytest.approx([2 * place for place in sampled(FRAMES, 8, padded=True)], abs=4)
+
+
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
 def test_the_sampled_frames_are_read(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)

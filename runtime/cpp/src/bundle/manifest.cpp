@@ -232,8 +232,9 @@ TextSettings read_text(const Json& value) {
   if (fields.has("video_token")) t.video_token = fields.text_or_null("video_token");
   if (fields.has("video_token_id") && !fields.get("video_token_id").is_null())
     t.video_token_id = fields.whole("video_token_id", 0, names::kMaxId);
-  if (t.video_token.has_value() != t.video_token_id.has_value() || t.video_token_id == t.image_token_id)
-    fields.wrong<int>("video_token_id", "another id than the image token's, beside video_token, or null");
+  if (t.video_token.has_value() != t.video_token_id.has_value() ||
+      (t.video_token_id == t.image_token_id) != (t.video_token == t.image_token))
+    fields.wrong<int>("video_token_id", "the id of video_token, as of image_token if that is it, or null");
   if (fields.has("seg_token_id") && !fields.get("seg_token_id").is_null())
     t.seg_token_id = fields.whole("seg_token_id", 0, names::kMaxId);
   t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
