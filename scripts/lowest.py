@@ -132,7 +132,7 @@ def _export(out: Path, *options: str) -> Path:
 
 
 def _vtx(python: Path, command: str, *words: str) -> str:
-    script = f"import sys; sys.argv[0] = 'vtx-{command}'; from vtx.cli import {command}; {command}()"
+    script = f"import sys; sys.argv[0] = 'vtx-{command}'; from vtx.start import {command}; {command}()"
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([str(python), "-c", script, *words], env=env, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -49,8 +49,12 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
         if not obstacle:
             return DeviceChoice(name, compute or ENGINES[name].compute[0], "; ".join([why, *obstacles.values()]))
         obstacles[name] = obstacle
-    able = [obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)]
-    raise DeviceError((able or list(obstacles.values()))[0])
+    able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
+    first, obstacle = next(iter((able or obstacles).items()))
+    cpu = [able[name] for name in able if name not in GPU_DEVICES]
+    if first in GPU_DEVICES and cpu and find_gpu() is None:  # no package makes a GPU
+        raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
+    raise DeviceError(obstacle)
 
 
 def _by_merit(bundle: Bundle) -> list[tuple[str, str]]:

@@ -17,9 +17,9 @@ from typing import Any
 import click
 
 from vtx.runtime.errors import VtxError, printable
+from vtx.runtime.interrupts import INTERRUPTED, Interruptible
 from vtx.runtime.process import leave_on_success, own_process, succeed
 
-INTERRUPTED = 130
 COLUMN_GAP = 3  # of blanks
 
 
@@ -52,6 +52,13 @@ class Command(Program):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            with Interruptible():
+                return self._invoke(ctx)
+        except KeyboardInterrupt:
+            _fail(ctx, "interrupted", INTERRUPTED)
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # a full disk is told here, and not by the interpreter at its end
             return result
@@ -62,8 +69,6 @@ class Command(Program):
             _fail(ctx, f"cannot write the output ({e.strerror or e})", 1)
         except VtxError as e:
             _fail(ctx, " ".join(str(e).split()), 1)
-        except KeyboardInterrupt:
-            _fail(ctx, "interrupted", INTERRUPTED)
         except MemoryError:
             _fail(ctx, "out of memory; use a smaller precision, a smaller --max-context, or another machine", 1)
 

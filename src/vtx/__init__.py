@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as typing has it, whose import would be the larger part of this one
 if TYPE_CHECKING:
+    from typing import Any
+
     from vtx.exporter.python import export as export
     from vtx.runtime.api.answer import Answer as Answer
     from vtx.runtime.api.answer import Stats as Stats
@@ -72,6 +72,8 @@ __all__ = [*sorted(_HOMES), "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'vtx' has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(f"vtx.{_HOMES[name]}"), name)
 
 

@@ -53,7 +53,7 @@ HEAVY = EXPORTING | {
     "h11",
     "tokenizers",
 }
-SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.cli:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.start:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 
 def loaded_by(code: str) -> set[str]:

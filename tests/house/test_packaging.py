@@ -40,7 +40,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_file_of_the_linked_folders_and_nothing_else(wheel: Path) -> None:
-    expected = {"vtx/__init__.py", "vtx/cli.py", "vtx/py.typed"}
+    expected = {"vtx/__init__.py", "vtx/cli.py", "vtx/py.typed", "vtx/start.py"}
     for name in ("exporter", "profiles", "runtime"):
         for path in (ROOT / name).rglob("*"):
             if path.suffix in (".py", ".toml") or path.parent.name in ("demo_model", "page"):

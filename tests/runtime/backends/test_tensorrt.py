@@ -21,6 +21,7 @@ from vtx.exporter.tensorrt.releases import TENSORRT, Release
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint
@@ -458,3 +459,19 @@ def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_othe
     model = load(exported, threads=THREADS)
     assert model.backend.device == "cpu"
     assert "no NVIDIA GPU answers here" in model.why
+
+
+def test_where_nothing_is_installed_the_package_is_named_that_answers_here(
+    exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages for engines help where there is a GPU, and nowhere else."""
+    bundle = Bundle.open(exported)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_spec", lambda _: None)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: None)
+    with pytest.raises(DeviceError, match=r'onnxruntime is not installed; pip install "vtx-edge\[cpu\]"') as refused:
+        choose(bundle)
+    assert "rtx" not in str(refused.value)
+    assert "there is none here" in str(refused.value)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: CARD)
+    with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[rtx\]"'):
+        choose(bundle)
