@@ -98,7 +98,7 @@ class ImageTokens:
     idle: int = 0
     offsets: Ids | None = None
     span: int | None = None
-    derived: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    derived: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, outputs: Mapping[str, NDArray[Any]]) -> ImageTokens:

@@ -266,7 +266,7 @@ class Statement:
             raw = {"none": lambda: None, "tower": lambda: self._by_clip(image.hidden, asked)}.get(
                 kind, lambda: torch.cosine_similarity(image.rows.double(), question.double()[None], dim=-1)
             )
-            return image.take(_cdpruner(image.rows, raw(), count))
+            return image.take(cdpruner(image.rows, raw(), count))
         if method.dart is not None and not method.dart[1]:
             kept = _dart_before(image.rows, embedded, *(method.dart[i] for i in (0, 2, 3)))
             return image.take(kept) if image.offsets else replace(image.take(kept), offsets=kept, span=len(image.rows))
@@ -446,19 +446,24 @@ def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method:
     return kept
 
 
-def _cdpruner(x: Tensor, raw: Tensor | None, count: int) -> list[int]:
-    """CDPruner: one by one the row that makes the determinant of the kernel over the rows chosen so far largest."""
+def cdpruner(x: Tensor, raw: Tensor | None, count: int) -> list[int]:
+    """CDPruner: one by one the row that makes the determinant of the kernel over the rows chosen so far largest.
+
+    A row multiplies it by what is left of the row's own entry once the chosen rows are accounted for (Schur).
+    """
     x = x.double()
     relevance = torch.ones(len(x), dtype=torch.float64)
     if raw is not None:
         relevance = (raw - raw.min() + 1e-6) / (raw.max() - raw.min())
-    cosines = torch.cosine_similarity(x[:, None], x[None], dim=-1)
-    kernel = torch.diag(relevance) @ cosines.fill_diagonal_(1) @ torch.diag(relevance)
+    unit = x / x.norm(dim=-1, keepdim=True)
+    cosines = (unit @ unit.T).fill_diagonal_(1).float().double()  # kept with the image, to float32
+    kernel = torch.diag(relevance) @ cosines @ torch.diag(relevance)
     chosen: list[int] = []
     while len(chosen) < count:
-        rest = [i for i in range(len(x)) if i not in chosen]
-        gains = [float(torch.logdet(kernel[[*chosen, i]][:, [*chosen, i]])) for i in rest]
-        chosen.append(rest[gains.index(max(gains))])
+        beside = kernel[chosen]
+        gains = kernel.diagonal() - (beside * torch.linalg.solve(beside[:, chosen], beside)).sum(0)
+        gains[chosen] = -math.inf
+        chosen.append(int(gains.argmax()))
     return sorted(chosen)
 
 

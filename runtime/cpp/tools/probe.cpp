@@ -9,10 +9,16 @@
 //   stage BUNDLE DEVICE[:COMPUTE] N [ROW...]  hidden states on stdin through stage N (from 0), of which those ROWs are asked
 //                             for or all, and the last one once more as the next token; their hidden states on stdout
 //   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
+//   select SPEC TOKENS WIDTH CLIP QUESTIONS  what a method without layers selects of one image, question after question: on
+//                             stdin its tokens, their patches [TOKENS, CLIP] and of each question its mean input embedding
+//                             and CLIP's; a line each: what is kept, and the processor's milliseconds. Where cosines
+//                             [TOKENS, TOKENS] follow on stdin, the last question finds them instead of those kept
+//   turns                     positions of pivots on stdin, a JSON array a line; in which order DART's code takes them
 //   specs                     specs on stdin, one a line; the canonical one, or the error
 //   parse KIND FILE           reads a manifest, safetensors, tokenizer, forms or image file; prints ok or the error
 //   fuzz KIND COUNT SEED FILE...  the same for COUNT altered copies of the files
 #include <cstring>
+#include <ctime>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -25,6 +31,7 @@
 #include "bundle/bundle.hpp"
 #include "bundle/sha256.hpp"
 #include "bundle/sha256_blocks.hpp"
+#include "policies/methods/reductions.hpp"
 #include "policies/policy.hpp"
 #include "session/random.hpp"
 #include "tools/parse.hpp"
@@ -128,6 +135,45 @@ void sha256() {
   }
 }
 
+void select(char** values) {
+  std::vector<MethodPtr> parts = parse_spec(values[0]);
+  std::shared_ptr<const Entry> entry = parts.at(0)->entry();
+  size_t tokens = std::stoul(values[1]), width = std::stoul(values[2]), clip = std::stoul(values[3]);
+  auto rows_of = [](size_t count, size_t wide) {
+    Rows out(count, wide);
+    std::cin.read(reinterpret_cast<char*>(out.data.data()), static_cast<std::streamsize>(out.data.size() * sizeof(float)));
+    return out;
+  };
+  ImageTokens image;
+  image.rows = rows_of(tokens, width);
+  image.patches.clip = rows_of(tokens, clip);
+  std::vector<PromptText> questions(std::stoul(values[4]));
+  for (PromptText& question : questions)
+    question.ids = {0}, question.after = {1}, question.hidden = rows_of(1, width), question.embeddings = rows_of(1, clip);
+  bool replaces = std::cin.peek() != std::istream::traits_type::eof();
+  for (const PromptText& question : questions) {
+    if (replaces && &question == &questions.back())
+      image.likeness = std::make_shared<Likeness>(Likeness{image.likeness->lengths, rows_of(tokens, tokens).data});
+    std::clock_t start = std::clock();
+    std::optional<Ids> kept = entry->select(image, &question);
+    double ms = 1000.0 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+    Json::Array shown;
+    for (int64_t token : kept.value_or(Ids{})) shown.push_back(token);
+    std::cout << Json(Json::Object{{"kept", shown}, {"ms", ms}}).dump() << "\n";
+  }
+}
+
+void turns() {
+  for (std::string line; std::getline(std::cin, line);) {
+    Ids positions;
+    Json given = parse_json(line, "stdin", Kind::request);
+    for (const Json& position : *given.array()) positions.push_back(*position.integer());
+    Json::Array shown;
+    for (int64_t position : set_order(positions)) shown.push_back(position);
+    std::cout << Json(shown).dump() << "\n";
+  }
+}
+
 void specs() {
   for (std::string line; std::getline(std::cin, line);) {
     try {
@@ -184,6 +230,10 @@ int main(int count, char** values) {
       picture(values[2]);
     else if (mode == "cache" && count == 5)
       SlotMemory(std::stoul(values[2]), std::stoul(values[3]), std::stoul(values[4])), std::cout << "ok\n";
+    else if (mode == "select" && count == 7)
+      select(values + 2);
+    else if (mode == "turns")
+      turns();
     else if (mode == "specs")
       specs();
     else if (mode == "sha256")

@@ -15,8 +15,10 @@ from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 Floats = NDArray[np.float32]
+Exact = NDArray[np.float64]
 COSINES, LENGTHS = "cosines", "lengths"  # of an image's tokens: they serve every question
-OFFSET = np.float32(1e-6)  # of the least relevant token, as in the released code
+OFFSET = 1e-6  # of the least relevant token, as in the released code
+NOISE = 1e-10  # relative: what differs by less is equal
 
 
 @reduction("cdpruner")
@@ -30,6 +32,10 @@ class CDPruner(Reduction, Entry):
     space, its sign turned; of a text in several segments the mean. Presets set it. text=none leaves relevance out, so
     that every question shares one choice. `keep` is a share up to 1, rounded up, or a number of tokens. Tokens enter in
     the order they have, at positions without gaps.
+
+    Hundreds of picks stand on each other, and gains often lie within a millionth: sums of float32, whose last bits
+    depend on the library, would choose among them. So all of it is float64, but for the cosines, which are kept with
+    the image and rounded to float32. libvtx computes the same, and both runtimes choose alike.
     """
 
     keep: float = 0.25
@@ -62,61 +68,67 @@ class CDPruner(Reduction, Entry):
         if count >= len(image.rows):
             return None
         if COSINES not in image.derived:
-            image.derived[LENGTHS] = _lengths(image.rows)
+            image.derived[LENGTHS] = lengths_of(image.rows)
             image.derived[COSINES] = cosines_of(image.rows)  # last: conversations may share the image
         cosines = image.derived[COSINES]
         if not self.uses_question:
-            return greedy(cosines, count)
+            return greedy(cosines, np.ones(len(cosines)), count)
         assert question is not None
-        relevance = scaled(self._relevance(image, question))
-        return greedy(relevance[:, None] * cosines * relevance[None], count)
+        return greedy(cosines, scaled(self._relevance(image, question)), count)
 
-    def _relevance(self, image: ImageTokens, question: PromptText) -> Floats:
+    def _relevance(self, image: ImageTokens, question: PromptText) -> Exact:
         if self.text == "tower":
             assert question.embeddings is not None
-            patches = image.patches.signals[CLIP_PATCHES]
-            lengths = _lengths(patches)[:, None] * _lengths(question.embeddings)
-            turned: Floats = -(patches @ question.embeddings.T / lengths).mean(1)
+            patches, texts = image.patches.signals[CLIP_PATCHES], question.embeddings
+            lengths = lengths_of(patches)[:, None] * lengths_of(texts)
+            turned: Exact = -(np.einsum("nw,sw->ns", patches, texts, dtype=np.float64) / lengths).mean(1)
             return turned
-        mean: Floats = question.hidden[question.after].mean(0)
-        found: Floats = image.rows @ mean / (image.derived[LENGTHS] * _lengths(mean))
-        return found
+        mean = question.hidden[question.after].mean(0, dtype=np.float64)
+        products: Exact = np.einsum("nw,w->n", image.rows, mean, dtype=np.float64)
+        return products / (image.derived[LENGTHS] * lengths_of(mean))
+
+
+def lengths_of(rows: NDArray[np.floating]) -> Exact:
+    """The length of each of `rows` [..., width]."""
+    squares: Exact = np.einsum("...w,...w->...", rows, rows, dtype=np.float64)
+    return np.maximum(np.sqrt(squares), 1e-30)
 
 
 def cosines_of(rows: Floats) -> Floats:
     """Cosines [n, n] of tokens [n, width]; that of one with itself is 1, or rounding would choose the first pick."""
-    unit = rows / _lengths(rows)[:, None]
-    cosines: Floats = unit @ unit.T
+    unit = rows.astype(np.float64)
+    unit /= lengths_of(rows)[:, None]
+    cosines: Floats = (unit @ unit.T).astype(np.float32)
     np.fill_diagonal(cosines, 1)
     return cosines
 
 
-def scaled(relevance: Floats) -> Floats:
+def scaled(relevance: Exact) -> Exact:
     """Relevance from almost 0 to a little over 1, as the released code scales it; all 1 where all are equal."""
     least, span = relevance.min(), relevance.max() - relevance.min()
-    return (relevance - least + OFFSET) / span if span > 0 else np.ones_like(relevance)
+    return (relevance - least + OFFSET) / span if span > NOISE else np.ones_like(relevance)
 
 
-def greedy(kernel: Floats, count: int) -> Ids:
-    """Indices, rising, of `count` tokens of `kernel` [n, n] that greedily maximise the determinant of its submatrix.
+def greedy(cosines: Floats, relevance: Exact, count: int) -> Ids:
+    """Indices, rising, of `count` tokens that greedily maximise the determinant of their kernel.
 
-    Of equal gains the earlier token is taken. Where no token gains any more, the earliest of the rest are.
+    The kernel [n, n] is relevance_i * cosines_ij * relevance_j. Of equal gains the earlier token is taken. Where no
+    token gains any more, the earliest of the rest are.
     """
-    gain = kernel.diagonal().copy()
-    taken = np.zeros(len(kernel), bool)
-    factors = np.zeros((count, len(kernel)), np.float32)
+    gain = relevance * relevance
+    none = NOISE * gain  # what a token that others have replaced still seems to gain
+    taken = np.zeros(len(gain), bool)
+    factors = np.zeros((count, len(gain)))
     for step in range(count):
-        best = int(np.argmax(np.where(taken, -np.inf, gain)))
-        if gain[best] <= 0:
+        left = np.where(taken, -np.inf, gain)
+        most = left.max()
+        if most <= 0:
             taken[np.flatnonzero(~taken)[: count - step]] = True
             break
-        factor = (kernel[best] - factors[:step, best] @ factors[:step]) / np.sqrt(gain[best])
-        factors[step] = factor
+        best = int(np.argmax(left >= most * (1 - NOISE)))
+        row = relevance[best] * cosines[best] * relevance
+        factors[step] = factor = (row - factors[:step, best] @ factors[:step]) / np.sqrt(gain[best])
         gain -= factor * factor
+        gain[gain <= none] = 0
         taken[best] = True
     return np.flatnonzero(taken)
-
-
-def _lengths(rows: Floats) -> Floats:
-    lengths: Floats = np.maximum(np.linalg.norm(rows, axis=-1), np.float32(1e-30))
-    return lengths

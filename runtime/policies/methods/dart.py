@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +16,7 @@ from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask
 
 Floats = NDArray[np.float32]
-TINY = np.float32(1e-8)  # least product of two lengths, as torch's cosine_similarity has it
+TINY = 1e-8  # least product of two lengths, as torch's cosine_similarity has it
 FEWEST = 16  # tokens; an image with fewer is left whole by the embedding-level form, as in TensorRT-Edge-LLM
 
 
@@ -27,11 +28,14 @@ class Dart(Reduction, Entry):
 
     Keys are measured by their L1 norm after rotation, likeness by the cosine of hidden states behind the final norm.
     Each pivot in turn, image pivots first, larger keys first, takes floor(`keep` / all pivots) of what is left, so 128
-    of 576 keeps 132 with four and four pivots. order=code takes turns as Python iterates over a set of the pivots'
-    positions, which is what the released code does; presets set it. k=0 is the form at the level of embeddings, before
-    layer 1: everything is measured on input embeddings, text pivots may come from the whole prompt, and exactly `keep`
-    of each image stay (TensorRT-Edge-LLM). Either way tokens keep their positions. `keep` is a share up to 1, rounded
-    up, or a number.
+    of 576 keeps 132 with four and four pivots. order=code, which presets set, takes turns as CPython walks through a
+    set of the pivots' positions, as the released code does: `set_order`. k=0 is the form at the level of embeddings,
+    before layer 1: everything is measured on input embeddings, text pivots may come from the whole prompt, and exactly
+    `keep` of each image stay (TensorRT-Edge-LLM). Either way tokens keep their positions. `keep` is a share up to 1,
+    rounded up, or a number.
+
+    Norms and cosines are summed in float64 and rounded to float32, as in libvtx: both runtimes then choose alike, and
+    equal tokens are equally large and alike.
     """
 
     keep: float = 0.25
@@ -94,7 +98,7 @@ class Dart(Reduction, Entry):
             return turns
         image, text = boundary.positions()
         positions = [*image[image_pivots].tolist(), *text[text_pivots].tolist()]
-        return [positions.index(position) for position in set(positions)]
+        return [positions.index(position) for position in set_order(positions)]
 
     # ---- before layer 1 ----------------------------------------------------------------------------------------------
 
@@ -127,9 +131,43 @@ class Dart(Reduction, Entry):
         return np.flatnonzero(kept)
 
 
+def set_order(numbers: Sequence[int]) -> list[int]:
+    """In which order CPython walks through a set of whole numbers, 0 and up: that of the slots of its hash table.
+
+    The rule, for this runtime and libvtx, whatever Python does: a table has 8 slots. A number goes into slot
+    number mod size; where that is taken, into the first free one of the 9 behind it, if the table has 9 there; else
+    these are tried again from slot (5 * slot + 1 + rest) mod size on, where rest is the number divided by 32, then by
+    32 again. Once 3 in 5 of the slots but one are taken, the numbers move, in their order, to a table of the first
+    power of two above 4 times their count, twice from 50,001 numbers on.
+    """
+    table: list[int | None] = [None] * 8
+    for number in numbers:
+        if number in table:
+            continue
+        _put(table, number)
+        held = [old for old in table if old is not None]
+        if len(held) * 5 >= (len(table) - 1) * 3:
+            table = [None] * max(8, 1 << (len(held) * (4 if len(held) <= 50_000 else 2)).bit_length())
+            for old in held:
+                _put(table, old)
+    return [number for number in table if number is not None]
+
+
+def _put(table: list[int | None], number: int) -> None:
+    last, rest = len(table) - 1, number
+    slot = number & last
+    while True:
+        for at in range(slot, slot + (10 if slot + 9 <= last else 1)):
+            if table[at] is None:
+                table[at] = number
+                return
+        rest >>= 5
+        slot = (slot * 5 + 1 + rest) & last
+
+
 def _size(rows: Floats) -> Floats:
     """The L1 norm of each token."""
-    size: Floats = np.abs(rows).sum(-1)
+    size: Floats = np.abs(rows).sum(-1, dtype=np.float64).astype(np.float32)
     return size
 
 
@@ -140,8 +178,9 @@ def _largest(values: Floats, count: int) -> Ids:
 
 def _cosines(rows: Floats, pivots: Floats) -> Floats:
     """The cosine of each pivot with each token, [pivots, tokens]."""
-    lengths = np.linalg.norm(pivots, axis=-1)[:, None] * np.linalg.norm(rows, axis=-1)
-    cosines: Floats = pivots @ rows.T / np.maximum(lengths, TINY)
+    x, y = pivots.astype(np.float64), rows.astype(np.float64)
+    lengths = np.linalg.norm(x, axis=-1)[:, None] * np.linalg.norm(y, axis=-1)
+    cosines: Floats = (x @ y.T / np.maximum(lengths, TINY)).astype(np.float32)
     return cosines
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,14 +14,16 @@ from hypothesis import strategies as st
 
 from tests.runtime.policies.boundaries import attention, boundary
 from vtx.runtime.policies import Boundary, PromptText
-from vtx.runtime.policies.methods.cdpruner import cosines_of, greedy, scaled
+from vtx.runtime.policies.methods.cdpruner import COSINES, CDPruner, cosines_of, greedy, scaled
 from vtx.runtime.policies.methods.cls import Cls
-from vtx.runtime.policies.methods.dart import Dart
+from vtx.runtime.policies.methods.dart import Dart, set_order
 from vtx.runtime.policies.methods.fastv import FastV
 from vtx.runtime.policies.methods.gate import Gate
 from vtx.runtime.policies.methods.lsm import Lsm
 from vtx.runtime.policies.methods.mustdrop import MustDrop
 from vtx.runtime.vision.tokens import ImageTokens, Patches, highest, keys, share
+
+SET_ORDERS = Path(__file__).parent / "set_orders.json"
 
 
 def test_fastv_keeps_the_rows_most_looked_at_and_of_equal_ones_the_earlier() -> None:
@@ -131,17 +135,37 @@ def test_rows_without_merging_are_a_square_of_patches_and_maybe_a_class_token() 
 def test_cdpruner_takes_the_most_relevant_row_first_and_then_what_is_unlike_it() -> None:
     # Tokens 0 and 1 are the same; 2 is at right angles to them and less relevant.
     cosines = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]], np.float32)
-    relevance = scaled(np.array([3, 2.9, 1], np.float32))
-    kernel = relevance[:, None] * cosines * relevance[None]
-    assert greedy(kernel, 1).tolist() == [0]
-    assert greedy(kernel, 2).tolist() == [0, 2]
-    assert greedy(kernel, 3).tolist() == [0, 1, 2]
+    relevance = scaled(np.array([3, 2.9, 1]))
+    assert greedy(cosines, relevance, 1).tolist() == [0]
+    assert greedy(cosines, relevance, 2).tolist() == [0, 2]
+    assert greedy(cosines, relevance, 3).tolist() == [0, 1, 2]
 
 
 def test_cdpruner_takes_the_earlier_of_equal_gains_and_never_a_row_twice() -> None:
-    assert greedy(np.eye(5, dtype=np.float32), 3).tolist() == [0, 1, 2]
-    assert greedy(np.ones((5, 5), np.float32), 3).tolist() == [0, 1, 2]
-    assert scaled(np.full(4, 0.5, np.float32)).tolist() == [1, 1, 1, 1]
+    assert greedy(np.eye(5, dtype=np.float32), np.ones(5), 3).tolist() == [0, 1, 2]
+    assert greedy(np.ones((5, 5), np.float32), np.ones(5), 3).tolist() == [0, 1, 2]
+    assert scaled(np.full(4, 0.5)).tolist() == [1, 1, 1, 1]
+
+
+def test_cdpruner_takes_gains_that_differ_by_rounding_as_equal() -> None:
+    close = np.array([0.3, 1, 1 + 1e-14, 0.2])
+    assert greedy(np.eye(4, dtype=np.float32), close, 1).tolist() == [1]
+    assert scaled(0.5 + np.array([0, 1e-15, -1e-15])).tolist() == [1, 1, 1]
+
+
+def test_cdpruner_works_out_an_images_cosines_once_for_all_questions() -> None:
+    """With others in their place, in which no two tokens are alike, relevance alone would decide."""
+    random = np.random.default_rng(5)
+    image = ImageTokens.plain(random.standard_normal((36, 24)).astype(np.float32))
+    question = PromptText(np.zeros(1, np.int64), random.standard_normal((1, 24), np.float32), np.ones(1, bool))
+    before = CDPruner(12).select(image, question)
+    image.derived[COSINES] = np.eye(36, dtype=np.float32)
+    found = CDPruner(12).select(image, question)
+    assert found is not None
+    assert before is not None
+    relevance = image.rows @ question.hidden[0] / np.linalg.norm(image.rows, axis=1)
+    assert found.tolist() == sorted(np.argsort(-relevance)[:12].tolist())
+    assert found.tolist() != before.tolist()
 
 
 def test_cdpruner_makes_the_determinant_largest_nearly_up_to_the_rank_of_its_tokens() -> None:
@@ -151,11 +175,11 @@ def test_cdpruner_makes_the_determinant_largest_nearly_up_to_the_rank_of_its_tok
         rest = [i for i in range(81) if i not in chosen]
         gains = [np.linalg.slogdet(exact[np.ix_([*chosen, i], [*chosen, i])])[1] for i in rest]
         chosen.append(rest[int(np.argmax(gains))])
-    assert greedy(kernel, 60).tolist() == sorted(chosen)
+    assert greedy(kernel, np.ones(81), 60).tolist() == sorted(chosen)
 
 
 def test_relevance_leaves_the_least_relevant_row_an_offset_only() -> None:
-    least, middle, most = scaled(np.array([1, 2, 3], np.float32)).tolist()
+    least, middle, most = scaled(np.array([1.0, 2, 3])).tolist()
     assert (least, middle, most) == pytest.approx((5e-7, 0.5, 1.0), abs=1e-6)
 
 
@@ -208,3 +232,12 @@ def test_tokens_that_keep_their_positions_go_on_keeping_them() -> None:
     later = gaps.take(np.array([0, 2]))
     assert later.offsets is not None
     assert (later.offsets.tolist(), later.positions) == ([3, 9], 16)
+
+
+def test_pivots_in_the_order_of_darts_code_follow_the_recorded_cases() -> None:
+    """Those that tests/runtime/cpp/test_selection.py holds libvtx to; CPython's own sets gave them."""
+    cases = json.loads(SET_ORDERS.read_text(encoding="utf-8"))
+    assert len(cases) > 50
+    for numbers, order in cases:
+        assert set_order(numbers) == order
+        assert list(set(numbers)) == order, "this Python walks through sets in another order than DART's authors saw"

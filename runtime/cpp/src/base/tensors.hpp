@@ -12,6 +12,7 @@ namespace vtxcore {
 using Ids = std::vector<int64_t>;
 using Mask = std::vector<uint8_t>;  // 0 or 1
 using Floats = std::vector<float>;
+using Doubles = std::vector<double>;
 using Scores = std::pair<Floats, Floats>;  // sum and maximum of the attention, one a slot or an image token
 
 // Hidden states [count, width] float32.

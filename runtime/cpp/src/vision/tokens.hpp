@@ -26,13 +26,21 @@ struct Patches {
   Mask highest_of_each_view(const std::string& signal, double part) const;
 };
 
+// How alike an image's tokens are to each other, [n, n], and the length of each.
+struct Likeness {
+  Doubles lengths;
+  Floats cosines;
+};
+
 // Tokens [count, hidden] that the tower and projector made of one image. `offsets` are their positions behind the
-// image's first one and `span` the positions that the image takes; none: they follow each other without gaps.
+// image's first one and `span` the positions that the image takes; none: they follow each other without gaps. `likeness`
+// is worked out for the first question that needs it, and serves the next ones; an image belongs to one conversation.
 struct ImageTokens {
   Rows rows;
   Patches patches;
   std::optional<Ids> offsets;
   int64_t span = 0;  // with `offsets`
+  mutable std::shared_ptr<const Likeness> likeness;
 
   int64_t positions() const { return offsets ? span : static_cast<int64_t>(rows.count()); }
   std::shared_ptr<const ImageTokens> take(const Ids& which, bool keep_positions) const;

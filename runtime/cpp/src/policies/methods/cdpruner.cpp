@@ -1,6 +1,6 @@
 // CDPruner: only image tokens that are relevant to the question and unlike each other enter the decoder.
 #include <algorithm>
-#include <limits>
+#include <memory>
 
 #include "policies/methods/linear.hpp"
 #include "policies/methods/reductions.hpp"
@@ -8,56 +8,44 @@
 namespace vtxcore {
 namespace {
 
-constexpr float kOffset = 1e-6f;  // of the least relevant token, as in the released code
-
-Floats lengths_of(const Rows& rows) {
-  Floats out(rows.count());
-  for (size_t i = 0; i < out.size(); ++i) out[i] = std::max(length_of(rows.row(i), rows.width), 1e-30f);
-  return out;
-}
-
-// Cosines [n, n]; that of a row with itself is 1, or rounding would choose the first pick.
-Floats cosines_of(const Rows& rows, const Floats& lengths) {
-  size_t count = rows.count();
-  Rows unit = rows;
-  for (size_t i = 0; i < count; ++i)
-    for (size_t d = 0; d < rows.width; ++d) unit.row(i)[d] /= lengths[i];
-  Floats out(count * count, 1.0f);
-  for (size_t i = 0; i < count; ++i)
-    for (size_t j = 0; j < i; ++j) out[i * count + j] = out[j * count + i] = dot(unit.row(i), unit.row(j), rows.width);
-  return out;
-}
+constexpr double kOffset = 1e-6;  // of the least relevant token, as in the released code
+constexpr double kNoise = 1e-10;  // relative: what differs by less is equal
 
 // Relevance from almost 0 to a little over 1; all 1 where all are equal.
-void scale(Floats& relevance) {
+void scale(Doubles& relevance) {
   auto [least, most] = std::minmax_element(relevance.begin(), relevance.end());
-  float low = *least, span = *most - *least;
-  for (float& value : relevance) value = span > 0 ? (value - low + kOffset) / span : 1.0f;
+  double low = *least, span = *most - *least;
+  for (double& value : relevance) value = span > kNoise ? (value - low + kOffset) / span : 1.0;
 }
 
-// Indices, rising, of `count` rows of `kernel` [n, n] that greedily maximise the determinant of its submatrix. Of
-// equal gains the earlier row is taken. Where no row gains any more, the earliest of the rest are.
-Ids greedy(const Floats& kernel, size_t n, size_t count) {
-  Floats gain(n), factors(count * n);
+// Indices, rising, of `count` tokens that greedily maximise the determinant of their kernel [n, n], which is
+// relevance_i * cosines_ij * relevance_j. Of equal gains the earlier token is taken. Where no token gains any more, the
+// earliest of the rest are.
+Ids greedy(const Floats& cosines, const Doubles& relevance, size_t count) {
+  size_t n = relevance.size();
+  Doubles gain(n), none(n), factors(count * n);
   Mask taken(n, 0);
-  for (size_t i = 0; i < n; ++i) gain[i] = kernel[i * n + i];
+  for (size_t i = 0; i < n; ++i) gain[i] = relevance[i] * relevance[i], none[i] = kNoise * gain[i];
   for (size_t step = 0; step < count; ++step) {
-    size_t best = n;
+    double most = 0;
     for (size_t i = 0; i < n; ++i)
-      if (!taken[i] && (best == n || gain[i] > gain[best])) best = i;
-    if (gain[best] <= 0) {
+      if (!taken[i]) most = std::max(most, gain[i]);
+    if (most <= 0) {
       Ids rest = indices_of(taken, false);
       for (size_t i = 0; i < count - step; ++i) taken[static_cast<size_t>(rest[i])] = 1;
       break;
     }
-    float root = std::sqrt(gain[best]);
-    float* factor = &factors[step * n];
+    size_t best = 0;
+    while (taken[best] || gain[best] < most * (1 - kNoise)) ++best;
+    double* factor = &factors[step * n];
+    for (size_t i = 0; i < n; ++i) factor[i] = relevance[best] * double{cosines[best * n + i]} * relevance[i];
+    for (size_t s = 0; s < step; ++s) subtract(factors[s * n + best], &factors[s * n], factor, n);
+    double root = std::sqrt(gain[best]);
     for (size_t i = 0; i < n; ++i) {
-      float seen = 0;
-      for (size_t s = 0; s < step; ++s) seen += factors[s * n + best] * factors[s * n + i];
-      factor[i] = (kernel[best * n + i] - seen) / root;
+      factor[i] /= root;
+      gain[i] -= factor[i] * factor[i];
+      if (gain[i] <= none[i]) gain[i] = 0;
     }
-    for (size_t i = 0; i < n; ++i) gain[i] -= factor[i] * factor[i];
     taken[best] = 1;
   }
   return indices_of(taken);
@@ -65,7 +53,8 @@ Ids greedy(const Floats& kernel, size_t n, size_t count) {
 
 // Of each image `keep` tokens enter: those that a determinantal point process picks greedily (CDPruner, MAP). Its
 // kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x; the relevance r is the cosine of x with the mean
-// input embedding of the text after the images, or CLIP's of patch and question (text=tower), scaled to 0..1.
+// input embedding of the text after the images, or CLIP's of patch and question (text=tower), scaled to 0..1. Sums are
+// those of policies/methods/cdpruner.py, which says why they are in double.
 class CdPruner : public Method, public Entry, public std::enable_shared_from_this<CdPruner> {
  public:
   CdPruner(double keep, std::string text) : keep_(keep), text_(std::move(text)) { check_keep("cdpruner", keep); }
@@ -84,42 +73,43 @@ class CdPruner : public Method, public Entry, public std::enable_shared_from_thi
     size_t n = image.rows.count();
     int64_t count = number_to_keep(keep_, static_cast<int64_t>(n));
     if (count >= static_cast<int64_t>(n)) return std::nullopt;
-    Floats lengths = lengths_of(image.rows);
-    Floats kernel = cosines_of(image.rows, lengths);
-    if (uses_question()) {
-      Floats relevance = text_ == "tower" ? seen_by_clip(image.patches.clip, question->embeddings)
-                                          : relevance_of(image.rows, lengths, *question);
-      scale(relevance);
-      for (size_t i = 0; i < n; ++i)
-        for (size_t j = 0; j < n; ++j) kernel[i * n + j] = relevance[i] * kernel[i * n + j] * relevance[j];
+    if (!image.likeness) {
+      Doubles lengths = lengths_of(image.rows);
+      Floats cosines = cosines_of(image.rows, lengths);
+      image.likeness = std::make_shared<Likeness>(Likeness{std::move(lengths), std::move(cosines)});
     }
-    return greedy(kernel, n, static_cast<size_t>(count));
+    const Likeness& likeness = *image.likeness;
+    Doubles relevance(n, 1.0);
+    if (uses_question()) {
+      relevance = text_ == "tower" ? seen_by_clip(image.patches.clip, question->embeddings)
+                                   : relevance_of(image.rows, likeness.lengths, *question);
+      scale(relevance);
+    }
+    return greedy(likeness.cosines, relevance, static_cast<size_t>(count));
   }
 
  private:
-  static Floats relevance_of(const Rows& rows, const Floats& lengths, const PromptText& question) {
+  static Doubles relevance_of(const Rows& rows, const Doubles& lengths, const PromptText& question) {
     Ids after = indices_of(question.after);
-    Floats mean(rows.width);
+    Doubles mean(rows.width);
     for (size_t d = 0; d < rows.width; ++d) {
-      double total = 0;
-      for (int64_t i : after) total += double{question.hidden.row(static_cast<size_t>(i))[d]};
-      mean[d] = static_cast<float>(total / static_cast<double>(after.size()));
+      for (int64_t i : after) mean[d] += double{question.hidden.row(static_cast<size_t>(i))[d]};
+      mean[d] /= static_cast<double>(after.size());
     }
-    float length = std::max(length_of(mean.data(), mean.size()), 1e-30f);
-    Floats out(rows.count());
-    for (size_t i = 0; i < out.size(); ++i) out[i] = dot(rows.row(i), mean.data(), rows.width) / (lengths[i] * length);
+    double length = length_of(mean.data(), mean.size());
+    Doubles out(rows.count());
+    for (size_t i = 0; i < out.size(); ++i) out[i] = product(rows.row(i), mean.data(), rows.width) / (lengths[i] * length);
     return out;
   }
 
   // The authors' form for LLaVA: the cosine of patch and question in CLIP's space, its sign turned; of several segments
   // the mean.
-  static Floats seen_by_clip(const Rows& patches, const Rows& embeddings) {
-    Floats lengths = lengths_of(patches), widths = lengths_of(embeddings), out(patches.count());
+  static Doubles seen_by_clip(const Rows& patches, const Rows& embeddings) {
+    Doubles lengths = lengths_of(patches), widths = lengths_of(embeddings), out(patches.count());
     for (size_t i = 0; i < out.size(); ++i) {
-      float total = 0;
       for (size_t j = 0; j < embeddings.count(); ++j)
-        total += dot(patches.row(i), embeddings.row(j), patches.width) / (lengths[i] * widths[j]);
-      out[i] = -(total / static_cast<float>(embeddings.count()));
+        out[i] -= product(patches.row(i), embeddings.row(j), patches.width) / (lengths[i] * widths[j]);
+      out[i] /= static_cast<double>(embeddings.count());
     }
     return out;
   }

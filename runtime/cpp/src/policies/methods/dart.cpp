@@ -1,5 +1,6 @@
 // DART: of the image tokens, a few pivots stay, and those that duplicate the pivots least.
 #include <algorithm>
+#include <iterator>
 
 #include "policies/methods/linear.hpp"
 #include "policies/methods/reductions.hpp"
@@ -7,7 +8,7 @@
 namespace vtxcore {
 namespace {
 
-constexpr float kTiny = 1e-8f;  // least product of two lengths, as torch's cosine_similarity has it
+constexpr double kTiny = 1e-8;  // least product of two lengths, as torch's cosine_similarity has it
 constexpr size_t kFewest = 16;  // tokens; an image with fewer is left whole by the embedding-level form
 
 Rows joined(Rows first, const Rows& second) {
@@ -36,13 +37,14 @@ Ids largest(const Floats& values, int64_t count) {
 }
 
 // Keeps the `count` tokens least like a pivot of those not kept yet; of equal ones the earlier.
-void keep_lowest(const Rows& rows, const float* pivot, int64_t count, Mask& kept) {
-  float length = length_of(pivot, rows.width);
+void keep_lowest(const Rows& rows, const Doubles& lengths, const float* pivot, int64_t count, Mask& kept) {
+  double length = length_of(pivot, rows.width);
   Ids there = indices_of(kept, false);
   Floats cosines;
   for (int64_t i : there) {
-    const float* row = rows.row(static_cast<size_t>(i));
-    cosines.push_back(dot(pivot, row, rows.width) / std::max(length * length_of(row, rows.width), kTiny));
+    auto at = static_cast<size_t>(i);
+    double cosine = product(pivot, rows.row(at), rows.width) / std::max(length * lengths[at], kTiny);
+    cosines.push_back(static_cast<float>(cosine));
   }
   Ids order = count_up(0, there.size());
   std::stable_sort(order.begin(), order.end(),
@@ -55,44 +57,6 @@ Rows weighted(Rows rows, const Floats& weight) {
   for (size_t i = 0; i < rows.count(); ++i)
     for (size_t d = 0; d < rows.width; ++d) rows.row(i)[d] *= weight[d];
   return rows;
-}
-
-// In which order Python iterates over a set of these whole numbers: by hash in a table of a power of two, which is what
-// the code of DART does. Probes are CPython's for small sets: nine linear ones, then a perturbed jump.
-Ids python_set_order(const Ids& values) {
-  size_t mask = 7, used = 0;
-  Ids table(8, -1);
-  auto insert = [](Ids& into, size_t bits, int64_t value) {
-    auto hash = static_cast<uint64_t>(value), perturb = hash;
-    size_t at = hash & bits;
-    while (true) {
-      size_t probes = at + 9 <= bits ? 9 : 0;
-      for (size_t i = 0; i <= probes; ++i) {
-        if (into[at + i] == value) return false;
-        if (into[at + i] < 0) {
-          into[at + i] = value;
-          return true;
-        }
-      }
-      perturb >>= 5;
-      at = (at * 5 + 1 + perturb) & bits;
-    }
-  };
-  for (int64_t value : values) {
-    if (!insert(table, mask, value)) continue;
-    if (++used * 5 < mask * 3) continue;
-    size_t wanted = used > 50000 ? used * 2 : used * 4, size = 8;
-    while (size <= wanted) size <<= 1;
-    Ids larger(size, -1);
-    for (int64_t old : table)
-      if (old >= 0) insert(larger, size - 1, old);
-    table = std::move(larger);
-    mask = size - 1;
-  }
-  Ids out;
-  for (int64_t value : table)
-    if (value >= 0) out.push_back(value);
-  return out;
 }
 
 // After layer `k`, or with k=0 before layer 1; policies/methods/dart.py says which tokens stay and why.
@@ -133,8 +97,9 @@ class Dart : public Method, public Entry, public std::enable_shared_from_this<Da
     Mask kept(static_cast<size_t>(count), 0);
     for (int64_t pivot : image_pivots) kept[static_cast<size_t>(pivot)] = 1;
     Rows pivots = joined(take(hidden, image_pivots), take(text, words));
+    Doubles lengths = lengths_of(hidden);
     for (int64_t pivot : turns(boundary, image_pivots, words))
-      keep_lowest(hidden, pivots.row(static_cast<size_t>(pivot)), each, kept);
+      keep_lowest(hidden, lengths, pivots.row(static_cast<size_t>(pivot)), each, kept);
     return kept;
   }
 
@@ -148,9 +113,10 @@ class Dart : public Method, public Entry, public std::enable_shared_from_this<Da
     Mask kept(rows.count(), 0);
     for (int64_t pivot : image_pivots) kept[static_cast<size_t>(pivot)] = 1;
     auto total = static_cast<int64_t>(pivots.count());
+    Doubles lengths = lengths_of(rows);
     for (int64_t number = 0; number < total; ++number) {
       int64_t missing = count - count_of(kept), left = total - number;
-      keep_lowest(rows, pivots.row(static_cast<size_t>(number)), (missing + left - 1) / left, kept);
+      keep_lowest(rows, lengths, pivots.row(static_cast<size_t>(number)), (missing + left - 1) / left, kept);
     }
     return indices_of(kept);
   }
@@ -163,7 +129,7 @@ class Dart : public Method, public Entry, public std::enable_shared_from_this<Da
     auto [image, text] = boundary.positions();
     Ids positions = take(image, image_pivots), behind = take(text, words), out;
     positions.insert(positions.end(), behind.begin(), behind.end());
-    for (int64_t position : python_set_order(positions))
+    for (int64_t position : set_order(positions))
       out.push_back(std::find(positions.begin(), positions.end(), position) - positions.begin());
     return out;
   }
@@ -174,6 +140,40 @@ class Dart : public Method, public Entry, public std::enable_shared_from_this<Da
 };
 
 }  // namespace
+
+Ids set_order(const Ids& numbers) {
+  auto put = [](Ids& table, int64_t number) {
+    auto rest = static_cast<uint64_t>(number);
+    size_t last = table.size() - 1, slot = rest & last;
+    while (true) {
+      for (size_t i = 0, further = slot + 9 <= last ? 9 : 0; i <= further; ++i) {
+        if (table[slot + i] == number) return false;
+        if (table[slot + i] < 0) {
+          table[slot + i] = number;
+          return true;
+        }
+      }
+      rest >>= 5;
+      slot = (slot * 5 + 1 + rest) & last;
+    }
+  };
+  auto filled = [](const Ids& table) {
+    Ids out;
+    std::copy_if(table.begin(), table.end(), std::back_inserter(out), [](int64_t number) { return number >= 0; });
+    return out;
+  };
+  Ids table(8, -1);
+  size_t count = 0;
+  for (int64_t number : numbers) {
+    if (!put(table, number) || ++count * 5 < (table.size() - 1) * 3) continue;
+    size_t size = 8;
+    while (size <= count * (count > 50000 ? 2 : 4)) size *= 2;
+    Ids larger(size, -1);
+    for (int64_t old : filled(table)) put(larger, old);
+    table = std::move(larger);
+  }
+  return filled(table);
+}
 
 MethodPtr make_dart(SpecOptions& options) {
   double keep = options.number("keep", 0.25);

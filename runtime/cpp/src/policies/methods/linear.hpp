@@ -1,19 +1,42 @@
-// The little linear algebra that CDPruner and DART need, in float32.
+// The little linear algebra that CDPruner and DART need: sums run in double.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "base/tensors.hpp"
 
 namespace vtxcore {
 
-// Sums run in double: closer to the exact value than any order of float32 sums.
-inline float dot(const float* a, const float* b, size_t count) {
-  double total = 0;
-  for (size_t i = 0; i < count; ++i) total += double{a[i]} * double{b[i]};
-  return static_cast<float>(total);
+// In eight sums side by side, which a processor adds up at once.
+template <typename A, typename B>
+double product(const A* a, const B* b, size_t count) {
+  double part[8] = {}, total = 0;
+  size_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    for (size_t j = 0; j < 8; ++j) part[j] += double{a[i + j]} * double{b[i + j]};
+  for (; i < count; ++i) total += double{a[i]} * double{b[i]};
+  for (double sum : part) total += sum;
+  return total;
 }
 
-inline float length_of(const float* row, size_t count) { return std::sqrt(dot(row, row, count)); }
+// At least 1e-30, so that nothing is divided by 0.
+template <typename Value>
+double length_of(const Value* row, size_t count) {
+  return std::max(std::sqrt(product(row, row, count)), 1e-30);
+}
+
+inline Doubles lengths_of(const Rows& rows) {
+  Doubles out(rows.count());
+  for (size_t i = 0; i < out.size(); ++i) out[i] = length_of(rows.row(i), rows.width);
+  return out;
+}
+
+// to[i] -= by * from[i]
+void subtract(double by, const double* from, double* to, size_t count);
+
+// Cosines [n, n] of rows of these lengths; that of a row with itself is 1.
+Floats cosines_of(const Rows& rows, const Doubles& lengths);
 
 }  // namespace vtxcore

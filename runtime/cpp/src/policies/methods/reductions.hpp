@@ -34,6 +34,10 @@ void check_tau(const std::string& name, double tau);
 void check_keep(const std::string& name, double keep);
 int64_t number_to_keep(double keep, int64_t count);
 
+// In which order the pivots at these positions take their tokens in the released code of DART; set_order of
+// policies/methods/dart.py states the rule.
+Ids set_order(const Ids& numbers);
+
 // As numpy adds float32 along a contiguous axis: pairwise.
 float pairwise_sum(const float* values, size_t count);
 

@@ -1,0 +1,89 @@
+"""What choosing image tokens costs before the decoder, in libvtx and in Python: one image, question after question.
+
+    python benchmarks/selection.py --tokens 576,2880
+
+Random tokens and questions, the same for both, who must keep the same tokens. Each round runs a fresh image in each
+runtime, who goes first in turns; the processor's time of the first question, which works out what an image's questions
+share, and of the later ones. Python on one thread, as libvtx. `make cpp` before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read when numpy is imported
+
+import numpy as np
+from common import parser, report
+
+from vtx.exporter.bench.series import shown, spread
+from vtx.runtime.bundle.spec.names import CLIP_PATCHES
+from vtx.runtime.policies import PromptText, parse
+from vtx.runtime.vision.tokens import ImageTokens, Patches
+
+PROBE = Path(__file__).parents[1] / "build/cpp/vtx-cpp-probe"
+CLIP, QUESTIONS = 768, 3
+SPECS = ("cdpruner:keep={keep}", "cdpruner:keep={keep},text=tower", "dart:keep={keep},k=0")
+Found = list[tuple[list[int], float]]  # what is kept and the milliseconds, question after question
+
+
+def drawn(seed: int, tokens: int, hidden: int) -> list[Any]:
+    """Tokens, their patches in CLIP's space, and of each question its mean embedding and CLIP's; all float32."""
+    random = np.random.default_rng(seed)
+    shapes = [(tokens, hidden), (tokens, CLIP), *[(1, hidden), (1, CLIP)] * QUESTIONS]
+    return [random.standard_normal(shape, np.float32) + np.float32(0.5) for shape in shapes]
+
+
+def libvtx(spec: str, arrays: list[Any]) -> Found:
+    sizes = (*arrays[0].shape, CLIP, QUESTIONS)
+    stdin = b"".join(array.tobytes() for array in arrays)
+    done = subprocess.run([PROBE, "select", spec, *map(str, sizes)], input=stdin, capture_output=True, check=True)
+    return [(line["kept"], line["ms"]) for line in map(json.loads, done.stdout.splitlines())]
+
+
+def python(spec: str, arrays: list[Any]) -> Found:
+    rows, patches, *questions = arrays
+    image = ImageTokens(rows, Patches(np.arange(len(rows)), np.zeros(len(rows), bool), {CLIP_PATCHES: patches}))
+    [method] = parse(spec)
+    entry, found = method.entry(), list[tuple[list[int], float]]()
+    for mean, embedding in zip(questions[::2], questions[1::2], strict=True):
+        start = time.process_time()
+        kept = entry.select(image, PromptText(np.zeros(1, np.int64), mean, np.ones(1, bool), embedding))
+        found.append((kept.tolist(), 1000 * (time.process_time() - start)))
+    return found
+
+
+def main() -> None:
+    args = parser(__doc__ or "")
+    args.add_argument("--tokens", default="576,2880", help="of an image, several by commas [default: %(default)s]")
+    args.add_argument("--hidden", type=int, default=4096)
+    args.add_argument("--share", type=float, default=2 / 9, help="of them that is kept [default: 128 of 576]")
+    args.add_argument("--rounds", type=int, default=5)
+    given = args.parse_args()
+    sides = {"libvtx": libvtx, "Python": python}
+    table, figures = [["tokens", "", "runtime", "first question, ms", "later ones, ms"]], []
+    for tokens in map(int, given.tokens.split(",")):
+        for spec in (spec.format(keep=round(given.share * tokens)) for spec in SPECS):
+            times: dict[str, list[list[float]]] = {name: [] for name in sides}
+            for number in range(given.rounds):
+                arrays, kept = drawn(number, tokens, given.hidden), []
+                for name in sorted(sides, reverse=number % 2 == 1):
+                    found = sides[name](spec, arrays)
+                    kept.append([which for which, _ in found])
+                    times[name].append([ms for _, ms in found])
+                if kept[0] != kept[1]:
+                    raise SystemExit(f"{spec}: the runtimes keep other tokens of image {number}")
+            for name, rounds in times.items():
+                first, later = spread([ms[0] for ms in rounds]), spread([t for ms in rounds for t in ms[1:]])
+                table.append([f"{tokens:,}", spec, name, shown(first), shown(later)])
+                figures.append({"tokens": tokens, "spec": spec, "runtime": name, "first_ms": first, "later_ms": later})
+    report({"hidden": given.hidden, "rounds": given.rounds, "selection": figures}, table, given.json)
+
+
+if __name__ == "__main__":
+    main()
