@@ -107,10 +107,11 @@ test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; ski
 	$(BIN)/pytest -m gpu -rs
 
 test-extras: $(READY) ## installs each extra as its page says, from a package index, and runs its commands; about 1.5 GB
-	VTX_TEST_EXTRAS=1 $(BIN)/pytest -rs tests/house/test_extras.py
+	VTX_TEST_EXTRAS=1 $(BIN)/pytest -o faulthandler_timeout=3600 -rs tests/house/test_extras.py
 
-fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests' 100; new ones each time
-	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest tests/fuzz
+fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests' 100, and all property tests; new ones each time
+	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest -o faulthandler_timeout=0 tests/fuzz
+	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest -m hypothesis --ignore tests/fuzz
 
 sequences: $(READY) ## random sequences of questions held to fresh answers, SEQUENCES of each kind an engine; new ones each time
 	VTX_SEQUENCES=$(SEQUENCES) $(BIN)/pytest -s tests/runtime/session/test_sequences.py -k any_
@@ -130,8 +131,8 @@ test-suites: $(READY) ## the plug-ins in lmms-eval and VLMEvalKit; each suite in
 		build/$$suite/bin/python -m pip install --quiet --editable ".[cpu,export,dev]" ./plugins/$$suite || exit 1; \
 	done
 	build/vlmevalkit/bin/python -m pip install --quiet ms-vlmeval
-	build/lmms-eval/bin/python -m pytest -rs tests/plugins/test_lmms_eval.py
-	build/vlmevalkit/bin/python -m pytest -rs tests/plugins/test_vlmevalkit.py
+	build/lmms-eval/bin/python -m pytest -o faulthandler_timeout=3600 -rs tests/plugins/test_lmms_eval.py
+	build/vlmevalkit/bin/python -m pytest -o faulthandler_timeout=3600 -rs tests/plugins/test_vlmevalkit.py
 
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .

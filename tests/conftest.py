@@ -43,7 +43,11 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")).isdi
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
 # An example may take long where other work keeps the cores busy; how long says nothing about what it shows.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Examples are the same each time, so that a change breaks what it breaks; `make fuzz` draws others.
+RANDOM = "VTX_FUZZ_EXAMPLES" in os.environ
+settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not RANDOM, print_blob=RANDOM
+)
 settings.load_profile("busy")
 # A shell's background job ignores Ctrl-C, and so would the commands that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
