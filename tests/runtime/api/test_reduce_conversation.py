@@ -19,6 +19,7 @@ from tests.support.exported import QUESTIONS, THREADS, Models
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.runtime.api.answer import Stats
+from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import BundleError, RequestError
@@ -192,10 +193,20 @@ def test_a_change_of_run_options_reuses_the_image(model: Model) -> None:
     assert [s.reused_image for s in stats] == [False] + [True] * 7
 
 
-def test_a_chat_keeps_what_its_first_turn_kept(model: Model) -> None:
+def test_a_chat_keeps_what_its_first_turn_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, after, selected = Conversation.stream_messages, list[Any](), list[Any]()
+
+    def noting(*given: Any, completed: Any, **named: Any) -> Any:
+        after.append(named["after"])
+        return original(*given, completed=lambda *done: (selected.append(done[1]), completed(*done)), **named)
+
+    monkeypatch.setattr(Conversation, "stream_messages", noting)
     with model.open(IMAGE) as image:
         chat = image.chat(reduce=DUAL)
         turns = [chat.ask(question, OPTIONS).stats for question in QUESTIONS]
+    assert after == [None, selected[0], selected[0]]
+    assert selected == [selected[0]] * 3
+    assert selected[0] is not None
     assert len({reduced(stats).kept for stats in turns}) == 1
     assert turns[2].kv_slots[0] > turns[1].kv_slots[0] > turns[0].kv_slots[0]
     assert turns[2].kv_slots[0] - turns[2].kv_slots[-1] == turns[0].kv_slots[0] - turns[0].kv_slots[-1]

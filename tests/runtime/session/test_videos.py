@@ -16,6 +16,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, ImageError, RequestError
+from vtx.runtime.session.image_cache import ImageCache
 from vtx.runtime.vision.video import Video, load_frames, sampled, video
 
 pytestmark = pytest.mark.dialects("ort", "plain")
@@ -86,6 +87,21 @@ def test_each_picture_has_its_own_span_in_the_order_that_the_template_prints(mod
     assert asked.token_ids == alone.token_ids
     assert asked.stats.vision_tokens == 16 + 8 * 17
     assert asked.stats.vision_tokens_kept[-1] == 0
+
+
+def test_a_video_of_one_frame_and_its_picture_are_not_taken_for_each_other(models: Models) -> None:
+    """Their pixels are equal, and their towers and tokens are not."""
+    model, picture = models(VIDEO_LLAVA, (3, 5)), random_image(3, (56, 56))
+    frame = np.asarray(picture)[None]
+    image, video = model.prepare(picture), model.prepare_video(Video(frame, 1))
+    assert np.array_equal(image.views, video.views)
+    fresh = [model.open(given).ask(QUESTION, None, max_new_tokens=4).token_ids for given in (picture, frame)]
+    model.image_cache = ImageCache(1 << 20)
+    try:
+        shared = [model.open(given).ask(QUESTION, None, max_new_tokens=4).token_ids for given in (picture, frame)]
+    finally:
+        model.image_cache = None
+    assert shared == fresh
 
 
 def test_frames_are_sampled_from_the_first_to_the_last() -> None:
