@@ -92,9 +92,8 @@ def test_each_picture_has_its_own_span_in_the_order_that_the_template_prints(mod
 def test_a_video_of_one_frame_and_its_picture_are_not_taken_for_each_other(models: Models) -> None:
     """Their pixels are equal, and their towers and tokens are not."""
     model, picture = models(VIDEO_LLAVA, (3, 5)), random_image(3, (56, 56))
-    frame = np.asarray(picture)[None]
-    image, video = model.prepare(picture), model.prepare_video(Video(frame, 1))
-    assert np.array_equal(image.views, video.views)
+    frame = Video(np.asarray(picture)[None], 1)
+    assert np.array_equal(model.prepare(picture).views, model.prepare_video(frame).views)
     fresh = [model.open(given).ask(QUESTION, None, max_new_tokens=4).token_ids for given in (picture, frame)]
     model.image_cache = ImageCache(1 << 20)
     try:
