@@ -88,6 +88,12 @@ def test_what_is_wrong_is_named_in_openais_form(
     assert served.chat({**GOOD, "stream": True, **change}).status == status, "before any event"
 
 
+def test_what_is_at_a_limit_is_answered(served: Served) -> None:
+    images = [random_image(seed, (20, 20)) for seed in range(LIMITS.images)]
+    for message in (user("red?", *images), user("red?", random_image(1, (100, 100)))):
+        assert served.chat(asking(message, max_tokens=LIMITS.new_tokens)).status == 200
+
+
 def test_stream_options_are_for_streams(served: Served) -> None:
     response = served.chat({**GOOD, "stream_options": {"include_usage": True}})
     assert (response.status, response.json["error"]["param"]) == (400, "stream_options")
@@ -127,6 +133,24 @@ def test_a_body_beyond_the_limit_is_refused_also_without_a_length(served: Served
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         connection.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
         assert b" 413 " in connection.recv(100)
+
+
+def test_a_client_that_closes_its_sending_half_gets_its_answer(served: Served) -> None:
+    with served.open_chat(GOOD) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        got = b""
+        while piece := connection.recv(4096):
+            got += piece
+    assert b" 200 OK" in got
+    assert b'"chat.completion"' in got
+
+
+def test_a_body_of_very_many_chunks_ends_early(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), WAIT) as connection:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + 2000 * b"1\r\n \r\n")
+        assert b" 400 " in connection.recv(100)
+    assert served.chat(GOOD).status == 200
 
 
 def test_a_body_that_does_not_arrive_is_given_up(tiny_bundle: Path) -> None:

@@ -235,6 +235,20 @@ def test_a_cancelled_job_is_given_back_after_at_most_one_step() -> None:
     assert order.count("a") <= 1
 
 
+def test_a_job_that_is_cancelled_while_it_waits_does_not_begin() -> None:
+    order, gate, begun = list[str](), threading.Event(), list[str]()
+    first, last = Client(Script("a", 2, order, gate)), Client(Script("c", 1, order))
+    waiting: Any = Script("b", 2, order)
+    job = Job(lambda: begun.append("b") or waiting, lambda _: None, lambda _: None)  # type: ignore[func-returns-value]
+    with scheduler(1) as made:
+        for one in (first.job, job, last.job):
+            made.submit(one)
+        job.cancel()
+        gate.set()
+        assert last.ended.wait(WAIT)
+    assert (begun, order) == ([], ["a", "a", "c"])
+
+
 def test_closing_ends_what_runs_and_what_waits() -> None:
     order, gate = list[str](), threading.Event()
     running, waiting = Client(Script("a", 10**9, order, gate)), Client(Script("b", 1, order))
