@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vtx.exporter.batch.run import How, Line, Result, answer_lines
 from vtx.exporter.common.cluster import connected, cores
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import BundleError, DeviceError, VtxError
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 CHUNK = 16  # lines at most that a worker answers before it hands them over
 IN_FLIGHT = 2
-UNTRIED = ("cuda", "tensorrt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def answer_on_cluster(
         DeviceError: Ray is missing, the cluster cannot be reached, or it fails; or a worker cannot answer.
 
     """
-    if engine.device in UNTRIED:
+    if engine.device in ENGINES and ENGINES[engine.device].gpu:
         raise DeviceError(f"a Ray cluster is not used with --device {engine.device} yet; take cpu, openvino or auto")
     if not lines:
         return

@@ -296,10 +296,10 @@ def _chosen(ks: tuple[K, ...], manifest: Manifest) -> tuple[K, ...]:
 def _ceilings(bench: Bench) -> Ceilings | None:
     """What the machine can do at the most, where it is a CPU that computes."""
     from vtx.exporter.bench.ceilings.ceilings import GEMM, VISION_GEMM, Ceilings
-    from vtx.exporter.bench.ceilings.products import ENGINES, Kind
+    from vtx.exporter.bench.ceilings.products import GRAPHS, Kind
 
     backend, manifest = bench.model.backend, bench.model.manifest
-    if backend.device not in ENGINES:
+    if (backend.device, "float") not in GRAPHS:
         note(f"no ceilings: they are measured for CPUs, and this is {backend.device}")
         return None
     decoder, tower = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from vtx.exporter.estimate.plan import Workload, make_plan
 from vtx.exporter.estimate.sizes import KNOWN, ModelSize
-from vtx.runtime.backends.memory import EXPANDED, KEPT
+from vtx.runtime.backends.engines import ENGINES, EXPANDED
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.host.profiles import Profile, load_profile
@@ -17,7 +17,6 @@ PRECISIONS = ("fp16", "int8", "int4")
 WORK = (64, 256)  # text tokens beside one image, and tokens of the answer
 EXPORTED = ("llava-1.5-7b", "llava-1.5-13b")  # the known models that vtx-export can export
 GPU_SHARE = 0.9  # of a GPU's memory, where no profile gives the share of the system
-FLOATS = {"cpu": EXPANDED, "openvino": KEPT}  # bytes of a float in memory, by the device that answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
     if not device.jetson and cpu_device and free is not None:
         cpu = load_profile("cpu")
         cpu_name = f"this CPU with --device {cpu_device}"
-        fits.append(Fits(cpu_name, free, what_fits(cpu, free, floats=FLOATS[cpu_device])))
+        fits.append(Fits(cpu_name, free, what_fits(cpu, free, floats=ENGINES[cpu_device].compute["f32"])))
     return [entry for entry in fits if entry.usable]
 
 

@@ -29,7 +29,8 @@ from vtx.exporter.estimate.weights import (
     stored_bytes,
 )
 from vtx.exporter.weights.precision import Precisions
-from vtx.runtime.backends.memory import EXPANDED, RUN_BASE
+from vtx.runtime.backends.engines import EXPANDED
+from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.profiles import Profile, load_profile
 from vtx.runtime.policies.base import Reduction

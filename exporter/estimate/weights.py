@@ -14,7 +14,8 @@ from vtx.exporter.estimate.native import NativeSize
 from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.quantize import Scheme
-from vtx.runtime.backends.memory import EXPANDED, resident_bytes
+from vtx.runtime.backends.engines import EXPANDED
+from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 
 SCALE_BYTES = 2

@@ -58,8 +58,9 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
     """
     if profile.kind == "cpu":
         found = [
-            EngineSupport(device, ENGINES[device].module, ENGINES[device].dialect, dict.fromkeys(parts))
-            for device in ("cpu", "openvino")
+            EngineSupport(device, engine.module, engine.dialect, dict.fromkeys(parts))
+            for device, engine in ENGINES.items()
+            if not engine.gpu
         ]
     else:
         found = [*_tensorrts(profile, model, parts), _cuda(profile, parts)]

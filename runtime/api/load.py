@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.devices import GPU_DEVICES, DeviceChoice, choose, float_bytes, open_backend
-from vtx.runtime.backends.engines import AUTO
-from vtx.runtime.backends.memory import EXPANDED, needed_memory
+from vtx.runtime.backends.devices import DeviceChoice, choose, float_bytes, open_backend
+from vtx.runtime.backends.engines import AUTO, ENGINES, EXPANDED
+from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.checks import MOST_THREADS, check_whole
@@ -73,8 +73,8 @@ def load(
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
     chosen = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels)
-    if not force and chosen.device not in GPU_DEVICES:
-        _check_memory(opened, float_bytes(chosen))
+    if not force and not ENGINES[chosen.device].gpu:
+        _check_memory(opened, chosen)
     backend = open_backend(opened, chosen, threads)
     load_ms = 1000 * (time.perf_counter() - start)
     model = Model(
@@ -107,12 +107,14 @@ def _check_images(bundle: Bundle, fit: str | None, max_tiles: int | None, max_pi
     limited_layout(layout, max_tiles, max_pixels)
 
 
-def _check_memory(bundle: Bundle, floats: Mapping[str, int]) -> None:
-    """Raise DeviceError when the weights, by the bytes of each type of float, and an answer exceed the free memory."""
+def _check_memory(bundle: Bundle, chosen: DeviceChoice) -> None:
+    """Raise DeviceError when the weights and an answer exceed the free memory."""
+    floats = float_bytes(chosen)
     needed, free = needed_memory(bundle, floats), available_memory()
     if free is not None and needed > free:
-        where = "onnxruntime, which expands fp16 and bf16 to float32" if floats is EXPANDED else "OpenVINO"
+        wider = ", which expands fp16 and bf16 to float32" if floats is EXPANDED else ""
         raise DeviceError(
-            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on {where}; {size(free)} is free; "
-            "use a machine with more, or export with --precision int4 (--force tries all the same)"
+            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on "
+            f"{ENGINES[chosen.device].title}{wider}; {size(free)} is free; use a machine with more, or export with "
+            "--precision int4 (--force tries all the same)"
         )

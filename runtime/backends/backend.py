@@ -8,6 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.engines import DeviceState
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.host.device import Device
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores, TokenStates
 
 
@@ -112,6 +115,30 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Let go of the engine and its weights. Nothing may be called afterwards, and no cache be used."""
+        ...
+
+
+class EngineBackend(Backend, Protocol):
+    """What the class of a row of `ENGINES` says before a bundle is loaded, and how it is loaded."""
+
+    @staticmethod
+    def merit(bundle: Bundle) -> tuple[int, str] | None:
+        """How well it would answer a bundle beside the other engines, and why; None where it is not to be tried."""
+        ...
+
+    @staticmethod
+    def obstacle(bundle: Bundle) -> str | None:
+        """Why it cannot answer a bundle here, and the fix; None where it can. Its module is installed."""
+        ...
+
+    @staticmethod
+    def state(machine: Device) -> DeviceState:
+        """What vtx-doctor says of it on this machine."""
+        ...
+
+    @classmethod
+    def open(cls, bundle: Bundle, threads: int | None, compute: str) -> Backend:
+        """Load a bundle's graphs."""
         ...
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from vtx.runtime.backends.backend import Backend
-from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES
-from vtx.runtime.backends.memory import EXPANDED, PACKED
+from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES, Floats
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.fingerprint import targets
-from vtx.runtime.errors import DeviceError, VtxError
-from vtx.runtime.host.gpu import find_gpu
+from vtx.runtime.errors import DeviceError
 from vtx.runtime.precision import PRECISIONS
-
-GPU_DEVICES = ("cuda", "tensorrt")  # weights in memory of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +36,14 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
         obstacle = _obstacle(bundle, device, compute)
         if obstacle:
             raise DeviceError(obstacle)
-        return DeviceChoice(device, compute or ENGINES[device].compute[0], "asked for")
+        return DeviceChoice(device, compute or next(iter(ENGINES[device].compute)), "asked for")
     obstacles: dict[str, str] = {}
     for name, why in _by_merit(bundle):
         obstacle = _obstacle(bundle, name, compute)
         if not obstacle:
-            return DeviceChoice(name, compute or ENGINES[name].compute[0], "; ".join([why, *obstacles.values()]))
+            return DeviceChoice(
+                name, compute or next(iter(ENGINES[name].compute)), "; ".join([why, *obstacles.values()])
+            )
         obstacles[name] = obstacle
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
     first, obstacle = next(iter((able or obstacles).items()))
@@ -58,13 +54,10 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
 
 
 def _by_merit(bundle: Bundle) -> list[tuple[str, str]]:
-    """Devices, the best first by what was measured (docs/openvino.md), each with why it would be taken."""
-    gpu = [("tensorrt", "there are engines for this GPU")] if targets(bundle) else []
-    gpu += [("cuda", "there is a GPU")] if find_gpu() is not None and _no_cuda(bundle) is None else []
-    weights, hidden = bundle.manifest.precision, bundle.manifest.model.hidden
-    faster, other = ("openvino", "cpu") if hidden >= PRECISIONS[weights].openvino_hidden else ("cpu", "openvino")
-    why = f"the faster to a short answer with {weights} weights at hidden {hidden}"
-    return [*gpu, (faster, why), (other, "what is possible here")]
+    """Devices, the best first, each with why it would be taken."""
+    merits = {name: engine.load().merit(bundle) for name, engine in ENGINES.items()}
+    ranked = sorted((merit[0], name) for name, merit in merits.items() if merit is not None)
+    return [(name, merits[name][1]) for _, name in reversed(ranked)]
 
 
 def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
@@ -83,49 +76,16 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
         )
     if find_spec(engine.module) is None:
         return f'{engine.module} is not installed; pip install "vtx-edge[{engine.extra}]"'
-    return _FURTHER[name](bundle) if name in _FURTHER else None
+    found: str | None = engine.load().obstacle(bundle)
+    return found
 
 
-def _no_engines(bundle: Bundle) -> str | None:
-    """Why the bundle's engines do not run here: what they were built for, what this machine has, and the fix."""
-    from vtx.runtime.backends.tensorrt.backend import find_engines
-
-    try:
-        find_engines(bundle, find_gpu())
-    except VtxError as e:
-        return str(e)
-    return None
-
-
-def _no_cuda(bundle: Bundle) -> str | None:
-    """Why onnxruntime does not run this bundle on a GPU here."""
-    from vtx.runtime.backends.ort.cuda import obstacle
-
-    return obstacle(bundle.manifest.kv_dtype)
-
-
-_FURTHER = {"tensorrt": _no_engines, "cuda": _no_cuda}
-
-
-def float_bytes(chosen: DeviceChoice) -> Mapping[str, int]:
+def float_bytes(chosen: DeviceChoice) -> Floats:
     """Bytes that a weight of each type of float takes in memory there."""
-    return PACKED[chosen.compute] if chosen.device == "openvino" else EXPANDED
+    return ENGINES[chosen.device].compute[chosen.compute]
 
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:
     """Load the bundle's graphs on a device that `choose` gave."""
-    if chosen.device == "openvino":
-        from vtx.runtime.backends.openvino.backend import OpenvinoBackend
-
-        return OpenvinoBackend(bundle, threads, chosen.compute)
-    if chosen.device == "tensorrt":
-        from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
-
-        return TensorrtBackend(bundle)
-    if chosen.device == "cuda":
-        from vtx.runtime.backends.ort.cuda import OrtCudaBackend
-
-        return OrtCudaBackend(bundle, threads)
-    from vtx.runtime.backends.ort.backend import OrtBackend
-
-    return OrtBackend(bundle, threads)
+    backend: Backend = ENGINES[chosen.device].load().open(bundle, threads, chosen.compute)
+    return backend

@@ -1,31 +1,96 @@
-"""The engines that graphs run on, by device. Imports nothing heavy: the help of commands lists them."""
+"""The engines that graphs run on, by device: one row each, and beyond it the backend's own class.
+
+An engine is a folder beside this file and a row here. Imports nothing heavy: the help of commands lists them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from vtx.runtime.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from vtx.runtime.bundle.spec.manifest import Manifest
+    from vtx.runtime.host.device import Device
 
 AUTO = "auto"
+Floats = Mapping[str, int]  # bytes in memory of a float of each of safetensors' types
+# onnxruntime's CPU provider computes in float32 and expands narrower floats to it; OpenVINO packs them as they are, and
+# all of them in bfloat16 where that is what it computes in.
+EXPANDED: Floats = MappingProxyType({"F32": 4, "F16": 4, "BF16": 4})
+KEPT: Floats = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
+NARROWED: Floats = MappingProxyType({"F32": 2, "F16": 2, "BF16": 2})
+# The same where products are of integers: an int4 weight of a stage takes a byte more, in the form for many tokens.
+INTEGERS: Floats = MappingProxyType({**KEPT, "I4": 1})
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """What computes on a device: the module it needs, the dialect it reads, its arithmetic, the default first."""
+class Engine:
+    """What computes on a device.
 
+    `title`: its name in messages. `module`: what must be importable, installed by `extra`. `dialect`: of the graphs
+    that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float in memory. `backend`:
+    the class that runs a bundle there; `gpu`: in memory of its own.
+    """
+
+    title: str
     module: str
     extra: str
     dialect: str
-    compute: tuple[str, ...]
+    compute: Mapping[str, Floats]
+    backend: str
+    gpu: bool = False
+
+    def load(self) -> Any:
+        """The backend's class, an `EngineBackend`; imports its module, and not yet the engine."""
+        module, _, name = self.backend.partition(":")
+        return getattr(import_module(f"vtx.runtime.backends.{module}"), name)
 
 
-ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
+ENGINES: Mapping[str, Engine] = MappingProxyType(
     {
-        "cpu": EngineSpec("onnxruntime", "cpu", "ort", ("f32",)),
-        "openvino": EngineSpec("openvino", "openvino", "plain", ("f32", "bf16", "int8")),
-        "cuda": EngineSpec("onnxruntime", "gpu", "ort", ("f32",)),
-        "tensorrt": EngineSpec("cuda", "rtx", "trt", ("f16", "f32")),
+        "cpu": Engine("onnxruntime", "onnxruntime", "cpu", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend"),
+        "openvino": Engine(
+            "OpenVINO", "openvino", "openvino", "plain", {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS},
+            "openvino.backend:OpenvinoBackend",
+        ),
+        "cuda": Engine(
+            "onnxruntime on CUDA", "onnxruntime", "gpu", "ort", {"f32": EXPANDED}, "ort.cuda:OrtCudaBackend", gpu=True
+        ),
+        "tensorrt": Engine(
+            "TensorRT", "cuda", "rtx", "trt", {"f16": KEPT, "f32": EXPANDED}, "tensorrt.backend:TensorrtBackend",
+            gpu=True,
+        ),
     }
-)
+)  # fmt: skip
 DEVICES = (AUTO, *ENGINES)
 COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
+
+
+def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> tuple[int, str]:
+    """The merit of OpenVINO, or of onnxruntime, by what was measured (docs/openvino.md)."""
+    weights, hidden = manifest.precision, manifest.model.hidden
+    if openvino != (hidden >= PRECISIONS[weights].openvino_hidden):
+        return 1, "what is possible here"
+    return 2, f"faster on CPUs with {weights} weights at hidden size {hidden}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """One value of `--device`: whether its library is installed and whether it can answer here."""
+
+    device: str
+    installed: bool
+    usable: bool
+    detail: str
+
+    @classmethod
+    def on_gpu(cls, device: str, libraries: str, machine: Device) -> DeviceState:
+        """Of an engine that needs a GPU, whose libraries are installed."""
+        if not machine.gpus:
+            return cls(device, True, False, f"{libraries}; no NVIDIA GPU was detected, so it cannot answer here")
+        return cls(device, True, True, f"{libraries} on {machine.gpus[0].name} ({machine.gpus[0].sm})")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 
+from vtx.runtime.backends.engines import EXPANDED, Floats
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.precision import KV_DTYPES
@@ -17,21 +17,13 @@ SCALES = ".scales"
 TABLE = "embed_tokens.weight"
 HEAD = "head.weight"
 TOWER = ("vision.", "projector.")  # graphs of fixed sizes: OpenVINO packs their floats in the type that it computes in
-# Bytes in memory of a float of each of safetensors' types. onnxruntime's CPU provider computes in float32 and expands
-# narrower floats to it; OpenVINO packs them as they are, and all of them in bfloat16 where that is what it computes in.
-EXPANDED: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 4, "BF16": 4})
-KEPT: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
-NARROWED: Mapping[str, int] = MappingProxyType({"F32": 2, "F16": 2, "BF16": 2})
-# The same where products are of integers: an int4 weight of a stage takes a byte more, in the form for many tokens.
-INTEGERS: Mapping[str, int] = MappingProxyType({**KEPT, "I4": 1})
 STAGES = "text.layers."
-PACKED: Mapping[str, Mapping[str, int]] = MappingProxyType({"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS})
 RUN_BASE = 110 << 20  # what Python, numpy and onnxruntime take before any weight
 QUESTION_ROWS = 256  # of text that a forecast counts with
 PREFILL_BUFFERS = 16  # of a prompt's rows by the hidden size, in float32, that a prefill takes
 
 
-def resident_bytes(dtype: str, shape: tuple[int, ...], scales: int = 0, floats: Mapping[str, int] = EXPANDED) -> int:
+def resident_bytes(dtype: str, shape: tuple[int, ...], scales: int = 0, floats: Floats = EXPANDED) -> int:
     """Bytes of a weight in memory: `dtype` is safetensors' word or I4; `scales` of a quantised one are counted.
 
     Quantised matrices stay as they are; `floats` says what others take.
@@ -43,7 +35,7 @@ def resident_bytes(dtype: str, shape: tuple[int, ...], scales: int = 0, floats: 
     return (count if dtype == "I8" else count // 2) + SCALE_BYTES * blocks
 
 
-def weights_in_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> int:
+def weights_in_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     """Bytes that all graphs of a bundle keep resident. The embedding table stays in its file unless it is the head."""
     tensors: dict[str, TensorInfo] = {}
     for name in bundle.manifest.files:
@@ -66,7 +58,7 @@ def answering_memory(
     return RUN_BASE + kv + 4 * rows * (heads * rows + PREFILL_BUFFERS * hidden)
 
 
-def needed_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> int:
+def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     """Bytes that a bundle needs to be loaded and asked about an image."""
     m = bundle.manifest
     return weights_in_memory(bundle, floats) + answering_memory(
@@ -76,7 +68,7 @@ def needed_memory(bundle: Bundle, floats: Mapping[str, int] = EXPANDED) -> int:
     )  # fmt: skip
 
 
-def _resident(info: TensorInfo, tensors: Mapping[str, TensorInfo], floats: Mapping[str, int]) -> int:
+def _resident(info: TensorInfo, tensors: Mapping[str, TensorInfo], floats: Floats) -> int:
     if info.name.endswith(SCALES):
         return 0  # counted with its matrix
     scales = tensors.get(info.name + SCALES)

@@ -6,15 +6,13 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from vtx.runtime.api.load import load
-from vtx.runtime.backends.ort.library import import_onnxruntime, lacks
+from vtx.runtime.backends.engines import ENGINES, DeviceState
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.host.confined import confinement
 from vtx.runtime.host.device import Device, recognise, swap
@@ -27,7 +25,6 @@ from vtx.runtime.report.traces.record import Progress, write_traces
 from vtx.runtime.units import size
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "safetensors", "huggingface-hub")
-NO_GPU = "no NVIDIA GPU was detected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +34,6 @@ class MachineFact:
     name: str
     value: str
     ok: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """One value of `--device`: whether its library is installed and whether it can answer here."""
-
-    device: str
-    installed: bool
-    usable: bool
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +103,7 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
         *_two_onnxruntimes(),
         _export_extra(),
     )
-    return MachineReport(device, facts, (_cpu(), _openvino(), _cuda(device), _tensorrt(device)))
+    return MachineReport(device, facts, tuple(engine.load().state(device) for engine in ENGINES.values()))
 
 
 def _processor() -> str:
@@ -181,54 +168,6 @@ def _export_extra() -> MachineFact:
     if missing:
         return MachineFact("export", f'not possible without {", ".join(missing)}: pip install "vtx-edge[export]"')
     return MachineFact("export", ", ".join(f"{package} {number}" for package, number in packages.items()))
-
-
-# --- the devices ----------------------------------------------------------------------------------
-
-
-def _cpu() -> DeviceState:
-    package = next((name for name in ("onnxruntime", "onnxruntime-gpu") if version(name)), None)
-    if package is None:
-        return DeviceState("cpu", False, False, 'onnxruntime is not installed: pip install "vtx-edge[cpu]"')
-    try:
-        onnxruntime = import_onnxruntime()
-    except Exception as e:
-        return DeviceState("cpu", True, False, f"{package} {version(package)} does not load ({e}); install it again")
-    number = version(package) or onnxruntime.__version__
-    return DeviceState("cpu", True, True, "; ".join((f"{package} {number}", *lacks(number))))
-
-
-def _openvino() -> DeviceState:
-    if not version("openvino"):
-        return DeviceState("openvino", False, False, 'not installed: pip install "vtx-edge[openvino]"')
-    return DeviceState("openvino", True, True, f"openvino {version('openvino')}")
-
-
-def _cuda(device: Device) -> DeviceState:
-    number = version("onnxruntime-gpu")
-    if not number:
-        return DeviceState("cuda", False, False, 'onnxruntime-gpu is not installed: pip install "vtx-edge[gpu]"')
-    return _on_gpu("cuda", f"onnxruntime-gpu {number}", device)
-
-
-def _tensorrt(device: Device) -> DeviceState:
-    flavours = [f"{name} {_flavour_version(module)}" for module, name in FLAVOUR_NAMES.items() if find_spec(module)]
-    if not flavours:
-        extra = 'JetPack\'s own, and pip install "vtx-edge[jetson]"' if device.jetson else 'pip install "vtx-edge[rtx]"'
-        return DeviceState("tensorrt", False, False, f"TensorRT is not installed: {extra}")
-    if find_spec("cuda") is None:
-        return DeviceState("tensorrt", True, False, f"{', '.join(flavours)}; pip install cuda-python to run engines")
-    return _on_gpu("tensorrt", ", ".join(flavours), device)
-
-
-def _flavour_version(module: str) -> str:
-    return version(module.replace("_", "-")) or "(version unknown)"
-
-
-def _on_gpu(name: str, libraries: str, device: Device) -> DeviceState:
-    if not device.gpus:
-        return DeviceState(name, True, False, f"{libraries}; {NO_GPU}, so it cannot answer here")
-    return DeviceState(name, True, True, f"{libraries} on {device.gpus[0].name} ({device.gpus[0].sm})")
 
 
 # --- a bundle -------------------------------------------------------------------------------------

@@ -16,6 +16,10 @@ from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report import doctor as report
 from vtx.runtime.vision import fit
+import vtx.runtime.backends.openvino.backend
+import vtx.runtime.backends.ort.cuda
+import vtx.runtime.backends.tensorrt.backend
+from vtx.runtime.backends import openvino, ort, tensorrt
 
 CARD = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30, (13, 0))
 SHARD = "weights/00001-of-00001.safetensors"
@@ -44,8 +48,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def become(packages: set[str], *gpus: Gpu, profile: str | None = None) -> None:
         modules = {package.replace("-", "_") for package in packages} | ({"cuda"} & packages)
-        monkeypatch.setattr(report, "version", lambda name: "1.0" if name in packages else None)
-        monkeypatch.setattr(report, "find_spec", lambda name: name if name in modules else None)
+        for module in (report, ort.backend, ort.cuda, openvino.backend, tensorrt.backend):
+            monkeypatch.setattr(module, "version", lambda name: "1.0" if name in packages else None)
+        monkeypatch.setattr(tensorrt.backend, "find_spec", lambda name: name if name in modules else None)
         monkeypatch.setattr(report, "recognise", lambda: Device(None, gpus, profile))
 
     return become

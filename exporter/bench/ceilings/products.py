@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vtx.exporter.weights.quantize import BLOCK, INT8_ACTIVATIONS
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.openvino.backend import arithmetic, load_openvino
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     import onnx
 
 OPSETS, IR_VERSION = {"": 21, "com.microsoft": 1}, 10
-ENGINES = {"cpu": "onnxruntime", "openvino": "OpenVINO"}  # by device: those whose products are known here
 
 
 def load_onnx() -> Any:
@@ -53,8 +53,8 @@ class Kind:
     def in_words(self) -> str:
         weights = "" if self.stored == "float" else f"{self.stored} weights, products of integers, "
         if self.compute == "int8":
-            return f"{ENGINES[self.device]}, {weights}a scale a token"
-        return f"{ENGINES[self.device]}, {weights}{self.compute} arithmetic"
+            return f"{ENGINES[self.device].title}, {weights}a scale a token"
+        return f"{ENGINES[self.device].title}, {weights}{self.compute} arithmetic"
 
 
 class Product:

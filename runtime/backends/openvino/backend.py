@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.engines import ENGINES, DeviceState, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.lanes import CACHES_OF_ONE
 from vtx.runtime.backends.loading import is_roomy, load_each
-from vtx.runtime.backends.memory import PACKED
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, Ports, StageGraph
@@ -31,7 +31,8 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.host.machine import cores
+from vtx.runtime.host.device import Device
+from vtx.runtime.host.machine import cores, version
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
 DIALECT = "plain"
@@ -93,7 +94,7 @@ class OpenvinoBackend:
         self.tower_settings = {"INFERENCE_PRECISION_HINT": "bf16"} if compute == "int8" and "BF16" in able else {}
         self._graphs = graphs = self._manifest.dialects[DIALECT]
         self._row = np.zeros((1, model.hidden), np.float32)
-        self._roomy = is_roomy(bundle, PACKED[compute])
+        self._roomy = is_roomy(bundle, ENGINES["openvino"].compute[compute])
         self._embed = self._graph(graphs.embed, contract.embed(self._manifest))
         gates = self._manifest.gate_files(DIALECT)
         self._gates = {k: self._graph(file, contract.gate(self._manifest)) for k, file in gates.items()}
@@ -111,6 +112,25 @@ class OpenvinoBackend:
         self._video: OpenvinoGraph | None = None
         self._text_tower: OpenvinoGraph | None = None
         self._vision_lock = threading.Lock()
+
+    @staticmethod
+    def merit(bundle: Bundle) -> tuple[int, str]:
+        return merit_on_cpu(bundle.manifest, openvino=True)
+
+    @staticmethod
+    def obstacle(_: Bundle) -> str | None:
+        return None
+
+    @staticmethod
+    def state(_: Device) -> DeviceState:
+        number = version("openvino")
+        if not number:
+            return DeviceState("openvino", False, False, 'not installed: pip install "vtx-edge[openvino]"')
+        return DeviceState("openvino", True, True, f"openvino {number}")
+
+    @classmethod
+    def open(cls, bundle: Bundle, threads: int | None, compute: str) -> OpenvinoBackend:
+        return cls(bundle, threads, compute)
 
     def _choose_cache_settings(self, able: Sequence[str]) -> dict[str, Any]:
         if self.compute == "bf16" and "BF16" not in able:

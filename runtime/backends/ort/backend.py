@@ -13,20 +13,21 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.engines import EXPANDED, DeviceState, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.lanes import CACHES_OF_ONE
 from vtx.runtime.backends.loading import is_roomy, load_each
-from vtx.runtime.backends.memory import EXPANDED
 from vtx.runtime.backends.ort.batch import OrtStageBatch
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph, OrtLoader
-from vtx.runtime.backends.ort.library import check_release, load_onnxruntime, session_options
+from vtx.runtime.backends.ort.library import check_release, import_onnxruntime, lacks, load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
 from vtx.runtime.bundle.tensors.rope import read_rope
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.host.machine import cores
+from vtx.runtime.host.device import Device
+from vtx.runtime.host.machine import cores, version
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
 
@@ -63,6 +64,31 @@ class OrtBackend:
         self._text_tower: OrtGraph | None = None
         self._vision_lock = threading.Lock()
         self._context = self._cache_context(bundle)
+
+    @staticmethod
+    def merit(bundle: Bundle) -> tuple[int, str] | None:
+        return merit_on_cpu(bundle.manifest, openvino=False)
+
+    @staticmethod
+    def obstacle(_: Bundle) -> str | None:
+        return None
+
+    @staticmethod
+    def state(_: Device) -> DeviceState:
+        package = next((name for name in ("onnxruntime", "onnxruntime-gpu") if version(name)), None)
+        if package is None:
+            return DeviceState("cpu", False, False, 'onnxruntime is not installed: pip install "vtx-edge[cpu]"')
+        try:
+            onnxruntime = import_onnxruntime()
+        except Exception as e:
+            broken = f"{package} {version(package)} does not load ({e}); install it again"
+            return DeviceState("cpu", True, False, broken)
+        number = version(package) or onnxruntime.__version__
+        return DeviceState("cpu", True, True, "; ".join((f"{package} {number}", *lacks(number))))
+
+    @classmethod
+    def open(cls, bundle: Bundle, threads: int | None, _: str) -> OrtBackend:
+        return cls(bundle, threads)
 
     def _session_options(self, threads: int) -> Any:
         options = session_options(self._ort, threads)

@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.engines import DeviceState
 from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtStageCache
 from vtx.runtime.backends.ort.library import load_onnxruntime
+from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.device import Device
+from vtx.runtime.host.gpu import find_gpu
+from vtx.runtime.host.machine import version
 from vtx.runtime.vision.tokens import Ids
 
 PROVIDER = "CUDAExecutionProvider"
@@ -44,6 +49,22 @@ class OrtCudaBackend(OrtBackend):
     providers = (PROVIDER, "CPUExecutionProvider")
     memory = "cuda"
     loads_side_by_side = False  # the GPU's memory is not what `is_roomy` looks at
+
+    @staticmethod
+    def merit(bundle: Bundle) -> tuple[int, str] | None:
+        possible = find_gpu() is not None and OrtCudaBackend.obstacle(bundle) is None
+        return (3, "there is a GPU") if possible else None
+
+    @staticmethod
+    def obstacle(bundle: Bundle) -> str | None:
+        return obstacle(bundle.manifest.kv_dtype)
+
+    @staticmethod
+    def state(machine: Device) -> DeviceState:
+        number = version("onnxruntime-gpu")
+        if not number:
+            return DeviceState("cuda", False, False, 'onnxruntime-gpu is not installed: pip install "vtx-edge[gpu]"')
+        return DeviceState.on_gpu("cuda", f"onnxruntime-gpu {number}", machine)
 
     def share_caches(self, conversations: int) -> None:
         raise DeviceError("cuda computes one conversation at a time")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
+from vtx.runtime.backends.engines import DeviceState
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.tensorrt.growing import GrowingStageCache
@@ -24,8 +26,10 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.tensors.rope import read_rope
-from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.errors import BundleError, DeviceError, VtxError
+from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu, find_gpu
+from vtx.runtime.host.machine import version
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
@@ -100,6 +104,41 @@ class TensorrtBackend:
             score=self._graphs.score,
             token_inputs=self._manifest.token_inputs,
         )
+
+    @staticmethod
+    def merit(bundle: Bundle) -> tuple[int, str] | None:
+        return (4, "there are engines for this GPU") if fingerprint.targets(bundle) else None
+
+    @staticmethod
+    def obstacle(bundle: Bundle) -> str | None:
+        try:
+            find_engines(bundle, find_gpu())
+        except VtxError as e:
+            return str(e)
+        return None
+
+    @staticmethod
+    def state(machine: Device) -> DeviceState:
+        flavours = [
+            f"{name} {version(module.replace('_', '-')) or '(version unknown)'}"
+            for module, name in fingerprint.FLAVOUR_NAMES.items()
+            if find_spec(module)
+        ]
+        if not flavours:
+            own = (
+                'JetPack\'s own, and pip install "vtx-edge[jetson]"'
+                if machine.jetson
+                else 'pip install "vtx-edge[rtx]"'
+            )
+            return DeviceState("tensorrt", False, False, f"TensorRT is not installed: {own}")
+        if find_spec("cuda") is None:
+            lacking = f"{', '.join(flavours)}; pip install cuda-python to run engines"
+            return DeviceState("tensorrt", True, False, lacking)
+        return DeviceState.on_gpu("tensorrt", ", ".join(flavours), machine)
+
+    @classmethod
+    def open(cls, bundle: Bundle, _: int | None, __: str) -> TensorrtBackend:
+        return cls(bundle)
 
     def embed(self, ids: Ids) -> TokenStates:
         graph, m = self._graphs.embed, self._manifest

@@ -240,7 +240,7 @@ def test_ceilings_are_measured_in_the_arithmetic_that_computes(
 def test_a_device_without_a_known_ceiling_gets_no_shares(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.exporter.bench.ceilings.products.ENGINES", {})
+    monkeypatch.setattr("vtx.exporter.bench.ceilings.products.GRAPHS", {})
     target = tmp_path / "out.json"
     done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--out", str(target))
     assert done.exit_code == 0, done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 from vtx.exporter.estimate.fits import EXPORTED, PRECISIONS, WORK, Fit, fits_here, what_fits
 from vtx.exporter.estimate.plan import Workload, make_plan
 from vtx.exporter.estimate.sizes import KNOWN
-from vtx.runtime.backends.memory import KEPT
+from vtx.runtime.backends.engines import KEPT
 from vtx.runtime.host.device import Device, Jetson
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.host.profiles import load_profile, profile_names

@@ -12,8 +12,9 @@ import pytest
 from tests.support.bundles import export
 from vtx.runtime.backends import loading
 from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.loading import is_roomy, load_each
-from vtx.runtime.backends.memory import EXPANDED, needed_memory
+from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.ort import backend as ort
 from vtx.runtime.bundle.bundle import Bundle

@@ -13,15 +13,8 @@ import pytest
 
 from tests.support import bundles
 from vtx.runtime.backends.allocation import zeros_in_small_pages
-from vtx.runtime.backends.memory import (
-    EXPANDED,
-    INTEGERS,
-    KEPT,
-    NARROWED,
-    answering_memory,
-    needed_memory,
-    weights_in_memory,
-)
+from vtx.runtime.backends.engines import EXPANDED, INTEGERS, KEPT, NARROWED
+from vtx.runtime.backends.memory import answering_memory, needed_memory, weights_in_memory
 
 MB = 1 << 20
 
