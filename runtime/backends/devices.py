@@ -9,6 +9,7 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES, Floats
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.precision import PRECISIONS
 
 
@@ -47,8 +48,8 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
         obstacles[name] = obstacle
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
     first, obstacle = next(iter((able or obstacles).items()))
-    cpu = [able[name] for name in able if name not in GPU_DEVICES]
-    if first in GPU_DEVICES and cpu and find_gpu() is None:  # no package makes a GPU
+    cpu = [able[name] for name in able if not ENGINES[name].gpu]
+    if ENGINES[first].gpu and cpu and find_gpu() is None:  # no package makes a GPU
         raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
     raise DeviceError(obstacle)
 

@@ -12,14 +12,11 @@ from click.testing import CliRunner, Result
 
 from tests.support import bundles
 from vtx.cli import doctor
+from vtx.runtime.backends import openvino, ort, tensorrt
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report import doctor as report
 from vtx.runtime.vision import fit
-import vtx.runtime.backends.openvino.backend
-import vtx.runtime.backends.ort.cuda
-import vtx.runtime.backends.tensorrt.backend
-from vtx.runtime.backends import openvino, ort, tensorrt
 
 CARD = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30, (13, 0))
 SHARD = "weights/00001-of-00001.safetensors"
