@@ -137,7 +137,7 @@ class EngineBackend(Backend, Protocol):
         ...
 
     @classmethod
-    def open(cls, bundle: Bundle, threads: int | None, compute: str) -> Backend:
+    def of(cls, bundle: Bundle, threads: int | None, compute: str) -> Backend:
         """Load a bundle's graphs."""
         ...
 

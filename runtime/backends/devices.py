@@ -88,5 +88,5 @@ def float_bytes(chosen: DeviceChoice) -> Floats:
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:
     """Load the bundle's graphs on a device that `choose` gave."""
-    backend: Backend = ENGINES[chosen.device].load().open(bundle, threads, chosen.compute)
+    backend: Backend = ENGINES[chosen.device].load().of(bundle, threads, chosen.compute)
     return backend

@@ -29,7 +29,7 @@ INTEGERS: Floats = MappingProxyType({**KEPT, "I4": 1})
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineSpec:
     """What computes on a device.
 
     `title`: its name in messages. `module`: what must be importable, installed by `extra`. `dialect`: of the graphs
@@ -51,17 +51,17 @@ class Engine:
         return getattr(import_module(f"vtx.runtime.backends.{module}"), name)
 
 
-ENGINES: Mapping[str, Engine] = MappingProxyType(
+ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
     {
-        "cpu": Engine("onnxruntime", "onnxruntime", "cpu", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend"),
-        "openvino": Engine(
+        "cpu": EngineSpec("onnxruntime", "onnxruntime", "cpu", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend"),
+        "openvino": EngineSpec(
             "OpenVINO", "openvino", "openvino", "plain", {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS},
             "openvino.backend:OpenvinoBackend",
         ),
-        "cuda": Engine(
+        "cuda": EngineSpec(
             "onnxruntime on CUDA", "onnxruntime", "gpu", "ort", {"f32": EXPANDED}, "ort.cuda:OrtCudaBackend", gpu=True
         ),
-        "tensorrt": Engine(
+        "tensorrt": EngineSpec(
             "TensorRT", "cuda", "rtx", "trt", {"f16": KEPT, "f32": EXPANDED}, "tensorrt.backend:TensorrtBackend",
             gpu=True,
         ),

@@ -129,7 +129,7 @@ class OpenvinoBackend:
         return DeviceState("openvino", True, True, f"openvino {number}")
 
     @classmethod
-    def open(cls, bundle: Bundle, threads: int | None, compute: str) -> OpenvinoBackend:
+    def of(cls, bundle: Bundle, threads: int | None, compute: str) -> OpenvinoBackend:
         return cls(bundle, threads, compute)
 
     def _choose_cache_settings(self, able: Sequence[str]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class OrtBackend:
         return DeviceState("cpu", True, True, "; ".join((f"{package} {number}", *lacks(number))))
 
     @classmethod
-    def open(cls, bundle: Bundle, threads: int | None, _: str) -> OrtBackend:
+    def of(cls, bundle: Bundle, threads: int | None, _: str) -> OrtBackend:
         return cls(bundle, threads)
 
     def _session_options(self, threads: int) -> Any:

@@ -137,7 +137,7 @@ class TensorrtBackend:
         return DeviceState.on_gpu("tensorrt", ", ".join(flavours), machine)
 
     @classmethod
-    def open(cls, bundle: Bundle, _: int | None, __: str) -> TensorrtBackend:
+    def of(cls, bundle: Bundle, _: int | None, __: str) -> TensorrtBackend:
         return cls(bundle)
 
     def embed(self, ids: Ids) -> TokenStates:
