@@ -182,6 +182,14 @@ def test_a_first_turn_that_was_abandoned_selects_nothing(sequences: Sequences, h
 
 
 @pytest.mark.sampled(2)
+def test_methods_that_leave_as_many_tokens_are_not_taken_for_each_other(sequences: Sequences) -> None:
+    same = [
+        n for n, setting in enumerate(SETTINGS) if setting in ((None, "cdpruner:keep=20"), (None, "dart:keep=20,k=0"))
+    ]
+    sequences.check([Step(1, setting) for setting in (*same, *same)])
+
+
+@pytest.mark.sampled(2)
 def test_the_gates_of_these_tests_decide_either_way(sequences: Sequences) -> None:
     conversations = [sequences.model.open(list(images)) for images in IMAGES]
     ks = {conversation.ask(question, "auto").stats.k for conversation in conversations for question in QUESTIONS}
