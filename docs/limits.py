@@ -171,6 +171,7 @@ OTHERS = {
     ("exporter.checkpoint.forms", "MAX_LITERALS"): "a template beyond it has no forms and stays a template",
     ("exporter.checkpoint.forms", "MAX_LITERAL"): "a template beyond it has no forms and stays a template",
     ("exporter.checkpoint.forms", "MAX_SPLIT"): "a template beyond it has no forms and stays a template",
+    ("exporter.checkpoint.template_syntax", "MAX_SLICES"): "a template beyond it has no forms and stays a template",
     ("exporter.data.prompts", "MAX_REFERENCE"): "a longer answer is never matched word for word",
     ("exporter.data.scenes", "MAX_OBJECTS"): "pictures that vtx draws",
     ("exporter.graphs.dialects.plain", "MAX_SIZE"): "an end that stands for the last one in a slice",

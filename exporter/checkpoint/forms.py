@@ -1,12 +1,16 @@
-"""From a chat template to prompt forms: derived from marked conversations, then held to the template on many others."""
+"""From a chat template to prompt forms: derived from marked conversations, then held to the template on many others.
+
+Only templates have forms whose syntax tree says that these conversations prove all others (`template_syntax.py`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
+from vtx.exporter.checkpoint.template_syntax import UnprovenError, check_provable
 from vtx.runtime.bundle.spec.text_settings import END, REPLY, ROLES, SIDES, START, ContentForm, PromptForms
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.forms import render_forms
@@ -17,6 +21,7 @@ MAX_LITERALS = 64  # strings of a template that are tried as contents
 MAX_LITERAL = 200  # characters of one
 MAX_SPLIT = 200  # characters between two texts of a message
 _MARKS = ("vTx0aQ", "vTx1bQ", "vTx2cQ", "vTx3dQ", "vTx4eQ", "vTx5fQ")
+_PADDED = " \n a\tb \u3000"
 _IMAGE: Part = {"type": "image"}
 _PLAIN = ContentForm("", "", None, images_first=False, strip_text="none", strip_content="none", blank=True)
 _STRIPS = [(text, content) for text, content in product(SIDES, SIDES) if "none" in (text, content)]
@@ -47,6 +52,7 @@ _TEXTS = (
     *("À é ß ﬁ 猫 👩\u200d🚀", "e\u0301", "\ue000s>", "long " * 600),
 )
 
+_Content = tuple[str, str]  # a shape and a text
 Render = Callable[[Sequence[Message], bool], str | None]
 
 
@@ -65,6 +71,10 @@ def derive_forms(
     """
     if "strftime_now" in source:
         raise IrregularError("the template prints the date")
+    try:
+        check_provable(source)
+    except UnprovenError as reason:
+        raise IrregularError(f"what the template prints cannot be proven for every conversation: {reason}") from reason
     tried = _refusing(render)
     joins = _joins(tried)
     contents = {role: _PLAIN for role in ROLES if any(role in key.split(">") for key in joins)}
@@ -191,25 +201,71 @@ def _replaced(forms: PromptForms, role: str, form: ContentForm) -> PromptForms |
 
 
 def _battery(texts: Sequence[str], roles: Sequence[str]) -> Iterator[tuple[list[Message], bool]]:
-    """Conversations of one to three turns, with and without images, and every text in every place."""
-    for sequence, reply in product(_SEQUENCES, (True, False)):
-        for images in ((), (0,), (0, 0), (2,), (0, 2), (0, 4, 4)):
-            asked = [role for role in sequence if role != "system"]
-            turns = [_turn(role, *[None] * images.count(i), f"text {i} of {role}") for i, role in enumerate(asked)]
-            yield [*([_turn("system", "Be brief.")] if "system" in sequence else []), *turns], reply
-    for text, reply in product(texts, (True, False)):
-        for role in roles:
-            chat = [_turn("user", None, "first"), _turn("assistant", "answer"), _turn("user", "last")]
-            if role == "system":
-                chat.insert(0, _turn(role, text))
-            else:
-                chat[ROLES.index(role) - 1] = _turn(role, *[None] * (role == "user"), text)
-            yield chat, reply
-            yield [{"role": turn["role"], "content": text} if turn["role"] == role else turn for turn in chat], reply
+    """Conversations with all that templates accepted by `check_provable` can tell apart, and each text in each role."""
+    yield from product(chain(_chats(), _part_chats(roles), _text_chats(texts, roles)), (True, False))
+
+
+def _chats() -> Iterator[list[Message]]:
+    """Conversations of up to five turns that differ in the shape and the blankness of their contents.
+
+    Three turns have a first one, a last one and one between; the fourth and the fifth go on as these began.
+    """
+    shapes = [(shape, _PADDED) for shape in ("parts", "string", "image first", "image last")]
+    blanks = [(shape, text) for shape in ("parts", "image first") for text in (_PADDED, "", " ")]
+    system: list[_Content | None] = [None, *shapes[:2]]
+    for turns in (1, 2, 3):
+        for asked, answer, told in product(product(shapes, repeat=turns), shapes[:2], system):
+            yield from _chat(asked, [answer] * turns, told)
+    for asked, told in product((*product(shapes[::2], repeat=4), *((shape,) * 5 for shape in shapes)), system[:2]):
+        yield from _chat(asked, shapes[:1] * len(asked), told)
+    system = [None, *blanks[:3]]
+    for question, answer, told in product(blanks, blanks[:3], system):
+        yield from _chat([question], [answer], told)
+    for asked, answers, told in product(product(blanks[:3], repeat=2), product(blanks[:3], repeat=2), system):
+        yield from _chat(asked, answers, told)
+
+
+def _chat(asked: Sequence[_Content], answers: Sequence[_Content], told: _Content | None) -> Iterator[list[Message]]:
+    """The conversation up to its last question, and up to the answer to it."""
+    messages = [] if told is None else [_shaped("system", *told)]
+    for question, answer in zip(asked, answers, strict=True):
+        messages += _shaped("user", *question), _shaped("assistant", *answer)
+    yield messages[:-1]
+    yield messages
+
+
+def _shaped(role: str, shape: str, text: str) -> Message:
+    if shape == "string":
+        return {"role": role, "content": text}
+    shapes: dict[str, list[str | None]] = {"parts": [text], "image first": [None, text], "image last": [text, None]}
+    return _turn(role, *shapes[shape])
+
+
+def _part_chats(roles: Sequence[str]) -> Iterator[list[Message]]:
+    """Messages of up to five parts in every order, among other messages."""
+    texts = (_PADDED, "x", "", "\n")
+    for role, length in product(roles, range(1, 6)):
+        for kinds in product(("text", "image") if role == "user" else ("text",), repeat=length):
+            for shift in range(len(texts) if length < 4 else 1):
+                parts = [None if kind == "image" else texts[(n + shift) % len(texts)] for n, kind in enumerate(kinds)]
+                yield _around(role, *parts)
+                yield [_turn("user", "y"), _turn("assistant", "z"), *_around(role, *parts)][2 * (role == "system") :]
+
+
+def _text_chats(texts: Sequence[str], roles: Sequence[str]) -> Iterator[list[Message]]:
+    for text, role in product(texts, roles):
+        chat = [_turn("user", None, "first"), _turn("assistant", "answer"), _turn("user", "last")]
+        if role == "system":
+            chat.insert(0, _turn(role, text))
+        else:
+            chat[ROLES.index(role) - 1] = _turn(role, *[None] * (role == "user"), text)
+        yield chat
+        yield [{"role": turn["role"], "content": text} if turn["role"] == role else turn for turn in chat]
 
 
 def _hold(forms: PromptForms, render: Render, messages: Sequence[Message], reply: bool) -> None:
-    if not _agrees(forms, messages, reply, render(messages, reply)):
+    made = render_forms(forms, messages, add_generation_prompt=reply)
+    if made is not None and made != render(messages, reply):
         shown = " ".join(str(messages[-1]["content"]).split())[:80]
         raise IrregularError(f"the forms do not give what the template gives for {len(messages)} messages ({shown})")
 

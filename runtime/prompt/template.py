@@ -74,13 +74,17 @@ class ChatTemplate:
         return "".join(chunks)
 
 
-def string_constants(source: str) -> list[str]:
-    """The strings that stand in a template's expressions, in order. Raises `TemplateError`."""
+def parse_template(source: str) -> nodes.Template:
+    """The syntax tree of a chat template. Raises `TemplateError`."""
     try:
-        constants = _Environment().parse(source).find_all(nodes.Const)
+        return _Environment().parse(source)
     except Exception as error:
         raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}; {CURE}") from error
-    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def string_constants(source: str) -> list[str]:
+    """The strings that stand in a template's expressions, in order. Raises `TemplateError`."""
+    return [node.value for node in parse_template(source).find_all(nodes.Const) if isinstance(node.value, str)]
 
 
 def _one_line(error: Exception) -> str:

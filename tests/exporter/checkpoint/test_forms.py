@@ -56,21 +56,33 @@ REGULAR = {
     "demo": DEMO.read_text(),
 }
 IRREGULAR = {
-    "upper case": (VICUNA.replace("c['text'] + ' '", "c['text'] | upper"), "do not stand in the prompt once"),
-    "numbered images": (VICUNA.replace("'<image>\n'", "loop.index ~ '<image>'"), "not printed part by part"),
+    "upper case": (VICUNA.replace("c['text'] + ' '", "c['text'] | upper"), "filter upper"),
+    "numbered images": (VICUNA.replace("'<image>\n'", "loop.index ~ '<image>'"), "prints a number"),
     "a date": ("{{ strftime_now('%d %B') }}" + VICUNA, "prints the date"),
-    "numbered turns": (VICUNA.replace("': ' }}", "': ' }}{{ loop.index }}"), "is not always the same"),
+    "numbered turns": (VICUNA.replace("': ' }}", "': ' }}{{ loop.index }}"), "prints a number"),
     "a thought cut off": (
         CHATML.replace("{{- m.content }}", "{{ m.content }}").replace(
             "{{ c.text }}", "{{ c.text.split('</think>')[-1] }}"
         ),
-        "not printed part by part",
+        r"split\(\)",
     ),
     "a word that matters": (
         VICUNA + "{% if 'json' in messages[-1].content[-1].text %}{}{% endif %}",
-        "do not give|part by part",
+        "compares or searches texts",
     ),
-    "long texts": (VICUNA.replace("c['text'] + ' '", "c['text'][:1000] + ' '"), "not printed part by part"),
+    "long texts": (VICUNA.replace("c['text'] + ' '", "c['text'][:1000] + ' '"), "picks items"),
+    "texts in turn": (VICUNA.replace("{{ c['text'] + ' ' }}", "{{ c['text'] if loop.first else '' }}"), "part by part"),
+    "white space between roles": (
+        VICUNA.replace("': ' }}", "': ' }}{% if not loop.first and loop.index0 % 2 == 0 %} {% endif %}"),
+        "is not always the same",
+    ),
+    "a blank answer left out": (
+        VICUNA.replace(
+            "{% endfor %}{% endfor %}",
+            "{% endfor %}{% if loop.previtem and not loop.previtem.content[0].text %}!{% endif %}{% endfor %}",
+        ),
+        "do not give",
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.bundles import IGNORE, copy, cut_output, write_gate
+from tests.support.bundles import IGNORE, copy, cut_output, export, write_gate
 from tests.support.cpp import ask, needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
 from tests.support.tiny import Tiny, random_image
@@ -94,6 +94,23 @@ def test_answers_are_those_of_python(model: Model, pictures: list[Path], k: str,
                 want = conversation.ask(question, depth, reduce=reduce, max_new_tokens=6)
                 assert expected(answer) == expected(want.to_dict()), (picture.name, question)
                 assert answer["stopped"] == want.stopped
+
+
+def test_a_template_that_counts_images_is_refused_by_name(
+    pictures: list[Path], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = copy(tiny_checkpoint(), tmp_path / "checkpoint")
+    template = checkpoint / "chat_template.jinja"
+    counting = (
+        "{% for m in messages %}{% if m.content | selectattr('type', 'equalto', 'image') | list | length == 3 %}!"
+    )
+    template.write_text(counting + "{% endif %}{% endfor %}" + template.read_text(encoding="utf-8"), encoding="utf-8")
+    bundle = export(checkpoint, tmp_path / "bundle", dialects=("ort",)).folder
+    shown = [*pictures[:1], "red?", *(word for path in pictures[1:3] for word in ("--image", path))]
+    done = run("run", "--bundle", bundle, "--device", "cpu", *shown)
+    assert done.returncode == 1
+    assert b"cannot be proven for every conversation: it compares a count or an index with 3" in done.stderr
+    assert done.stdout == b""
 
 
 @needs_openvino
