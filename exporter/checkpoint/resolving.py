@@ -14,7 +14,7 @@ from vtx.exporter.checkpoint.forms import IrregularError, derive_forms
 from vtx.exporter.checkpoint.length_bound import length_bound
 from vtx.exporter.checkpoint.original.tokenizer import FILE as SENTENCEPIECE
 from vtx.exporter.checkpoint.original.tokenizer import UNK_ID, original_tokenizer
-from vtx.exporter.checkpoint.tokenizer_limits import check_spec
+from vtx.exporter.checkpoint.tokenizer_limits import check_bytes, check_spec
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.messages import PICTURES, Part
@@ -41,6 +41,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     text = loaded.backend_tokenizer.to_str()
     spec = json.loads(text)
     check_spec(spec)
+    check_bytes(spec, request["name"])
     tokenizer = parse_tokenizer(text, CheckpointError)
     ends = request["end_ids"]
     if ends is None:

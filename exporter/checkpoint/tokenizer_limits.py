@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
@@ -12,6 +13,7 @@ from vtx.runtime.errors import CheckpointError
 MAX_STRING = 1024  # characters of an added token, or of a string that a normalizer or decoder writes
 MAX_GROWTH = 1024  # characters that normalizers may make of one
 MAX_PARTS = 256  # of a normalizer, pre-tokenizer, post-processor or decoder, those within parts included
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _CURE = "take the tokenizer that belongs to the model"
 
@@ -45,6 +47,24 @@ def check_spec(spec: Any) -> None:
                 f"tokenizer.json: the {step} makes up to {growth:,} characters of one, the limit is "
                 f"{MAX_GROWTH:,}; {_CURE}"
             )
+
+
+def check_bytes(spec: Mapping[str, Any], name: str) -> None:
+    """Raise `CheckpointError` where tokens that stand for a byte are special.
+
+    What a user types would be made of special tokens then, and could not be told from the template's.
+    """
+    marked = [
+        token["content"]
+        for token in _added(spec)
+        if token.get("special") and _BYTE_TOKEN.fullmatch(str(token.get("content")))
+    ]
+    if marked and spec["model"].get("byte_fallback"):
+        more = f" and {len(marked) - 1} more byte tokens" if len(marked) > 1 else ""
+        raise CheckpointError(
+            f"the tokenizer of {name} marks {marked[0]}{more} as special; byte tokens must be ordinary: take them "
+            "out of the added tokens in tokenizer.json and tokenizer_config.json"
+        )
 
 
 def _check_string(name: str, value: Any) -> None:

@@ -74,6 +74,25 @@ def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("count", [1, 256])
+def test_byte_tokens_that_are_special_are_refused_by_name(count: int, tmp_path: Path) -> None:
+    """Export had refused its own trial question, for "the special token at character 14", or not seen them."""
+    top = write_checkpoint(tmp_path, "normalizer")
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    names = ["<0x20>", *(f"<0x{byte:02X}>" for byte in range(256) if byte != 0x20)][:count]
+    sound = spec["added_tokens"]
+    marked = [{**sound[0], "id": spec["model"]["vocab"][name], "content": name} for name in names]
+    more = "" if count == 1 else " and 255 more byte tokens"
+    for tokens in (marked, [{**token, "special": False} for token in marked], []):
+        spec["added_tokens"] = sorted([*sound, *tokens], key=lambda token: int(token["id"]))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        if tokens is not marked:
+            read(tmp_path, top)
+            continue
+        with pytest.raises(CheckpointError, match=f"marks <0x..>{more} as special; byte tokens must be ordinary: take"):
+            read(tmp_path, top)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("template", "limits", "message"),
