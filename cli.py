@@ -137,6 +137,10 @@ def run(
             check_messages([{"role": "user", "content": question}])
         sampling = Sampling(temperature, top_p, top_k, seed)
         options = Options(max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup)
+        if show_tokens:
+            from vtx.exporter.common.files import check_folder
+
+            check_folder(show_tokens)
         pictures = _read([*images, *more], videos, formats, reduce, frames)
         folder = find_bundle(bundle, (k,))
         model = load(

@@ -168,8 +168,6 @@ OTHERS = {
     ("exporter.tuning.judge", "MAX_DROP"): "the accuracy by which a K is chosen",
     ("exporter.tuning.train", "MAX_NORM"): "gradients are clipped to it",
     ("exporter.bench.ceilings.ceilings", "MAX_WEIGHTS"): "a matrix of our own",
-    ("exporter.checkpoint.forms", "MAX_LITERALS"): "a template beyond it has no forms and stays a template",
-    ("exporter.checkpoint.forms", "MAX_LITERAL"): "a template beyond it has no forms and stays a template",
     ("exporter.checkpoint.forms", "MAX_SPLIT"): "a template beyond it has no forms and stays a template",
     ("exporter.checkpoint.template_syntax", "MAX_SLICES"): "a template beyond it has no forms and stays a template",
     ("exporter.data.prompts", "MAX_REFERENCE"): "a longer answer is never matched word for word",

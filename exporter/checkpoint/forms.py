@@ -6,7 +6,7 @@ Only templates have forms whose syntax tree says that these conversations prove 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, product
 
@@ -15,10 +15,7 @@ from vtx.runtime.bundle.spec.text_settings import END, REPLY, ROLES, SIDES, STAR
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message, Part
-from vtx.runtime.prompt.template import string_constants
 
-MAX_LITERALS = 64  # strings of a template that are tried as contents
-MAX_LITERAL = 200  # characters of one
 MAX_SPLIT = 200  # characters between two texts of a message
 _MARKS = ("vTx0aQ", "vTx1bQ", "vTx2cQ", "vTx3dQ", "vTx4eQ", "vTx5fQ")
 _PADDED = " \n a\tb \u3000"
@@ -49,7 +46,7 @@ _TEXTS = (
         "Aa bB",
         "#",
     ),
-    *("À é ß ﬁ 猫 👩\u200d🚀", "e\u0301", "\ue000s>", "long " * 600),
+    *("À é ß ﬁ 猫 👩\u200d🚀", "e\u0301", "\ue000s>", "long " * 60),
 )
 
 _Content = tuple[str, str]  # a shape and a text
@@ -60,14 +57,11 @@ class IrregularError(Exception):
     """Why a template has no forms."""
 
 
-def derive_forms(
-    render: Callable[[Sequence[Message], bool], str], source: str, control: Mapping[str, int]
-) -> PromptForms:
+def derive_forms(render: Callable[[Sequence[Message], bool], str], source: str) -> PromptForms:
     """The forms of a chat template.
 
-    `render` takes messages and whether an answer is to follow; `control` are the tokens that never stand in a message
-    as they are. Raises `IrregularError` where the template is not regular, or other exceptions of `render` than
-    `TemplateError`.
+    `render` takes messages and whether an answer is to follow. Raises `IrregularError` where the template has none, or
+    other exceptions of `render` than `TemplateError`.
     """
     if "strftime_now" in source:
         raise IrregularError("the template prints the date")
@@ -78,11 +72,10 @@ def derive_forms(
     tried = _refusing(render)
     joins = _joins(tried)
     contents = {role: _PLAIN for role in ROLES if any(role in key.split(">") for key in joins)}
-    texts = (*_TEXTS, *_literals(source, control))
     forms = PromptForms(contents, joins)
     for role in contents:
-        forms = _with_content(forms, role, tried, texts)
-    for messages, reply in _battery(texts, tuple(contents)):
+        forms = _with_content(forms, role, tried)
+    for messages, reply in _battery(tuple(contents)):
         _hold(forms, tried, messages, reply)
     return forms
 
@@ -124,9 +117,9 @@ def _joins(render: Render) -> dict[str, str]:
     return joins
 
 
-def _with_content(forms: PromptForms, role: str, render: Render, texts: Sequence[str]) -> PromptForms:
+def _with_content(forms: PromptForms, role: str, render: Render) -> PromptForms:
     """The forms with the one for `role`'s contents that renders as the template does."""
-    cases = [(messages, render(messages, True)) for messages in _contents(role, texts)]
+    cases = [(messages, render(messages, True)) for messages in _contents(role)]
     for candidate in _candidates(forms, role, render):
         tried = _replaced(forms, role, candidate)
         if tried and all(_agrees(tried, case, True, text) for case, text in cases):
@@ -142,8 +135,8 @@ def _around(role: str, *parts: str | None) -> list[Message]:
     return [message] if role == "user" else [_turn("user", "y"), message, _turn("user", "z")]
 
 
-def _contents(role: str, texts: Sequence[str]) -> Iterator[list[Message]]:
-    for text in texts:
+def _contents(role: str) -> Iterator[list[Message]]:
+    for text in _TEXTS:
         if text.strip() or role != "user":  # a last question of nothing is never asked
             yield _around(role, text)
     yield from (_around(role, *parts) for parts in (("x", "y"), (" x ", " y "), ("x", "", "y"), ("\n", "x\n")))
@@ -200,9 +193,9 @@ def _replaced(forms: PromptForms, role: str, form: ContentForm) -> PromptForms |
     return replace(forms, contents={**forms.contents, role: form}, joins=joins)
 
 
-def _battery(texts: Sequence[str], roles: Sequence[str]) -> Iterator[tuple[list[Message], bool]]:
+def _battery(roles: Sequence[str]) -> Iterator[tuple[list[Message], bool]]:
     """Conversations with all that templates accepted by `check_provable` can tell apart, and each text in each role."""
-    yield from product(chain(_chats(), _part_chats(roles), _text_chats(texts, roles)), (True, False))
+    yield from product(chain(_chats(), _part_chats(roles), _text_chats(roles)), (True, False))
 
 
 def _chats() -> Iterator[list[Message]]:
@@ -210,19 +203,28 @@ def _chats() -> Iterator[list[Message]]:
 
     Three turns have a first one, a last one and one between; the fourth and the fifth go on as these began.
     """
-    shapes = [(shape, _PADDED) for shape in ("parts", "string", "image first", "image last")]
-    blanks = [(shape, text) for shape in ("parts", "image first") for text in (_PADDED, "", " ")]
-    system: list[_Content | None] = [None, *shapes[:2]]
-    for turns in (1, 2, 3):
-        for asked, answer, told in product(product(shapes, repeat=turns), shapes[:2], system):
+    few, more, most = (
+        [("string", _PADDED), *((shape, _PADDED) for shape in shapes)]
+        for shapes in (("T", "IT", "TI"), ("T", "IT", "TI", "IITIT", "TTI"), _shapes(3))
+    )
+    system: list[_Content | None] = [None, *few[:2]]
+    for shapes, turns, answers in ((most, 1, few[:2]), (most, 2, few[:2]), (more, 3, few[1:2])):
+        for asked, answer, told in product(product(shapes, repeat=turns), answers, system):
             yield from _chat(asked, [answer] * turns, told)
-    for asked, told in product((*product(shapes[::2], repeat=4), *((shape,) * 5 for shape in shapes)), system[:2]):
-        yield from _chat(asked, shapes[:1] * len(asked), told)
+    for asked, told in product((*product(few[1:3], repeat=4), *((shape,) * 5 for shape in few)), system[::2]):
+        yield from _chat(asked, few[1:2] * len(asked), told)
+    blanks = [(shape, text) for shape in ("T", "IT") for text in (_PADDED, "", " ")]
     system = [None, *blanks[:3]]
     for question, answer, told in product(blanks, blanks[:3], system):
         yield from _chat([question], [answer], told)
-    for asked, answers, told in product(product(blanks[:3], repeat=2), product(blanks[:3], repeat=2), system):
-        yield from _chat(asked, answers, told)
+    for asked, answered, told in product(product(blanks[:3], repeat=2), product(blanks[:3], repeat=2), system):
+        yield from _chat(asked, answered, told)
+
+
+def _shapes(most: int) -> list[str]:
+    """Every order of images and texts, of at most this many parts, one of them a text."""
+    orders = (order for length in range(1, most + 1) for order in product("TI", repeat=length))
+    return ["".join(order) for order in orders if "T" in order]
 
 
 def _chat(asked: Sequence[_Content], answers: Sequence[_Content], told: _Content | None) -> Iterator[list[Message]]:
@@ -235,25 +237,25 @@ def _chat(asked: Sequence[_Content], answers: Sequence[_Content], told: _Content
 
 
 def _shaped(role: str, shape: str, text: str) -> Message:
+    """A message whose content is a string, or has a part for each letter: I for an image, T for a text."""
     if shape == "string":
         return {"role": role, "content": text}
-    shapes: dict[str, list[str | None]] = {"parts": [text], "image first": [None, text], "image last": [text, None]}
-    return _turn(role, *shapes[shape])
+    return _turn(role, *(None if letter == "I" else text for letter in shape))
 
 
 def _part_chats(roles: Sequence[str]) -> Iterator[list[Message]]:
-    """Messages of up to five parts in every order, among other messages."""
+    """Messages of up to five parts in every order, with blank texts among them, alone and after other turns."""
     texts = (_PADDED, "x", "", "\n")
-    for role, length in product(roles, range(1, 6)):
-        for kinds in product(("text", "image") if role == "user" else ("text",), repeat=length):
-            for shift in range(len(texts) if length < 4 else 1):
-                parts = [None if kind == "image" else texts[(n + shift) % len(texts)] for n, kind in enumerate(kinds)]
+    for role, shape in product(roles, _shapes(5)):
+        for shift in range(len(texts) if len(shape) < 4 else 1):
+            if role == "user" or "I" not in shape:
+                parts = [None if letter == "I" else texts[(n + shift) % len(texts)] for n, letter in enumerate(shape)]
                 yield _around(role, *parts)
                 yield [_turn("user", "y"), _turn("assistant", "z"), *_around(role, *parts)][2 * (role == "system") :]
 
 
-def _text_chats(texts: Sequence[str], roles: Sequence[str]) -> Iterator[list[Message]]:
-    for text, role in product(texts, roles):
+def _text_chats(roles: Sequence[str]) -> Iterator[list[Message]]:
+    for text, role in product(_TEXTS, roles):
         chat = [_turn("user", None, "first"), _turn("assistant", "answer"), _turn("user", "last")]
         if role == "system":
             chat.insert(0, _turn(role, text))
@@ -273,16 +275,3 @@ def _hold(forms: PromptForms, render: Render, messages: Sequence[Message], reply
 def _agrees(forms: PromptForms, messages: Sequence[Message], reply: bool, text: str | None) -> bool:
     made = render_forms(forms, messages, add_generation_prompt=reply)
     return made is None or made == text
-
-
-def _literals(source: str, control: Mapping[str, int]) -> list[str]:
-    """Strings that the template may look for in a text, alone and with text around them."""
-    strings = dict.fromkeys(_masked(text, control) for text in string_constants(source) if 0 < len(text) <= MAX_LITERAL)
-    chosen = list(strings)[:MAX_LITERALS]
-    return [text for string in chosen for text in (string, f"{string} x", f"x {string}", f"x{string}y")]
-
-
-def _masked(text: str, control: Mapping[str, int]) -> str:
-    for token in sorted(control, key=len, reverse=True):
-        text = text.replace(token, "\ue000" + token[1:])
-    return text

@@ -102,7 +102,7 @@ def with_forms(settings: TextSettings, template: str) -> TextSettings:
         return shaping.render(messages, add_generation_prompt=reply)
 
     try:
-        forms = derive_forms(render, template, settings.control_tokens)
+        forms = derive_forms(render, template)
     except IrregularError as reason:
         return replace(settings, forms=None, no_forms=str(reason))
     return replace(settings, forms=forms, no_forms=None)

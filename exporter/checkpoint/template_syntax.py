@@ -97,6 +97,7 @@ class _Reading:
     def __init__(self, names: dict[str, _Value]) -> None:
         self.names = names  # of variables, and of a namespace's fields as "name.field"
         self._slices = 0
+        self._values: dict[int, _Value] = {}
         self._loops: list[tuple[_Value, bool]] = []  # what the loops around run over, and if they leave nothing out
 
     def statements(self, body: Sequence[nodes.Node]) -> None:
@@ -186,6 +187,12 @@ class _Reading:
         return value.truth
 
     def _of(self, node: nodes.Node) -> _Value:
+        """What an expression can be; each is looked at once, whatever stands around it."""
+        if id(node) not in self._values:
+            self._values[id(node)] = self._find(node)
+        return self._values[id(node)]
+
+    def _find(self, node: nodes.Node) -> _Value:
         match node:
             case nodes.Const(value=value):
                 return _constant(value)

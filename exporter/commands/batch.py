@@ -54,13 +54,18 @@ def batch(
     from vtx.exporter.batch.cluster import WorkerEngine, answer_on_cluster
     from vtx.exporter.batch.run import How, on_this_machine, run_batch
     from vtx.exporter.batch.tasks import read_tasks
+    from vtx.exporter.common.files import check_folder
     from vtx.runtime.api.load import load
     from vtx.runtime.api.options import Options
+    from vtx.runtime.policies.spec import parse
 
     end_on_sigterm()
     how = How(k, reduce, Options(max_new_tokens), max_bad, device, compute, fit)
     if answers.exists() and questions.exists() and answers.samefile(questions):
         raise RequestError(f"{answers} holds the questions, which the answers would replace; name another file")
+    check_folder(answers)
+    if reduce != "default":
+        parse(reduce)
     tasks = read_tasks(questions, images)
     folder = find_bundle(bundle, (k,))
     if ray_address:

@@ -64,10 +64,13 @@ def chat(
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.load import load
     from vtx.runtime.api.options import Options
+    from vtx.runtime.policies.spec import parse
     from vtx.runtime.vision.image import load_image
     from vtx.runtime.vision.video import as_video
 
     Options(max_new_tokens)  # a number that is none is told before a bundle is loaded, and so is a wrong name
+    if reduce != "default":
+        parse(reduce)
     if image and not as_video(image):
         load_image(image)
     model = load(
@@ -145,21 +148,24 @@ class _Talk:
         except click.BadParameter as e:
             note(str(e))
             return
-        self.model.policy(k, reduce=self.reduce)  # refuses what the bundle was not cut at
-        self.k = k
-        self.begin()
+        self._begin_with(k=k)
 
     def _set_reduce(self, value: str) -> None:
-        self.model.policy(self.k, reduce=value)
-        self.reduce = value
-        self.begin()
+        self._begin_with(reduce=value)
 
     def _set_image(self, value: str) -> None:
-        before, self.image = self.image, value or None
+        self._begin_with(image=value or None)
+
+    def _begin_with(self, **changes: int | str | None) -> None:
+        """Begin anew with other settings; where they are refused, the conversation goes on as it was."""
+        before = {name: getattr(self, name) for name in changes}
         try:
+            for name, value in changes.items():
+                setattr(self, name, value)
             self.begin()
         except VtxError:
-            self.image = before
+            for name, value in before.items():
+                setattr(self, name, value)
             raise
 
 

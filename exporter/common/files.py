@@ -27,8 +27,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_folder(path: Path) -> None:
-    """Raise RequestError where the file cannot be written for want of its folder: before the work, not after it."""
+    """Raise RequestError where a file cannot be written there: before the work, not after it."""
     folder = path.parent
+    if path.is_dir():
+        raise RequestError(f"cannot write {path}: it is a directory; name a file")
     if not folder.is_dir():
         raise RequestError(f"cannot write {path}: {folder} is not a directory; make it, or name another file")
     if not os.access(folder, os.W_OK):

@@ -17,6 +17,7 @@ from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.checks import check_text
 from vtx.runtime.policies.make import check_video_policy
+from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import PICTURES, Message, Part
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.result import Selection
@@ -146,7 +147,13 @@ class Conversation:
         return AsyncAnswerStream(self.stream(question, k, options, reduce=reduce, **keywords))
 
     def chat(self, k: K = DEFAULT, *, reduce: str | None = DEFAULT) -> Chat:
-        """A conversation of several turns about these images."""
+        """A conversation of several turns about these images.
+
+        Raises:
+            RequestError: a K the bundle was not cut at, a reduction it was not exported for.
+
+        """
+        self._policy(k, None, reduce)
         return Chat(self, k, reduce)
 
     def opening(self, question: str) -> list[Message]:
@@ -169,9 +176,7 @@ class Conversation:
         """The answer to any messages about these images; what cannot be asked is refused here, not when it is read."""
         model = self.model
         model.check_open()
-        policy = model.policy(k, options, reduce)
-        if any(image.kind == "video" for image in self.images):
-            check_video_policy(policy)
+        policy = self._policy(k, options, reduce)
         ids = model.prompt_ids(messages, self.images)
         if not policy.entries:  # these leave out image tokens before the decoder
             model.check_room(ids, self.images)
@@ -186,6 +191,12 @@ class Conversation:
         fixed = self.model.policy(k, options, reduce).fixed
         after = self._caches.session.selection if fixed else None
         return self.stream_messages(messages, k, options, reduce, after=after)
+
+    def _policy(self, k: K, options: Options | None, reduce: str | None) -> Policy:
+        policy = self.model.policy(k, options, reduce)
+        if any(image.kind == "video" for image in self.images):
+            check_video_policy(policy)
+        return policy
 
     def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """How many leading tokens of a prompt the caches hold, and how many they hold in all."""

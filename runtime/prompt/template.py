@@ -82,11 +82,6 @@ def parse_template(source: str) -> nodes.Template:
         raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}; {CURE}") from error
 
 
-def string_constants(source: str) -> list[str]:
-    """The strings that stand in a template's expressions, in order. Raises `TemplateError`."""
-    return [node.value for node in parse_template(source).find_all(nodes.Const) if isinstance(node.value, str)]
-
-
 def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 

@@ -85,6 +85,27 @@ def test_an_image_that_is_not_there_is_told_before_a_bundle_is_looked_for(tmp_pa
     assert "no.png' does not exist" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--k", "7", "K = 7"), ("--k", "auto", "needs gates"), ("--reduce", "fastv:k=4", "not exported for fastv")],
+)
+def test_what_the_bundle_lacks_is_refused_before_the_first_question(
+    bundle: Path, images: list[str], option: str, value: str, message: str
+) -> None:
+    words = [images[0], "--bundle", str(bundle), "--device", "cpu", option, value]
+    done = CliRunner().invoke(cli.chat, words, input="red?\n")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert "/help lists commands" not in done.stderr
+
+
+def test_a_wrong_spec_is_told_before_a_bundle_is_looked_for(images: list[str]) -> None:
+    done = CliRunner().invoke(cli.chat, [images[0], "--bundle", "absent", "--reduce", "nothing"])
+    assert done.exit_code == 1
+    assert "nothing" in done.stderr
+    assert "absent" not in done.stderr
+
+
 @pytest.mark.parametrize("command", [cli.chat, cli.bench])
 def test_tiles_are_refused_where_the_bundles_images_have_none(bundle: Path, command: click.Command) -> None:
     done = CliRunner().invoke(command, ["--bundle", str(bundle), "--max-tiles", "2"])

@@ -484,6 +484,20 @@ def test_what_transformers_has_to_say_about_a_model_stays_out_of_the_one_line(
 # ---- vtx-inspect -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("target", "message"), [(".", "it is a directory"), ("absent/tokens.png", "is not a directory")]
+)
+def test_a_picture_of_tokens_that_cannot_be_written_is_told_before_a_bundle_is_looked_for(
+    tmp_path: Path, target: str, message: str
+) -> None:
+    random_image(1).save(tmp_path / "one.png")
+    words = [str(tmp_path / "one.png"), "red?", "--reduce", "fastv", "--show-tokens", str(tmp_path / target)]
+    done = CliRunner().invoke(cli.run, [*words, "--bundle", "no-such-bundle"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert "no-such-bundle" not in done.stderr
+
+
 def test_inspect_shows_stages_variants_and_kv_bytes(bundle: Path) -> None:
     shown = invoke("inspect", bundle).stdout
     for word in ("1..2", "3..4", "5..8", "stage-05-08.ort.onnx", "3 (default)", "none", "fp32", "256"):

@@ -195,6 +195,24 @@ def test_a_line_is_another_one_once_a_file_of_it_changes(folder: Path) -> None:
         random_image(2).save(folder / "two.png")
 
 
+@pytest.mark.parametrize(
+    ("answers", "further", "message"),
+    [
+        (".", [], "it is a directory; name a file"),
+        ("absent/answers.jsonl", [], "absent is not a directory"),
+        ("answers.jsonl", ["--reduce", "nothing"], "no reduction is called 'nothing'"),
+    ],
+)
+def test_what_can_never_be_written_or_asked_is_told_before_a_bundle_is_looked_for(
+    folder: Path, answers: str, further: list[str], message: str
+) -> None:
+    file = write(folder, LINES[0])
+    done = CliRunner().invoke(batch, [str(file), str(folder / answers), "--bundle", "no-such-bundle", *further])
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert "no-such-bundle" not in done.stderr
+
+
 def test_answers_do_not_replace_their_questions(model: Model, folder: Path) -> None:
     file = write(folder, LINES[0])
     before = file.read_bytes()

@@ -16,6 +16,7 @@ from tests.exporter.checkpoint.test_forms import DEFAULT_SYSTEM, resolved
 from tests.support import qwen
 from tests.support.text import CHATML, MISTRAL, VICUNA, make_tokenizer
 from vtx.exporter.checkpoint.original.templates import TEMPLATES as ORIGINAL
+from vtx.exporter.checkpoint.template_syntax import check_provable
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.forms import render_forms
@@ -226,6 +227,11 @@ def test_templates_of_the_families_keep_their_forms(name: str) -> None:
             hold(FAMILIES[name], made, long_chat(turns, 4), True)
             hold(FAMILIES[name], made, [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
                                         *long_chat(turns, 2)], True)  # fmt: skip
+
+
+def test_deep_conditions_take_no_longer_for_it() -> None:
+    for condition in (" and ".join(["m.role"] * 100), "tools" + " | default(1, true)" * 60):
+        check_provable(inside("{% if " + condition + " %}!{% endif %}"))
 
 
 def check(template: str, chats: list[list[Message]], reply: bool) -> None:
