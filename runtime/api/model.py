@@ -17,7 +17,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -310,12 +310,16 @@ class Model:
         check_layout(policy.reductions, self.layout)
         return policy
 
-    def prepare_all(self, sources: Sequence[Picture], fit: str | None = None) -> tuple[PreparedImage, ...]:
-        """Read and preprocess the images and videos of one prompt, as `open` does."""
+    def prepare_all(
+        self, sources: Sequence[Picture], fit: str | None = None, stopped: Callable[[], bool] | None = None
+    ) -> tuple[PreparedImage, ...]:
+        """Read and preprocess the images and videos of one prompt, as `open` does; `stopped` ends reading a video."""
         given = [as_video(source) or source for source in sources]
         images = sum(not isinstance(source, Video) for source in given)
         return tuple(
-            self.prepare_video(source, fit) if isinstance(source, Video) else self.prepare(source, fit, among=images)
+            self.prepare_video(source, fit, stopped)
+            if isinstance(source, Video)
+            else self.prepare(source, fit, among=images)
             for source in given
         )
 
@@ -324,8 +328,10 @@ class Model:
         order = self.text.order([{"role": "user", "content": opening_parts(images, "?")}])
         return tuple(images[number] for number in order)
 
-    def prepare_video(self, video: Video, fit: str | None = None) -> PreparedImage:
-        """Read some frames of a video and preprocess them."""
+    def prepare_video(
+        self, video: Video, fit: str | None = None, stopped: Callable[[], bool] | None = None
+    ) -> PreparedImage:
+        """Read some frames of a video and preprocess them, unless `stopped` says that nobody waits any more."""
         if self.manifest.video is None:
             raise RequestError(f"{self.manifest.model.name} takes no videos; give frames of it as images")
         layout = read_frames(self.manifest.video.layout)
@@ -336,7 +342,8 @@ class Model:
             sizes.append(frame.size)
             return preprocess(frame, settings)
 
-        views = np.stack(load_frames(video, video.frames or layout.frames, prepared, padded=layout.padded))
+        wanted = video.frames or layout.frames
+        views = np.stack(load_frames(video, wanted, prepared, stopped, padded=layout.padded))
         note_discarded(*sizes[0], settings)
         key = f"{hashlib.sha256(views.tobytes()).hexdigest()} of a video"
         arrange = partial(layout.arrange, newline=self._newline)

@@ -120,6 +120,8 @@ def confine(
     """
     if limits != (limits := limits.allowed()):
         cure = f"raise the limits of this shell (see ulimit -a), or {cure}"
+    if stopped is not None and stopped():
+        raise RequestError(f"{subject} is no longer wanted; ask again")
     task = ChildTask(target, request, limits, libraries, tuple(os.path.abspath(path) for path in reads))
     with scratch() as log:
         code, result, ended = _run(task, data, log, receive, stopped)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,8 +115,9 @@ class ChatCompletions:
         engine = await self._engine(chat.model)
         with self._engines.use(engine):
             videos = any(isinstance(image, Video) for image in chat.images)
-            readers = self._video_readers if videos else self._readers
-            prepared = await loop.run_in_executor(readers, prepare, engine, chat, self._limits)
+            readers, stopping = self._video_readers if videos else self._readers, threading.Event()
+            reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
+            prepared = await _while_wanted(reading, receive, stopping, deadline, self._limits.seconds)
             chat = prepared.chat  # without the images' text, which may be large
             events = _events(engine, prepared, receive, deadline, self._limits.seconds)
             objects = Objects(chat.model, engine.model, chat.options.logprobs)
@@ -151,7 +154,33 @@ def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
     return replace(chat, images=images)
 
 
-def prepare(engine: Engine, chat: ChatRequest, limits: Limits) -> Prepared:
+async def _while_wanted(
+    reading: asyncio.Future[Prepared], receive: Receive, stopping: threading.Event, deadline: float, seconds: float
+) -> Prepared:
+    """What `reading` gives. Where nobody waits for it any more, `stopping` tells it so, and it ends.
+
+    Raises:
+        ClientLeft: the client has gone.
+        Refusal: it took too long (408).
+
+    """
+    leaving = asyncio.ensure_future(until_left(receive))
+    try:
+        wait = deadline - asyncio.get_running_loop().time()
+        either: set[asyncio.Future[Any]] = {reading, leaving}
+        await asyncio.wait(either, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+        stopping.set()
+        await asyncio.wait({reading})  # the model is used until then
+        reading.exception()  # which nobody asks for
+        raise ClientLeft if leaving.done() else _too_slow(seconds)
+    finally:
+        stopping.set()
+        leaving.cancel()
+
+
+def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> Prepared:
     """Read the images and videos and check what is asked, before anything is computed."""
     model = engine.model
     model.policy(chat.k, chat.options, chat.reduce)
@@ -165,7 +194,7 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits) -> Prepared:
                 413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in all; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
-    given = model.prepare_all(sources)
+    given = model.prepare_all(sources, stopped=stopped)
     images = tuple(given[number] for number in model.text.order(chat.messages))
     model.check_system(chat.messages)
     ids = model.prompt_ids(chat.messages, images)

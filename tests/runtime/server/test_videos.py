@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.runtime.vision.test_video import write
 from tests.support.bundles import export
-from tests.support.serving import Served, asking, data_url, serving, user
+from tests.support.serving import WAIT, Served, asking, data_url, serving, until, user
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.vision import video as reading
 
 QUESTION = {"type": "text", "text": "What happens?"}
 
@@ -84,3 +87,52 @@ def test_a_model_without_videos_refuses_them(tiny_bundle: Path, clip: Path) -> N
         assert running.chat(asking(user("red?", random_image(0)))).status == 200
     assert response.status == 400
     assert "takes no videos" in response.json["error"]["message"]
+
+
+def test_a_title_that_is_not_utf8_is_answered(served: Served, clip: Path) -> None:
+    content = write(clip.with_name("titled.mp4"), frames=9, title="M__ller").read_bytes()
+    assert b"M__ller" in content
+    video = part(content.replace(b"M__ller", "Müllers".encode("latin-1")), frames=3)
+    assert served.chat(asking({"role": "user", "content": [video, QUESTION]})).status == 200
+
+
+def test_a_decoder_that_crashes_harms_only_its_request(
+    served: Served, clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asking({"role": "user", "content": [part(clip.read_bytes()), QUESTION]})
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "CHILD", "tests.support.video_faults:crash")
+        response = served.chat(asked)
+    assert response.status == 400
+    assert "crashes the process that reads it" in response.json["error"]["message"]
+    assert served.chat(asked).status == 200
+
+
+def test_a_client_that_leaves_ends_the_decoding_of_its_video(
+    served: Served, clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next video does not wait for it, which it would until the decoder's limit of time."""
+    cancelled = served.metrics()["vtx_cancelled_total"]
+    asked = asking({"role": "user", "content": [part(clip.read_bytes()), QUESTION]})
+    begun, confine = threading.Event(), reading.confine
+
+    def noted(*given: Any, **options: Any) -> Any:
+        begun.set()
+        return confine(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "CHILD", "tests.support.video_faults:hang")
+        patch.setattr(reading, "confine", noted)
+        with served.open_chat(asked):
+            assert begun.wait(WAIT), "the video is being decoded"
+        until(lambda: served.metrics()["vtx_cancelled_total"] == cancelled + 1, "the request is cancelled")
+    assert served.chat(asked).status == 200
+
+
+def test_a_video_ends_at_the_time_limit_of_its_request(
+    bundles: dict[str, Path], clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "CHILD", "tests.support.video_faults:hang")
+    with serving(bundles, Limits(seconds=1)) as running:
+        response = running.chat(asking({"role": "user", "content": [part(clip.read_bytes()), QUESTION]}))
+    assert response.status == 408
