@@ -209,7 +209,8 @@ def test_no_value_of_any_field_ends_in_an_error_of_the_server(served: Served, va
 
 def test_with_a_key_nothing_is_answered_without_it(tiny_bundle: Path) -> None:
     with serving({"tiny": tiny_bundle}, api_key="secret") as served:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        for value in ("", "Bearer wrong", "secret", "Bearer ", "Bearer secre", "Bearer secrets"):
+            headers = {"authorization": value} if value else {}
             response = served.chat(GOOD, **headers)
             assert (response.status, response.json["error"]["code"]) == (401, "invalid_api_key")
             assert served.request("GET", "/metrics", **headers).status == 401
