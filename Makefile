@@ -122,7 +122,7 @@ test-browser: $(READY) ## the page of vtx-serve in a real browser; needs Debian'
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"
-	$(BIN)/pytest -m ray -rs tests/exporter/gates/test_train_gate.py tests/exporter/batch/test_cluster.py
+	$(BIN)/pytest -m ray -rs tests/exporter/gates/test_train_gate.py tests/tools/batch/test_cluster.py
 
 test-suites: $(READY) ## the plug-ins in lmms-eval and VLMEvalKit; each suite in an environment of its own, several GB
 	for suite in lmms-eval vlmevalkit; do \

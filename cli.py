@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.exporter.commands.shared.options import (
+from vtx.commands.shared.options import (
     bundle_option,
     compute_option,
     device_option,
@@ -23,27 +23,27 @@ from vtx.exporter.commands.shared.options import (
     max_tiles_option,
     threads_option,
 )
-from vtx.exporter.common.demo import about
 from vtx.runtime.process import without_collections
 from vtx.runtime.terminal.console import Group, command, note, require_signature_option, say, say_json, table
 from vtx.runtime.terminal.depth import DepthType
 from vtx.runtime.terminal.last import last_bundle
+from vtx.tools.common.demo import about
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from vtx.exporter.commands.batch import batch as batch
-    from vtx.exporter.commands.bench import bench as bench
-    from vtx.exporter.commands.build import build as build
-    from vtx.exporter.commands.calibrate import calibrate as calibrate
-    from vtx.exporter.commands.calibrate import train_gate as train_gate
-    from vtx.exporter.commands.chat import chat as chat
-    from vtx.exporter.commands.doctor import doctor as doctor
-    from vtx.exporter.commands.evaluate import evaluate as evaluate
-    from vtx.exporter.commands.export import export as export
-    from vtx.exporter.commands.plan import plan as plan
-    from vtx.exporter.commands.serve import serve as serve
-    from vtx.exporter.commands.tune import tune as tune
+    from vtx.commands.batch import batch as batch
+    from vtx.commands.bench import bench as bench
+    from vtx.commands.build import build as build
+    from vtx.commands.calibrate import calibrate as calibrate
+    from vtx.commands.calibrate import train_gate as train_gate
+    from vtx.commands.chat import chat as chat
+    from vtx.commands.doctor import doctor as doctor
+    from vtx.commands.evaluate import evaluate as evaluate
+    from vtx.commands.export import export as export
+    from vtx.commands.plan import plan as plan
+    from vtx.commands.serve import serve as serve
+    from vtx.commands.tune import tune as tune
     from vtx.runtime.api.answer import Stats
     from vtx.runtime.api.conversation import Conversation
     from vtx.runtime.api.model import Model
@@ -127,7 +127,7 @@ def run(
     names = [*images, *more, *videos]
     formats = [name.strip() for name in image_formats.split(",")]
     with without_collections():
-        from vtx.exporter.commands.export import find_bundle
+        from vtx.commands.export import find_bundle
         from vtx.runtime.api.load import load
         from vtx.runtime.api.options import Options
         from vtx.runtime.prompt.messages import check_messages
@@ -138,7 +138,7 @@ def run(
         sampling = Sampling(temperature, top_p, top_k, seed)
         options = Options(max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup)
         if show_tokens:
-            from vtx.exporter.common.files import check_folder
+            from vtx.tools.common.files import check_folder
 
             check_folder(show_tokens)
         pictures = _read([*images, *more], videos, formats, reduce, frames)
@@ -210,9 +210,9 @@ def _streams(
 
 def _draw(path: Path, conversation: Conversation, questions: Sequence[str], answers: Sequence[Stats]) -> None:
     """Write the picture of the patches that survived to `path`, whole or not at all."""
-    from vtx.exporter.common.files import replacing
     from vtx.runtime.errors import RequestError
     from vtx.runtime.report.tokens_plot import draw_tokens
+    from vtx.tools.common.files import replacing
 
     picture = draw_tokens(questions, answers, conversation.images, conversation.model.manifest)
     try:
@@ -289,7 +289,7 @@ def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -
 # --- vtx ------------------------------------------------------------------------------------------
 
 
-_HOMES = {  # the module of `exporter/commands/` that each of the other commands stands in
+_HOMES = {  # the module of `commands/` that each of the other commands stands in
     "batch": "batch",
     "bench": "bench",
     "build": "build",
@@ -311,7 +311,7 @@ def __getattr__(name: str) -> Any:
         return _main()
     if name not in _HOMES:
         raise AttributeError(f"module 'vtx.cli' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"vtx.exporter.commands.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"vtx.commands.{_HOMES[name]}"), name)
 
 
 @cache

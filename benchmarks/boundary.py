@@ -17,12 +17,12 @@ import numpy as np
 from common import export, parser, random_checkpoint, report, scratch
 from numpy.typing import NDArray
 
-from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.session import Prompt, Session
+from vtx.tools.bench.series import shown, spread
 
 Times = NDArray[np.float64]
 

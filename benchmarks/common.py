@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from vtx.exporter.bench.machine import describe
-from vtx.exporter.common.files import write_json
 from vtx.runtime.strict import plain
+from vtx.tools.bench.machine import describe
+from vtx.tools.common.files import write_json
 
 BLOCK = 1 << 22
 NAMES = {

@@ -23,7 +23,7 @@ from typing import Any
 
 from common import export, parser, report, scratch
 
-from vtx.exporter.bench.series import shown, spread
+from vtx.tools.bench.series import shown, spread
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ("How many shapes are there?", "Where is the star?")

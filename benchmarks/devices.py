@@ -17,11 +17,11 @@ import numpy as np
 from common import export, parser, random_checkpoint, report, scratch
 from numpy.typing import NDArray
 
-from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.vision.tokens import TokenStates
+from vtx.tools.bench.series import shown, spread
 
 PLACES = (("cpu", "f32"), ("openvino", "f32"), ("openvino", "bf16"))
 OF_INTEGERS = ("openvino", "int8")

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from common import decoder_parser, random_checkpoint, report, scratch
 
-from vtx.exporter.bench.series import shown, spread
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.graphs.gates import gate_tensors
@@ -24,6 +23,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import HiddenStates
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.vision.tokens import TokenStates
+from vtx.tools.bench.series import shown, spread
 
 K = 2
 

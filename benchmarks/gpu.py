@@ -15,12 +15,12 @@ import numpy as np
 from common import parser, report
 from PIL import Image
 
-from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.session import Prompt, Session
+from vtx.tools.bench.series import shown, spread
 
 QUESTION = "Describe everything in this picture."
 Times = dict[str, float]

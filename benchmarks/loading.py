@@ -15,8 +15,8 @@ from pathlib import Path
 
 from common import parser, report
 
-from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.units import size
+from vtx.tools.bench.series import shown, spread
 
 LOAD = """
 import json, resource, sys, time

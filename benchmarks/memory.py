@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 from common import export, parser, random_checkpoint, report, scratch
 
-from vtx.exporter.bench.series import shown, spread
-from vtx.exporter.common.memory import peak
 from vtx.runtime.backends.ort.library import import_onnxruntime
+from vtx.tools.bench.series import shown, spread
+from vtx.tools.common.memory import peak
 
 VARIANTS = {"one": (4,), "four": (2, 3, 4, 6)}
 MIB = 1 << 20

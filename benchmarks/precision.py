@@ -18,12 +18,12 @@ from common import parser, report, scratch
 from numpy.typing import NDArray
 
 from vtx.exporter.bundling.activation_aware import SAMPLES as MEASURED
-from vtx.exporter.data.items import Data, Item, plain, scene_items
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.generate import generate
 from vtx.runtime.session.session import Prompt, Session
+from vtx.tools.data.items import Data, Item, plain, scene_items
 
 KS = (None, 16, 8, 5)
 BUNDLES = {

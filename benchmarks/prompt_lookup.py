@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from common import parser, report
 
-from vtx.exporter.bench.series import Series, shown, spread
 from vtx.runtime.prompt.lookup import PromptLookup
 from vtx.runtime.vision.tokens import TokenStates
+from vtx.tools.bench.series import Series, shown, spread
 
 DOCS = Path(__file__).parents[1] / "docs"
 TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 from common import decoder_parser, random_checkpoint, report, scratch
 
-from vtx.exporter.bench.series import shown, spread
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
+from vtx.tools.bench.series import shown, spread
 
 LAYER = 1  # after which rows are scored
 

@@ -21,10 +21,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read
 import numpy as np
 from common import parser, report
 
-from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.bundle.spec.names import CLIP_PATCHES
 from vtx.runtime.policies import PromptText, parse
 from vtx.runtime.vision.tokens import ImageTokens, Patches
+from vtx.tools.bench.series import shown, spread
 
 PROBE = Path(__file__).parents[1] / "build/cpp/vtx-cpp-probe"
 CLIP, QUESTIONS = 768, 3

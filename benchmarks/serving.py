@@ -28,9 +28,9 @@ from typing import Any
 from benchmarks.common import parser, report
 from benchmarks.make_checkpoint import SHAPES, write_config, write_tokenizer, write_weights
 
-from vtx.exporter.bench.series import shown, spread
-from vtx.exporter.data.journal import ResultJournal
 from vtx.runtime.host.machine import cores
+from vtx.tools.bench.series import shown, spread
+from vtx.tools.data.journal import ResultJournal
 
 CLIENTS = (1, 2, 4, 8)
 CONTEXT = 1024  # slots of a conversation

@@ -28,8 +28,8 @@ import psutil
 from benchmarks.common import parser, report
 from benchmarks.serving import SERVE, running
 
-from vtx.exporter.data.scenes import draw, random_scene
 from vtx.runtime.host.machine import cores
+from vtx.tools.data.scenes import draw, random_scene
 
 MIB = 1 << 20
 QUESTIONS = ("What is there?", "How many red shapes are there?", "What colour is the square?", "Where is the circle?")

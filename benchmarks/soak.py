@@ -28,7 +28,7 @@ MIB = 1 << 20
 def soak(bundle: str, device: str, questions: int, threads: int) -> list[list[float]]:
     """[questions answered, RSS in MiB] from the first answer on."""
     import vtx
-    from vtx.exporter.data.scenes import draw, random_scene
+    from vtx.tools.data.scenes import draw, random_scene
 
     model, process = vtx.load(bundle, device=device, threads=threads), psutil.Process()
     ks = (None, *model.manifest.variants)
@@ -84,8 +84,8 @@ def _row(device: str, curve: Sequence[Sequence[float]]) -> list[str]:
 
 
 def _plot(curves: dict[str, Any], path: Path) -> None:
-    from vtx.exporter.bench.machine import describe
-    from vtx.exporter.common.plots import draw, headline
+    from vtx.tools.bench.machine import describe
+    from vtx.tools.common.plots import draw, headline
 
     def fill(figure: Any) -> None:
         axes = figure.subplots()

@@ -16,8 +16,8 @@ from typing import Any
 
 from common import export, parser, report, scratch
 
-from vtx.exporter.bench.series import shown, spread
 from vtx.runtime.backends.ort.library import SILENCE
+from vtx.tools.bench.series import shown, spread
 
 HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "numpy")
 

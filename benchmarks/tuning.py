@@ -22,11 +22,11 @@ from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
 from vtx.exporter.calibration.choosing import Choosing
 from vtx.exporter.calibration.report import CalibrationReport, make_report
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.common.files import write_json
-from vtx.exporter.data.items import read_data
 from vtx.exporter.tuning.judge import MAX_DROP, compared
 from vtx.exporter.tuning.options import Depths, LossWeights, Packing, Schedule, TuneOptions
 from vtx.exporter.tuning.tune import tune
+from vtx.tools.common.files import write_json
+from vtx.tools.data.items import read_data
 
 TERMS = {"both": LossWeights(), "kl": LossWeights(ce=0.0), "ce": LossWeights(kl=0.0)}
 

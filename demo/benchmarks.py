@@ -16,8 +16,8 @@ from typing import Any
 
 from PIL import Image
 
-from vtx.exporter.data.scene_questions import KINDS, ask
-from vtx.exporter.data.scenes import COLORS, SHAPES, Scene, photograph, random_scene
+from vtx.tools.data.scene_questions import KINDS, ask
+from vtx.tools.data.scenes import COLORS, SHAPES, Scene, photograph, random_scene
 
 SEED = 9_000_000_000  # neither trained on nor used by evaluate.py
 PAIRS = 3

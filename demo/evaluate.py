@@ -23,9 +23,9 @@ from tokenizers import Tokenizer
 from train import attention_mask, pixels_of, with_vision
 from words import Packer
 
-from vtx.exporter.common.plots import draw, headline
-from vtx.exporter.data.scene_questions import KINDS, ask
-from vtx.exporter.data.scenes import photograph, random_scene
+from vtx.tools.common.plots import draw, headline
+from vtx.tools.data.scene_questions import KINDS, ask
+from vtx.tools.data.scenes import photograph, random_scene
 
 HELD_OUT_SEED = 7_000_000_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from vtx.exporter.data.scenes import draw, random_scene
+from vtx.tools.data.scenes import draw, random_scene
 
 SEED = 2_026_112_100
 COUNTS = (5, 4, 3, 6)

@@ -11,8 +11,8 @@ import json
 import random
 from pathlib import Path
 
-from vtx.exporter.data.scene_questions import ask_some
-from vtx.exporter.data.scenes import photograph, random_scene
+from vtx.tools.data.scene_questions import ask_some
+from vtx.tools.data.scenes import photograph, random_scene
 
 SEED = 6_000_000_000
 

@@ -24,7 +24,7 @@ from torch import nn
 from train import Auxiliary, draw, make_optimizers, rate, step_loss
 from words import Packer, run_tokenizer
 
-from vtx.exporter.data.scene_questions import KINDS
+from vtx.tools.data.scene_questions import KINDS
 
 
 class Run:

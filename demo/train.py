@@ -29,8 +29,8 @@ from PIL import Image
 from torch import Tensor, nn
 from words import Packer, run_tokenizer
 
-from vtx.exporter.data.scene_questions import KINDS, ask_some
-from vtx.exporter.data.scenes import COLORS, GRID, SHAPES, Scene, photograph, random_scene
+from vtx.tools.data.scene_questions import KINDS, ask_some
+from vtx.tools.data.scenes import COLORS, GRID, SHAPES, Scene, photograph, random_scene
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)

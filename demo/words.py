@@ -10,8 +10,8 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from vtx.exporter.data.scene_questions import SceneQuestion, ask_some
-from vtx.exporter.data.scenes import COLORS, PLACES, SHAPES, random_scene
+from vtx.tools.data.scene_questions import SceneQuestion, ask_some
+from vtx.tools.data.scenes import COLORS, PLACES, SHAPES, random_scene
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 TEMPLATE = (

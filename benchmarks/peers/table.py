@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.peers.contenders import US, Contender
 from benchmarks.peers.contract import Result
 
-from vtx.exporter.bench.series import shown, spread
+from vtx.tools.bench.series import shown, spread
 
 Rounds = Mapping[Contender, Sequence[Result]]
 HEAD = ("contender", "load, s", "image encoder, s", "first token, cold, s", "first token, s", "decode, ms a token",

@@ -18,19 +18,19 @@ from vtx.exporter.bundling.options import ActivationAware
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.awq import TOKENS, find_factors, tried
-from vtx.exporter.weights.quantize import scheme
 from vtx.exporter.weights.scaling import Channels, Floats, quantised_channels
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16, write_safetensors
+from vtx.runtime.bundle.spec.stored import scheme
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.strict import Strict, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vtx.exporter.data.prompts import PreparedItem
-    from vtx.exporter.data.source import Source
     from vtx.exporter.reference.model import Reference, Sample
+    from vtx.exporter.reference.prompts import PreparedItem
+    from vtx.exporter.reference.source import Source
 
 SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
 FACTORS = ".factors.safetensors"
@@ -79,8 +79,8 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
     """
     import torch
 
-    from vtx.exporter.data.prompts import prepare
     from vtx.exporter.reference.model import Reference
+    from vtx.exporter.reference.prompts import prepare
     from vtx.exporter.weights.tensors import CheckpointWeights
 
     source = plan.source()

@@ -19,7 +19,6 @@ from vtx.exporter.bundling.activation_aware import FACTORS, Factors, measure_fac
 from vtx.exporter.bundling.materials import DISTRIBUTION, packages
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.spec import model_spec
-from vtx.exporter.common.files import sync_file
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
@@ -29,7 +28,6 @@ from vtx.exporter.graphs.text_tower import build_text_tower
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.graphs.vision import build_vision, of_video
 from vtx.exporter.weights.journal import JOURNAL, PROBE, ExportJournal
-from vtx.exporter.weights.quantize import BLOCK
 from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
@@ -51,6 +49,7 @@ from vtx.runtime.bundle.spec.manifest import (
     Graphs,
     Manifest,
 )
+from vtx.runtime.bundle.spec.stored import BLOCK
 from vtx.runtime.bundle.tensors.final_norm import WEIGHT as FINAL_NORM_WEIGHT
 from vtx.runtime.bundle.tensors.newline import NEWLINE_TENSOR
 from vtx.runtime.errors import ExportError
@@ -59,6 +58,7 @@ from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.strict import plain
 from vtx.runtime.vision.fit import trained_fit
 from vtx.runtime.vision.layout_spec import spec_of
+from vtx.tools.common.files import sync_file
 
 GATES = "gates.safetensors"
 # Bytes of a bundle above which the reference gives back each matrix's memory when it is done with it, as the forecast

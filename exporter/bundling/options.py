@@ -10,13 +10,12 @@ from typing import Literal
 from vtx.exporter.bundling.predict import QUESTION_TOKENS
 from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.data.choice import RecordedChoice
-from vtx.exporter.data.items import Data, image_tokens
-from vtx.exporter.weights.precision import Precisions
-from vtx.exporter.weights.quantize import BLOCK
 from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.runtime.bundle.spec.stored import BLOCK, Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.precision import PRECISIONS
+from vtx.tools.data.choice import RecordedChoice
+from vtx.tools.data.items import Data, image_tokens
 
 DEMO = "demo"
 

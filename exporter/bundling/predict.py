@@ -12,8 +12,8 @@ from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
 from vtx.exporter.graphs.decoder import layer_tensors
 from vtx.exporter.weights.awq import OUTPUTS, TOKENS
 from vtx.exporter.weights.plan import WeightPlan
-from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.backends.memory import answering_memory, resident_bytes
+from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.errors import ExportError
 from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.report.golden import SEEN_ROWS, SHOWN_ROWS, golden_image

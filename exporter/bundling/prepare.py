@@ -21,18 +21,18 @@ from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor, read_video_settings
 from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
-from vtx.exporter.data.source import Source
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
 from vtx.exporter.graphs.text_tower import text_tower_tensors
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
+from vtx.exporter.reference.source import Source
 from vtx.exporter.weights.agreement import UNTIED, unused_weights, with_own_head
 from vtx.exporter.weights.plan import WeightPlan, plan_weights
-from vtx.exporter.weights.precision import EMBEDDING, Precisions, tied_head
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
+from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.policies.make import TEXT_TOWER_FIX

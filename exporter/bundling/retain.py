@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from vtx.exporter.data.items import Data
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import seal_manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec
+from vtx.tools.data.items import Data
 
 Report = Callable[[str, int, int], None]
 SAMPLES = 20

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vtx.exporter.common.files import sync_file
-from vtx.exporter.common.lock import locked, open_directory
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.errors import ExportError
+from vtx.tools.common.files import sync_file
+from vtx.tools.common.lock import locked, open_directory
 
 
 def check_target(out: Path, force: bool) -> None:

@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.bundling.predict import export_base
+from vtx.exporter.bundling.rates import LAYER_SECONDS, product_speed
 from vtx.exporter.calibration.measurement import ItemResult, Measurement, read_result, written
 from vtx.exporter.calibration.source import OpenedModel, answering
-from vtx.exporter.data.items import Data, plain
-from vtx.exporter.data.journal import ResultJournal
-from vtx.exporter.data.prompts import PreparedItem, prepare
-from vtx.exporter.data.source import Source
-from vtx.exporter.estimate.rates import LAYER_SECONDS, product_speed
-from vtx.exporter.estimate.sizes import model_size
+from vtx.exporter.checkpoint.sizes import model_size
 from vtx.exporter.reference.attention import AttentionMeter
 from vtx.exporter.reference.model import Reference, Sample
+from vtx.exporter.reference.prompts import PreparedItem, prepare
+from vtx.exporter.reference.source import Source
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import CheckpointError, RequestError
+from vtx.tools.data.items import Data, plain
+from vtx.tools.data.journal import ResultJournal
 
 LOGITS = 1 << 25  # logits computed at a time
 Report = Callable[[str, int, int], None]

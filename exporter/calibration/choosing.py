@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from vtx.exporter.data.choice import KEPT
-from vtx.exporter.data.intervals import CONFIDENCE, NORMAL, MeanInterval, ShareInterval
 from vtx.runtime.errors import RequestError
+from vtx.tools.data.choice import KEPT
+from vtx.tools.data.intervals import CONFIDENCE, NORMAL, MeanInterval, ShareInterval
 
 ETA = 0.003
 

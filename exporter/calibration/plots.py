@@ -10,8 +10,8 @@ from typing import Any
 
 from vtx.exporter.calibration.choosing import Point
 from vtx.exporter.calibration.report import CalibrationReport
-from vtx.exporter.common.plots import GREY, draw, headline, integer_axis, lines, percent_axis
-from vtx.exporter.data.intervals import MeanInterval, ShareInterval
+from vtx.tools.common.plots import GREY, draw, headline, integer_axis, lines, percent_axis
+from vtx.tools.data.intervals import MeanInterval, ShareInterval
 
 FLOOR = 1e-9  # a logarithmic axis has no zero
 

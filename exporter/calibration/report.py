@@ -12,13 +12,13 @@ import numpy as np
 from vtx.exporter.calibration.choosing import Choice, Choosing, Point, choose
 from vtx.exporter.calibration.measurement import ItemResult, Measurement
 from vtx.exporter.checkpoint.loader import read_json_object
-from vtx.exporter.common.files import write_json
-from vtx.exporter.data.choice import RecordedChoice, changed_answers
-from vtx.exporter.data.intervals import CONFIDENCE, ShareInterval, mean_intervals, share_interval
-from vtx.exporter.data.source import Source
 from vtx.exporter.reference.attention import KINDS, Shares
+from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, later, plain
+from vtx.tools.common.files import write_json
+from vtx.tools.data.choice import RecordedChoice, changed_answers
+from vtx.tools.data.intervals import CONFIDENCE, ShareInterval, mean_intervals, share_interval
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"

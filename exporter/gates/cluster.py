@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vtx.exporter.common.cluster import connected, cores
 from vtx.exporter.gates.measure import Measurer, Origin, Report
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory
 from vtx.runtime.errors import DeviceError, VtxError
+from vtx.tools.common.cluster import connected, cores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

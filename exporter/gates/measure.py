@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.data.items import Item, plain
-from vtx.exporter.data.prompts import answer_ids, prompt_ids
-from vtx.exporter.data.source import Source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
 from vtx.exporter.reference.model import Encoded, Reference, Sample
+from vtx.exporter.reference.prompts import answer_ids, prompt_ids
+from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import CheckpointError, RequestError, VtxError
+from vtx.tools.data.items import Item, plain
 
 HEAD_TOKENS = 512  # tokens whose logits are in memory at once
 UNKNOWN = 2

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.common.plots import COLORS, draw, headline, integer_axis, percent_axis
 from vtx.exporter.gates.report import Judgement, Outcome
+from vtx.tools.common.plots import COLORS, draw, headline, integer_axis, percent_axis
 
 
 def draw_judgement(judgement: Judgement, path: Path) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.data.intervals import mean_intervals, share_interval
-from vtx.exporter.estimate.flops import total_flops, withdrawal_schedule
-from vtx.exporter.estimate.sizes import ModelSize
 from vtx.exporter.gates.fit import GateWeights, gate_odds
 from vtx.exporter.gates.measure import UNKNOWN
 from vtx.exporter.gates.workdir import WorkDirectory
 from vtx.runtime.strict import later, plain
+from vtx.tools.data.intervals import mean_intervals, share_interval
+from vtx.tools.estimate.flops import total_flops, withdrawal_schedule
+from vtx.tools.estimate.sizes import ModelSize
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 Bools = NDArray[np.bool_]

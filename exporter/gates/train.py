@@ -9,17 +9,17 @@ from pathlib import Path
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.common.files import write_json
-from vtx.exporter.data.items import SCENES, read_data
-from vtx.exporter.data.source import Source
-from vtx.exporter.data.split import split_items
-from vtx.exporter.estimate.sizes import model_size
+from vtx.exporter.checkpoint.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
 from vtx.exporter.gates.measure import Measurer, Origin, measure
 from vtx.exporter.gates.plots import draw_judgement
 from vtx.exporter.gates.report import GatesReport, HeldOut, Training, judge
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, WorkDirectory, make_shards
+from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
+from vtx.tools.common.files import write_json
+from vtx.tools.data.items import SCENES, read_data
+from vtx.tools.data.split import split_items
 
 Report = Callable[[str, int, int], None]
 

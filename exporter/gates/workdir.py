@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.loader import read_json_object
-from vtx.exporter.data.items import MAX_SKIPPED, Item
-from vtx.exporter.data.source import Source
+from vtx.exporter.reference.source import Source
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.strict import Strict
+from vtx.tools.data.items import MAX_SKIPPED, Item
 
 FORMAT = "2"
 MAX_WORK = 1 << 16  # bytes of work.json

@@ -23,10 +23,10 @@ from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import NEWLINE, projector_layers, vision_tensors
 from vtx.exporter.reference.native import NativeTower
-from vtx.exporter.weights.precision import EMBEDDING
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS
+from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask
 

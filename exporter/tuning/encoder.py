@@ -7,8 +7,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from vtx.exporter.data.source import Source
 from vtx.exporter.reference.model import Reference
+from vtx.exporter.reference.source import Source
 from vtx.exporter.tuning.packing import image_key
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vtx.exporter.estimate.rates import product_speed
-from vtx.exporter.estimate.sizes import ModelSize
+from vtx.exporter.bundling.rates import product_speed
 from vtx.exporter.tuning.options import TuneOptions
+from vtx.tools.estimate.sizes import ModelSize
 
 BASE = 1 << 30  # Python, PyTorch, transformers and peft, before any weight
 ADAM_BYTES = 16  # of a weight that learns: itself, its gradient and two moments in float32

@@ -12,7 +12,7 @@ from vtx.exporter.calibration.choosing import Choosing, Point, choose_by_accurac
 from vtx.exporter.calibration.measurement import Measurement
 from vtx.exporter.calibration.report import CalibrationReport, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
-from vtx.exporter.data.items import Data, Item
+from vtx.tools.data.items import Data, Item
 
 MAX_DROP = 1.0  # percentage points
 Report = Callable[[str, int, int], None]

@@ -11,8 +11,8 @@ from typing import Literal
 
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.data.items import SCENES
 from vtx.runtime.errors import RequestError, UnsupportedModelError
+from vtx.tools.data.items import SCENES
 
 AROUND = 2  # layers on either side of a single K
 Dtype = Literal["auto", "fp32", "bf16"]

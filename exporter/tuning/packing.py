@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from vtx.exporter.data.items import Item
-from vtx.exporter.data.prompts import answer_ids, prompt_ids
-from vtx.exporter.data.source import Source
+from vtx.exporter.reference.prompts import answer_ids, prompt_ids
+from vtx.exporter.reference.source import Source
 from vtx.exporter.tuning.options import Packing
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.image import ImageSource
+from vtx.tools.data.items import Item
 
 Ids = NDArray[np.int64]
 

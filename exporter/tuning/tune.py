@@ -17,12 +17,7 @@ import torch
 
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.calibration.source import OpenedModel, open_source
-from vtx.exporter.common.files import write_json
-from vtx.exporter.common.memory import peak
-from vtx.exporter.data.items import MAX_SKIPPED, SCENES, Item, read_data
-from vtx.exporter.data.journal import ResultJournal
-from vtx.exporter.data.split import split_items
-from vtx.exporter.estimate.sizes import model_size
+from vtx.exporter.checkpoint.sizes import model_size
 from vtx.exporter.tuning.card import model_card, versions
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
 from vtx.exporter.tuning.encoder import ImageEncoder
@@ -35,6 +30,11 @@ from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.units import duration, size
+from vtx.tools.common.files import write_json
+from vtx.tools.common.memory import peak
+from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, read_data
+from vtx.tools.data.journal import ResultJournal
+from vtx.tools.data.split import split_items
 
 MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
 Report = Callable[[str, int, int], None]
@@ -268,7 +268,7 @@ def _clear_results(out: Path) -> None:
 
 
 def _replace_card(folder: Path, text: str) -> None:
-    from vtx.exporter.common.files import replacing
+    from vtx.tools.common.files import replacing
 
     try:
         with replacing(folder / "README.md") as partial:

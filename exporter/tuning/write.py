@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from vtx.exporter.checkpoint.loader import INDEX, MAX_INDEX, checkpoint_files
-from vtx.exporter.common.files import sync_file
-from vtx.exporter.data.source import Source
+from vtx.exporter.reference.source import Source
 from vtx.exporter.tuning.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
 from vtx.exporter.tuning.options import Learning
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.safetensors import TensorInfo, layout, open_data, write_safetensors
 from vtx.runtime.errors import CheckpointError, ExportError
+from vtx.tools.common.files import sync_file
 
 ADAPTER_PREFIX = "base_model.model.model.language_model."  # of peft around transformers' vision-language models
 SETTINGS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")

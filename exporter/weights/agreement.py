@@ -9,8 +9,8 @@ import numpy as np
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.exporter.weights.precision import EMBEDDING
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
+from vtx.runtime.bundle.spec.stored import EMBEDDING
 
 HEAD = "head.weight"
 UNTIED = (

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.weights.quantize import Scheme, dequantise, quantise
+from vtx.exporter.weights.quantize import dequantise, quantise
 from vtx.exporter.weights.scaling import Channels, Floats
+from vtx.runtime.bundle.spec.stored import Scheme
 
 ALPHAS = tuple(step / 10 for step in range(11))
 OUTPUTS = 256  # rows of a matrix that are tried, evenly spaced

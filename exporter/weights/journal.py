@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.common.journal import MAX_JOURNAL, as_line, read_lines
 from vtx.runtime.bundle.spec.manifest import FileRecord
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.strict import Strict, plain
+from vtx.tools.common.journal import MAX_JOURNAL, as_line, read_lines
 
 JOURNAL = ".journal"
 PROBE = ".probe"  # the file of the speed trials

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.exporter.weights.precision import Precisions
-from vtx.exporter.weights.quantize import Scheme
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import TensorInfo, layout
+from vtx.runtime.bundle.spec.stored import Precisions, Scheme
 
 WHOLE = ".safetensors"  # pickled files are never taken whole
 MOST_UNUSED = 2  # a file larger than this multiple of the needed bytes is rewritten without the rest

@@ -7,59 +7,19 @@ scale as it was rounded. Among a few scales a block takes the one with the least
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.errors import ExportError
-from vtx.runtime.precision import PRECISIONS
 
-BLOCK = 64
-BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
-MIN_BLOCK = 16
-INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 LARGEST = float(np.finfo(np.float16).max)
 # Of the scale that reaches the block's largest weight. A Gaussian block of 64 is best served near 0.87.
 RATIOS = {4: (1.0, 0.94, 0.875, 0.82, 0.76), 8: (1.0,)}
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How a matrix [out, in] is stored: `bits` a weight, `block` weights of a row to a scale (`in`: the whole row)."""
-
-    bits: int
-    block: int
-
-    def scales(self, width: int) -> int:
-        """Scales of a row of `width` weights."""
-        return width // self.block
-
-    def nbytes(self, width: int) -> int:
-        """Bytes of the integers of a row."""
-        return width * self.bits // 8
-
-
-def scheme(precision: str, shape: tuple[int, ...], block: int = BLOCK) -> Scheme | None:
-    """The scheme of a matrix [out, in] at a precision, or None where it cannot be quantised.
-
-    `block`: the most weights that share a scale in int4. A row's width must be a multiple of 16: onnxruntime's kernels
-    read whole blocks of a power of two.
-    """
-    width = shape[-1]
-    if width % MIN_BLOCK or not all(shape):
-        return None
-    if PRECISIONS[precision].bits == 8:
-        return Scheme(8, width)
-    return Scheme(4, power_of_two_in(width, block))
-
-
-def power_of_two_in(width: int, most: int) -> int:
-    """The largest power of two up to `most` that divides `width`."""
-    return min(most, width & -width)
 
 
 def quantise(rows: Floats, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDArray[np.float16]]:

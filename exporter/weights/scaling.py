@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.config import TextConfig
-from vtx.exporter.weights.quantize import scheme
+from vtx.runtime.bundle.spec.stored import scheme
 
 Floats = NDArray[np.float32]
 

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.exporter.weights.quantize import Scheme, dequantise
+from vtx.exporter.weights.quantize import dequantise
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex, TensorInfo, read_bits, widen_bf16
+from vtx.runtime.bundle.spec.stored import Scheme
 
 CHUNK = 1 << 22  # elements widened at a time
 

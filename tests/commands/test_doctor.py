@@ -118,7 +118,7 @@ def test_memory_is_counted_for_the_engine_that_answers(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """7B weights in fp16 take 14 GB in OpenVINO and 28 GB in onnxruntime."""
-    monkeypatch.setattr("vtx.exporter.estimate.fits.available_memory", lambda: 20_000_000_000)
+    monkeypatch.setattr("vtx.tools.estimate.fits.available_memory", lambda: 20_000_000_000)
     answers = {}
     for packages in ({"onnxruntime"}, {"onnxruntime", "openvino"}):
         machine(packages)

@@ -47,9 +47,9 @@ def test_every_command_ends_with_one_line_while_it_is_imported(name: str, module
     ("argv", "module"),
     [
         (["vtx-run", "--text-only", "?"], "numpy"),
-        (["vtx-plan", "--model", "vila-7b"], "vtx.exporter.estimate.plan"),
+        (["vtx-plan", "--model", "vila-7b"], "vtx.tools.estimate.plan"),
         (["vtx-plan", "--model", "vila-7b"], "rich.table"),  # in the middle of the output
-        (["vtx", "plan", "--model", "vila-7b"], "vtx.exporter.commands.plan"),
+        (["vtx", "plan", "--model", "vila-7b"], "vtx.commands.plan"),
         (["vtx-export", "--out", "bundle"], "numpy"),
         (["vtx-export", "--out", "bundle"], "torch"),
         (["vtx-export", "--out", "bundle"], "transformers"),

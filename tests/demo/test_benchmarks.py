@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vtx.exporter.evaluation.formats import FORMATS
-from vtx.exporter.evaluation.metrics import METRICS
-from vtx.exporter.evaluation.questions import Where, read_questions
+from vtx.tools.evaluation.formats import FORMATS
+from vtx.tools.evaluation.metrics import METRICS
+from vtx.tools.evaluation.questions import Where, read_questions
 
 ROOT = Path(__file__).resolve().parents[2]
 

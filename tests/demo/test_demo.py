@@ -20,10 +20,10 @@ from tests.support.tiny import prompt_messages
 from vtx import cli
 from vtx.exporter.bundling.export import demo_checkpoint
 from vtx.exporter.bundling.options import DEMO
-from vtx.exporter.data import scene_questions, scenes
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.tools.data import scene_questions, scenes
 
 SEED = 9_100_000_000  # far from the seeds that training and demo/evaluate.py draw from
 ROOT = Path(__file__).resolve().parents[2]

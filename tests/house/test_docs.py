@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("benchmarks/**/*.md")]
 )
-NAMED = re.compile(r"`((?:exporter|runtime|profiles|tests|benchmarks|demo|examples)/[\w./-]*)`")
+NAMED = re.compile(r"`((?:commands|exporter|tools|runtime|profiles|tests|benchmarks|demo|examples)/[\w./-]*)`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 HISTORY = ROOT / "CHANGELOG.md"  # names files as they were called then
 

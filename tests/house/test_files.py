@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = [
     "runtime/bundle", "runtime/prompt", "runtime/session", "runtime/api", "runtime/report", "runtime/policies",
-    "runtime/backends", "exporter/checkpoint", "exporter/graphs", "exporter/calibration", "exporter/estimate",
+    "runtime/backends", "exporter/checkpoint", "exporter/graphs", "exporter/calibration", "tools/estimate",
 ]  # fmt: skip
 READS = {"open", "read_text", "read_bytes", "memmap", "fromfile", "from_file", "copyfile", "copytree"}
 OWN = {"open": {"Bundle", "model", "Conversation", "files", "self", "folder", "cls", "Image"}}
@@ -28,7 +28,7 @@ ALLOWED = {
     "exporter/checkpoint/resolving.py": "copies in an empty folder of our own",
     "exporter/checkpoint/text.py": "copies in an empty folder of our own",
     "exporter/checkpoint/original/tokenizer.py": "a copy in an empty folder of our own, in the confined process",
-    "exporter/estimate/rates.py": "measures how fast the disk reads, and interprets nothing",
+    "exporter/bundling/rates.py": "measures how fast the disk reads, and interprets nothing",
 }
 
 

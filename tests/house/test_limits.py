@@ -30,7 +30,7 @@ def test_every_limit_of_the_code_is_on_the_page() -> None:
     listed = {(module, name) for _, rows in script["TABLES"] for _, module, name, _ in rows}
     declared = {
         (path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."), name)
-        for room in ("runtime", "exporter", "profiles")
+        for room in ("runtime", "tools", "exporter", "commands", "profiles")
         for path in (ROOT / room).rglob("*.py")
         for name in limits_in(path)
     }

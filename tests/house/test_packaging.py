@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.distribution import ROOT, build_wheel, run
-from vtx.exporter.data.scenes import Scene, Thing, draw
+from vtx.tools.data.scenes import Scene, Thing, draw
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: whatever reaches for the network fails at once
 
@@ -41,7 +41,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_file_of_the_linked_folders_and_nothing_else(wheel: Path) -> None:
     expected = {"vtx/__init__.py", "vtx/cli.py", "vtx/py.typed", "vtx/start.py"}
-    for name in ("exporter", "profiles", "runtime"):
+    for name in ("commands", "exporter", "profiles", "runtime", "tools"):
         for path in (ROOT / name).rglob("*"):
             if path.suffix in (".py", ".toml") or path.parent.name in ("demo_model", "page"):
                 expected.add(f"vtx/{path.relative_to(ROOT).as_posix()}")

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ("cli.py", "exporter", "profiles", "runtime")
+PACKAGE = ("cli.py", "commands", "exporter", "profiles", "runtime", "tools")
 # Of named tuples, os (whose _exit is documented), ctypes, transformers, OpenVINO and onnxruntime.
 OTHERS = {"_replace", "_exit", "_obj", "_attn_implementation", "_PagedAttentionExtension", "_ortvalue", "_iobinding"}
 # Tests that reach into the package: what they assert has no other sign. They may become fewer.

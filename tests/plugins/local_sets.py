@@ -9,10 +9,10 @@ from typing import Any
 
 from PIL import Image
 
-from vtx.exporter.data.scenes import COLORS, SHAPES, Scene, photograph, random_scene
-from vtx.exporter.evaluation.metrics import COGNITION, METRICS, PERCEPTION
-from vtx.exporter.evaluation.questions import TaskQuestion
 from vtx.runtime.api.model import Model
+from vtx.tools.data.scenes import COLORS, SHAPES, Scene, photograph, random_scene
+from vtx.tools.evaluation.metrics import COGNITION, METRICS, PERCEPTION
+from vtx.tools.evaluation.questions import TaskQuestion
 
 SEED, SCENES = 9_200_000_000, 5
 

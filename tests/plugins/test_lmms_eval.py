@@ -18,10 +18,10 @@ from tests.plugins.local_sets import LocalQuestion, answers_of, figures, local_s
 from tests.support.bundles import export
 from tests.support.gated import WAIT
 from vtx.exporter.bundling.options import DEMO
-from vtx.exporter.evaluation.metrics import judge_choice, judge_mme
-from vtx.exporter.evaluation.normalize import CONTRACTIONS, normalize, normalize_text
-from vtx.exporter.evaluation.questions import TaskQuestion
 from vtx.runtime.api.load import load
+from vtx.tools.evaluation.metrics import judge_choice, judge_mme
+from vtx.tools.evaluation.normalize import CONTRACTIONS, normalize, normalize_text
+from vtx.tools.evaluation.questions import TaskQuestion
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "plugins" / "lmms-eval"

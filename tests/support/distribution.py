@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("exporter", "profiles", "runtime", "src")
+FOLDERS = ("commands", "exporter", "profiles", "runtime", "src", "tools")
 FILES = ("LICENSE", "README.md", "cli.py", "pyproject.toml")
 
 

@@ -23,13 +23,13 @@ import pytest
 
 from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
-from vtx.exporter.tensorrt import build as engines
-from vtx.exporter.tensorrt.build import build_engines, plan_engines
-from vtx.exporter.tensorrt.child import BuildRequest, BuiltEngine
-from vtx.exporter.tensorrt.releases import RTX, Release
-from vtx.exporter.tensorrt.targets import TARGETS
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import Bundle, sha256
+from vtx.tools.tensorrt import build as engines
+from vtx.tools.tensorrt.build import build_engines, plan_engines
+from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine
+from vtx.tools.tensorrt.releases import RTX, Release
+from vtx.tools.tensorrt.targets import TARGETS
 
 Work = Callable[[], None]
 TYPES = {

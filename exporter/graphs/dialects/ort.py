@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
-from vtx.exporter.weights.quantize import INT8_ACTIVATIONS, power_of_two_in
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in
 
 LARGEST_BLOCK = {8: 64, 4: 128}  # of a row that is quantised, by the bits of its matrix; int8 has one scale a row
 

@@ -24,26 +24,27 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling import activation_aware as measuring
 from vtx.exporter.bundling import build
+from vtx.exporter.bundling import forecast as forecasting
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ActivationAware, ExportOptions
+from vtx.exporter.bundling.rates import Pace
 from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.data.items import Data, Item
-from vtx.exporter.data.prompts import messages
-from vtx.exporter.estimate import forecast as forecasting
-from vtx.exporter.estimate.rates import Pace
 from vtx.exporter.reference.model import Encoded, Reference
+from vtx.exporter.reference.prompts import messages
 from vtx.exporter.weights import writing
 from vtx.exporter.weights.awq import factors_of
 from vtx.exporter.weights.journal import ExportJournal
 from vtx.exporter.weights.plan import plan_weights
-from vtx.exporter.weights.quantize import dequantise, quantise, scheme
+from vtx.exporter.weights.quantize import dequantise, quantise
 from vtx.exporter.weights.scaling import Scaling, channels, scalings
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex
+from vtx.runtime.bundle.spec.stored import scheme
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.report.golden import check_golden
+from vtx.tools.data.items import Data, Item
 
 Make = Callable[..., Path]
 MHA = Tiny(layers=4, kv_heads=4, attention_bias=True, mlp_bias=True)

@@ -14,11 +14,11 @@ from tests.support import bundles
 from tests.support.faults import Disk, failing
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.common.files import write_json
-from vtx.exporter.data.journal import ResultJournal
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError, VtxError
+from vtx.tools.common.files import write_json
+from vtx.tools.data.journal import ResultJournal
 
 Make = Callable[..., Path]
 KEY = SigningKey("key.pem", Ed25519PrivateKey.generate())

@@ -16,11 +16,11 @@ from vtx.cli import export as export_command
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.retain import Retain
-from vtx.exporter.data.items import Data, Item
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import RequestError
+from vtx.tools.data.items import Data, Item
 
 TINY = Tiny(layers=6, image=126, context=512)
 WORD = "mustdrop:gamma=0.004,alpha=0.01,tau=off,key=0.1,layers=2/4"

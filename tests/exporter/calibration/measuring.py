@@ -10,7 +10,7 @@ from tests.support.tiny import Tiny, random_image
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
 from vtx.exporter.calibration.measurement import Measurement
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.data.items import Data, Item
+from vtx.tools.data.items import Data, Item
 
 GQA = Tiny(layers=6)
 QUESTIONS = ("what is there?", "which shape is red?", "how many circles?", "describe the left square", "what colour?")

@@ -19,11 +19,11 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate, forecast
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.common.journal import as_line
-from vtx.exporter.data import prompts
-from vtx.exporter.data.items import Data, Item
-from vtx.exporter.data.prompts import prepare
+from vtx.exporter.reference import prompts
+from vtx.exporter.reference.prompts import prepare
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.tools.common.journal import as_line
+from vtx.tools.data.items import Data, Item
 
 MHA = Tiny(kv_heads=4, layers=6)
 References = Callable[..., Reference]

@@ -16,10 +16,10 @@ from tests.support.bundles import ORT, export
 from tests.support.exported import THREADS
 from tests.support.sequences import NotedSampling, noted
 from tests.support.tiny import random_image
-from vtx.exporter.data.items import Data, Item
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
+from vtx.tools.data.items import Data, Item
 
 Fresh = Callable[[Item, int | None], tuple[Answer, np.ndarray[Any, Any]]]
 CLOSE = 1e-4

@@ -18,9 +18,9 @@ from vtx.exporter.calibration.choosing import (
 )
 from vtx.exporter.calibration.measurement import ItemResult, Measurement
 from vtx.exporter.calibration.report import make_curve
-from vtx.exporter.data.choice import RecordedChoice, changed_answers
-from vtx.exporter.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
 from vtx.runtime.errors import RequestError
+from vtx.tools.data.choice import RecordedChoice, changed_answers
+from vtx.tools.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
 
 
 def curve(

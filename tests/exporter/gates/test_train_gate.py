@@ -23,17 +23,17 @@ from vtx import cli
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.data.items import Item
-from vtx.exporter.data.source import Source
-from vtx.exporter.estimate.sizes import model_size
+from vtx.exporter.checkpoint.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
 from vtx.exporter.gates.measure import Measurer, Origin, gate_input, measure
 from vtx.exporter.gates.report import FixedRival, HeldOut, judge
 from vtx.exporter.gates.train import TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
+from vtx.exporter.reference.source import Source
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.tools.data.items import Item
 
 TINY = Tiny()
 LAYERS, HIDDEN, TOKENS = 8, 64, 4

@@ -21,11 +21,11 @@ from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.vision import build_vision
-from vtx.exporter.tensorrt.graph import load_graph
-from vtx.exporter.tensorrt.lint import lint
-from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.vision.tokens import ImageTokens
+from vtx.tools.tensorrt.graph import load_graph
+from vtx.tools.tensorrt.lint import lint
+from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release
 
 TOWERS = {
     "clip-two-windows-a-side": Tiny(image=84),

@@ -17,10 +17,10 @@ from vtx.exporter.checkpoint.fields.rope import Rope
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.score import build_score
-from vtx.exporter.tensorrt.graph import load_graph
-from vtx.exporter.tensorrt.lint import lint
-from vtx.exporter.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.tools.tensorrt.graph import load_graph
+from vtx.tools.tensorrt.lint import lint
+from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release
 
 TEXT = TextConfig(
     family="llama", layers=1, hidden=48, ffn=64, heads=6, kv_heads=2, head_dim=8, vocab=32, eps=1e-5,

@@ -16,8 +16,9 @@ from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.weights import quantize
-from vtx.exporter.weights.quantize import LEAST, Scheme, dequantise, pack, quantise, scheme, unpack
+from vtx.exporter.weights.quantize import LEAST, dequantise, pack, quantise, unpack
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec.stored import Scheme, scheme
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 from vtx.runtime.report.golden import check_golden
 

@@ -11,11 +11,11 @@ import pytest
 from tests.support.bundles import IGNORE, export
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.tensorrt.build import build_engines, plan_engines
-from vtx.exporter.tensorrt.targets import find_target, load_tensorrt
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
+from vtx.tools.tensorrt.build import build_engines, plan_engines
+from vtx.tools.tensorrt.targets import find_target, load_tensorrt
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {"fp32": 1e-3, "fp16": 6e-2, "int8": 6e-2, "int4": 6e-2}

@@ -17,7 +17,6 @@ from tests.support.bundles import copy, export
 from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.tensorrt.releases import TENSORRT, Release
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
@@ -32,6 +31,7 @@ from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host import gpu
 from vtx.runtime.report.compare import compare, first_difference
 from vtx.runtime.vision.tokens import TokenStates
+from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))

@@ -27,7 +27,6 @@ from tests.support.gpu_standin import build_all
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.tensorrt.releases import TENSORRT, Release
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -35,6 +34,7 @@ from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.record import write_traces
+from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 RELEASES = {
     "10.3": ("jetson-orin", "8.7", "plain"),

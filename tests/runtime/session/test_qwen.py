@@ -17,13 +17,13 @@ from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
-from vtx.exporter.tensorrt.lint import dialect_graphs
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import ContextError, DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
+from vtx.tools.tensorrt.lint import dialect_graphs
 
 pytestmark = pytest.mark.dialects(*DIALECTS)
 

@@ -277,7 +277,7 @@ def test_too_many_pixels_are_refused_from_the_header_alone(content, monkeypatch)
 
 def test_a_decompression_bomb_takes_no_memory():
     script = (
-        "import sys\nfrom vtx.exporter.common.memory import peak\nfrom vtx.runtime.vision.image import load_image\n"
+        "import sys\nfrom vtx.tools.common.memory import peak\nfrom vtx.runtime.vision.image import load_image\n"
         "from vtx.runtime.errors import ImageError\ncontent = sys.stdin.buffer.read()\nbefore = peak()\n"
         "try:\n    load_image(content)\nexcept ImageError as error:\n    print(error)\n"
         "print(peak() - before)"

@@ -15,8 +15,9 @@ from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED, find_family, read_config
 from vtx.exporter.checkpoint.family.declaration import Family
 from vtx.exporter.checkpoint.processor import read_image_settings
-from vtx.exporter.estimate.sizes import KNOWN, config_size
+from vtx.exporter.checkpoint.sizes import config_size
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.tools.estimate.sizes import KNOWN
 
 NEXT = Tiny(family="llava_next")
 TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}

@@ -1,0 +1,279 @@
+"""vtx-calibrate and vtx-train-gate. They parse, call and print; heavy imports stand inside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vtx.commands.shared.libraries import exporter
+from vtx.commands.shared.options import allow_pickle_option, given, tower_option
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
+
+if TYPE_CHECKING:
+    from vtx.exporter.calibration.calibrate import CalibrationOptions
+    from vtx.exporter.calibration.choosing import Choosing
+    from vtx.exporter.calibration.report import CalibrationReport
+    from vtx.exporter.calibration.source import OpenedModel
+    from vtx.exporter.gates.report import Judgement, Outcome
+    from vtx.tools.data.choice import RecordedChoice
+
+SAMPLES = 100  # questions measured unless told otherwise: 96 unchanged answers show 90%
+
+
+@command(
+    epilog="vtx-calibrate --samples 200\n"
+    "vtx-calibrate questions.jsonl --images photos --model llava-hf/llava-1.5-7b-hf --max-accuracy-drop 1\n"
+    "vtx-calibrate --bundle vtx-demo-k16-fp16 --attention --json"
+)
+@click.argument("data", default="scenes", metavar="[DATA]")
+@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@tower_option
+@allow_pickle_option
+@click.option("--bundle", type=click.Path(path_type=Path), help="A bundle to measure instead.")
+@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
+@click.option("--samples", type=int, default=SAMPLES, show_default=True, help="Items to measure, drawn from DATA.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of that draw.")
+@click.option(
+    "--min-kept", type=float, default=90, show_default=True, metavar="PERCENT",
+    help="Take the smallest K at which so many answers stay the same, at the lower end of the interval.",
+)  # fmt: skip
+@click.option(
+    "--max-accuracy-drop", type=float, metavar="POINTS",
+    help="Take instead the smallest K so near to the accuracy without withdrawal.",
+)  # fmt: skip
+@click.option(
+    "--eta", type=float, default=0.003, show_default=True,
+    help="Second opinion: the first K with a mean KL below this. It decides only where no answers are made.",
+)  # fmt: skip
+@click.option("--k-from", type=int, help="The first K to measure [default: 5].")
+@click.option(
+    "--max-new-tokens", type=int, default=16, show_default=True,
+    help="Of the model's own answers. 0: none are made, which takes the memory of a layer, not of the model.",
+)  # fmt: skip
+@click.option("--batch", type=int, default=8, show_default=True, help="Items that share one reading of the weights.")
+@click.option("--attention", is_flag=True, help="Also where the attention goes, layer by layer.")
+@click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder for the results [default: vtx-calibration-MODEL, or -BUNDLE].",
+)
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
+def calibrate(
+    data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
+    samples: int, seed: int, min_kept: float, max_accuracy_drop: float | None, eta: float, k_from: int | None,
+    max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure what withdrawal at every K changes, and choose a K by it.
+
+    DATA is a JSONL file of {"image", "question", "answer"}, a folder with one, a file in LLaVA's conversation format,
+    or scenes: drawn pictures with questions. An interrupted run resumes where it stopped.
+    """
+    end_on_sigterm()
+    library = exporter()
+    from vtx.exporter.calibration.calibrate import CalibrationOptions
+    from vtx.exporter.calibration.choosing import Choosing
+    from vtx.exporter.calibration.plots import draw_report
+    from vtx.exporter.calibration.source import open_source
+
+    choosing = Choosing(eta, max_accuracy_drop, min_kept)
+    options = CalibrationOptions(k_from, max_new_tokens, batch, attention)
+    of_checkpoints = ("model", "tower", "allow_pickle", "chat_template")
+    checkpoints = [f"--{name.replace('_', '-')}" for name in of_checkpoints if given(name)]
+    if bundle is not None and checkpoints:
+        raise RequestError(f"a bundle takes no {' or '.join(checkpoints)}; leave it out, or leave out --bundle")
+    template = library.load_template(chat_template) if chat_template else None
+    source = open_source(model, bundle, template, tower, allow_pickle=allow_pickle)
+    measured = source.name if bundle is None else bundle.expanduser().absolute().name
+    folder = out or Path(f"vtx-calibration-{measured}")
+    report = _measure(source, data, images, samples, seed, options, choosing, folder)
+    try:
+        draw_report(report, folder)
+    except DeviceError as e:
+        note(f"no plots: {e}; run again then, nothing is measured twice")
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
+    else:
+        _show_calibration(report)
+        click.echo(f"report and plots are in {folder}")
+    if report.warning:
+        note(f"warning: {report.warning}; vtx-export takes this K only with --allow-changed-answers")
+
+
+def _measure(
+    source: OpenedModel, data: str, images: Path | None, samples: int, seed: int, options: CalibrationOptions,
+    choosing: Choosing, folder: Path,
+) -> CalibrationReport:  # fmt: skip
+    """Measure with a forecast before and a bar during, and write the report into `folder`."""
+    from vtx.exporter.calibration.calibrate import calibrate as measure
+    from vtx.exporter.calibration.calibrate import forecast
+    from vtx.exporter.calibration.report import make_report, write_report
+    from vtx.exporter.reference.prompts import prepare
+    from vtx.runtime.units import size
+    from vtx.tools.common.memory import peak
+    from vtx.tools.data.items import read_data
+
+    questions = read_data(data, images, samples, seed)
+    asked, skipped = prepare(source, questions, options.max_new_tokens)
+    for line in skipped:
+        note(f"skipped {line}")
+    need = forecast(source, asked, options)
+    note(
+        f"{source.name}: {len(asked)} items of {questions.source}; predicted, roughly: {_duration(need.seconds)} and "
+        f"{size(need.memory)} of memory"
+    )
+    with bar() as report:
+        measured = measure(source, questions, options, folder, report)
+    note(f"measured: {size(peak() or 0)} of memory")
+    made = make_report(source, questions.source, measured, choosing)
+    write_report(made, folder)
+    return made
+
+
+def _duration(seconds: float) -> str:
+    for limit, unit_seconds, unit in ((120, 1, "s"), (7200, 60, "min")):
+        if seconds < limit:
+            return f"{seconds / unit_seconds:.0f} {unit}"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _show_calibration(report: CalibrationReport) -> None:
+    from vtx.tools.data.intervals import CONFIDENCE
+
+    def short(value: float) -> str:
+        return f"{value:.2g}" if value >= 0.01 or value == 0 else f"{value:.1e}".replace("e-0", "e-")
+
+    rows = [
+        [str(p.k or "none"), str(p.full_layers or report.model.layers),
+         *map(short, (p.kl.mean, p.kl.low, p.kl.high, p.kl_reverse.mean)),
+         *(f"{share.share:.1%}" if share else "-" for share in (p.top1, p.agree, p.right))]
+        for p in report.curve
+    ]  # fmt: skip
+    heads = ["K", "full", "KL", "from", "to", "reverse", "token", "answer", "right"]
+    table(f"{report.data.items} items of {report.data.source}", heads, rows)
+    click.echo(
+        "K: first layer without vision tokens, after this number of full layers. KL: mean of the next token's,\n"
+        f"with its {CONFIDENCE:.0%} interval. token, answer: as without withdrawal. right: as the data say."
+    )
+    for choice in report.choices:
+        click.echo(f"{choice.rule}: K = {choice.k or 'none found'}")
+        for line in choice.notes:
+            click.echo(f"  {line}")
+    for p in report.curve:
+        if p.k == report.k is not None:
+            shares = {"next token": p.top1, "answer": p.agree, "right": p.right}
+            shown = [f"{name}: {s.share:.1%} ({s.low:.1%}..{s.high:.1%})" for name, s in shares.items() if s]
+            click.echo(f"chosen: K = {p.k} ({p.full_layers} full layers); {', '.join(shown)}")
+
+
+def calibrated(
+    data: str, images: Path | None, model: str, template: str | None, tower: str | None, *, allow_pickle: bool
+) -> RecordedChoice:
+    """The K that a calibration on `data` chooses, or that an earlier one chose, and what to record of it."""
+    from vtx.exporter.calibration.calibrate import CalibrationOptions
+    from vtx.exporter.calibration.choosing import Choosing
+    from vtx.exporter.calibration.report import chosen, find_report, read_choice
+    from vtx.exporter.calibration.source import open_source
+
+    source = open_source(model, None, template, tower, allow_pickle=allow_pickle)
+    if earlier := find_report(Path(data)):
+        choice = read_choice(earlier, source.fingerprint)
+    else:
+        folder = Path(f"vtx-calibration-{source.name}-export")
+        choice = chosen(_measure(source, data, images, SAMPLES, 0, CalibrationOptions(), Choosing(), folder))
+    kept = f"; {choice.kept.share:.1%} of {choice.kept.count} answers stay the same" if choice.kept else ""
+    note(f"calibration chooses K = {choice.k} ({choice.rule}, {choice.items} items of {choice.data}){kept}")
+    return choice
+
+
+@command(
+    epilog="vtx-train-gate --items 1000\n"
+    "vtx-train-gate questions.jsonl --images photos --model llava-hf/llava-1.5-7b-hf --items 6650\n"
+    "vtx-train-gate llava_mix.json --images images --answers reference --ray-address auto\n"
+    "vtx-export --k auto --gates vtx-gates-demo.safetensors"
+)
+@click.argument("data", default="scenes", metavar="[DATA]")
+@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@tower_option
+@allow_pickle_option
+@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
+@click.option("--items", type=int, default=1000, show_default=True, help="Items to learn from, drawn from DATA.")
+@click.option("--held-out", type=int, default=250, show_default=True, help="Items on other images, to judge by.")
+@click.option(
+    "--answers", type=click.Choice(["own", "reference"]), default="own", show_default=True,
+    help="What must stay the same: the model's own greedy answer, or the one in DATA.",
+)  # fmt: skip
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Of the model's own answers.")
+@click.option("--batch", type=int, default=8, show_default=True, help="Items that share one reading of the weights.")
+@click.option(
+    "--alpha", type=float, default=1.03, show_default=True, help="Cross-entropy may rise to this multiple; inf: to any."
+)
+@click.option("--width", type=int, default=2048, show_default=True, help="Of a gate's hidden layer.")
+@click.option("--lr", type=float, default=4e-5, show_default=True, help="Learning rate.")
+@click.option("--epochs", type=int, help="[default: as many as show a gate 8,000 items, at least 1]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw and of the gates.")
+@click.option("--ray-address", metavar="ADDR", help="Measure on a Ray cluster: host:port, or auto.")
+@click.option("--work", type=click.Path(path_type=Path), help="Folder for what is measured [default: OUT.work].")
+@click.option(
+    "--out", type=click.Path(path_type=Path),
+    help="The gates; beside them the report [default: vtx-gates-MODEL.safetensors].",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
+def train_gate(
+    data: str, model: str, tower: str | None, allow_pickle: bool, images: Path | None, items: int, held_out: int,
+    answers: str, max_new_tokens: int, batch: int, alpha: float, width: int, lr: float, epochs: int | None, seed: int,
+    ray_address: str | None, work: Path | None, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Train gates that decide per question where the image leaves, and judge them against every fixed K.
+
+    DATA is what vtx-calibrate takes. An interrupted run resumes where it stopped; other options of training measure
+    nothing again.
+    """
+    end_on_sigterm()
+    exporter()
+    from vtx.exporter.gates.fit import FitOptions
+    from vtx.exporter.gates.train import TrainOptions, default_out, train_gates
+    from vtx.exporter.gates.workdir import MeasureOptions
+
+    measuring = MeasureOptions(answers, max_new_tokens, batch)  # type: ignore[arg-type]  # click has checked it
+    fitting = FitOptions(alpha, width, lr, epochs, seed)
+    options = TrainOptions(
+        model, data, images, items, held_out, measuring, fitting, ray_address, tower, allow_pickle=allow_pickle
+    )
+    target = out or default_out(model)
+    with bar() as progress:
+        report = train_gates(options, target, work or target.with_suffix(".work"), progress)
+    for line in report.skipped:
+        note(f"skipped {line}")
+    if report.plot:
+        note(f"no plot: {report.plot}")
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
+        return
+    _show_gates(report.judgement)
+    click.echo(f"gates are in {target}, the report beside them; vtx-export --k auto --gates {target}")
+
+
+def _show_gates(judgement: Judgement) -> None:
+    def row(name: str, point: Outcome, rival: str = "") -> list[str]:
+        accuracy = "-" if point.accuracy is None else f"{point.accuracy:.1%}"
+        flops = f"{point.total_flops / 1e9:.3g} G"
+        return [name, f"{point.full_layers:.2f}", f"{point.agreement:.1%}", rival, accuracy, flops]
+
+    exits = judgement.gates[0].exits
+    rows = [
+        row(f"gates above {point.threshold:g}", point, f"{point.fixed_at_equal_cost.agreement:.1%}")
+        for point in judgement.gates
+    ]
+    rows += [row(f"K = {point.k or 'none'}", point) for point in judgement.fixed]
+    heads = ["", "full layers", "same answer", "best fixed K there", "right answer", "prompt FLOPs"]
+    table(f"{judgement.items} items held out", heads, rows)
+    table("K that the gates chose above 0.5", ["K", "items"], [[k, str(n)] for k, n in exits.items() if n])
+    click.echo(judgement.verdict)

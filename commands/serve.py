@@ -1,0 +1,189 @@
+"""vtx-serve: bundles behind OpenAI's API, with a page to look at. It parses, calls and prints."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from vtx.commands.export import find_bundle
+from vtx.commands.shared.options import (
+    compute_option,
+    device_option,
+    fit_option,
+    max_pixels_option,
+    max_tiles_option,
+    threads_option,
+)
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.terminal.console import command, note, require_signature_option
+
+if TYPE_CHECKING:
+    from vtx.runtime.api.model import Model
+    from vtx.runtime.bundle.bundle import Bundle
+
+KEY = "VTX_API_KEY"
+GRACE_SECONDS = 10
+LARGEST_AMOUNT = 1_000_000  # of gigabytes, or of seconds
+
+
+def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    """Gigabytes or seconds, and not the float that is no number."""
+    if value is not None and not 0 <= value <= LARGEST_AMOUNT:
+        raise click.BadParameter(f"{value} is not a number from 0 to {LARGEST_AMOUNT:,}")
+    return value
+
+
+@command(
+    epilog="vtx-serve --bundle vtx-demo-k16-fp16\n"
+    "vtx-serve --bundle small=demo --bundle large=llava-7b --memory 24\n"
+    f"{KEY}=secret vtx-serve --host 0.0.0.0 --port 8000"
+)
+@click.option(
+    "--bundle", "bundles", multiple=True, metavar="[NAME=]DIR",
+    help="A bundle, by its directory's name or NAME; several are loaded on demand [default: as vtx-run].",
+)  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0: to everybody.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option(
+    "--parallel", type=click.IntRange(1), help="Answers of one model that are computed side by side [default: 4]."
+)
+@click.option(
+    "--max-batch", type=click.IntRange(1), help="Of these, in one pass through the model; 1: in turn [default: 8]."
+)
+@click.option("--queue", type=click.IntRange(0), help="Requests that wait beside them, before 429 [default: 32].")
+@click.option("--max-tokens", type=click.IntRange(1), help="The most tokens of an answer [default: 1024].")
+@click.option("--max-body", type=click.IntRange(1), metavar="MB", help="Of a request, images included [default: 33.6].")
+@click.option(
+    "--timeout", type=float, callback=_amount, metavar="SECONDS", help="Of a request, waiting included [default: 600]."
+)
+@click.option(
+    "--stall-timeout", type=float, callback=_amount, metavar="SECONDS",
+    help="End the process after this time in one run of a graph [default: 600, or --timeout if longer].",
+)  # fmt: skip
+@click.option(
+    "--kv-cache", type=float, callback=_amount, metavar="GB",
+    help="K and V in use and kept for later turns [default: 2.1].",
+)  # fmt: skip
+@click.option(
+    "--memory", type=float, callback=_amount, metavar="GB", help="Of all loaded bundles [default: what is free]."
+)
+@click.option(
+    "--image-host", "image_hosts", multiple=True, metavar="HOST",
+    help="Fetch images from https addresses of this host, too [default: data URLs only].",
+)  # fmt: skip
+@device_option
+@compute_option
+@threads_option
+@fit_option
+@max_tiles_option
+@max_pixels_option
+@require_signature_option
+def serve(
+    bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
+    max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
+    kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], device: str, compute: str | None,
+    threads: int | None, fit: str | None, max_tiles: int | None, max_pixels: int | None, require_signature: Path | None,
+) -> None:  # fmt: skip
+    """Serve bundles over OpenAI's API and a web page. A key in $VTX_API_KEY must then be sent by every client."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ModuleNotFoundError as e:
+        raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
+    from vtx.runtime.bundle.seal import PublicKey
+    from vtx.runtime.server.app import is_local, make_app
+    from vtx.runtime.server.compute.engines import Engines, named
+    from vtx.runtime.server.limits import MAX_KEY, Limits
+    from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
+    from vtx.runtime.server.watchdog import Watchdog, systemd
+
+    key = os.environ.get(KEY) or None
+    if key is not None and (len(key) > MAX_KEY or not key.isascii() or key != key.strip()):
+        raise RequestError(f"{KEY} must be at most {MAX_KEY} ASCII characters, without spaces around them")
+    hosts = checked_hosts(image_hosts)
+    notify, interval = systemd()
+    changes = {
+        "parallel": parallel, "batch": max_batch, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
+        "body": None if max_body is None else max_body * 10**6,
+        "stall_seconds": max(Limits().stall_seconds, timeout or 0) if stall_timeout is None else stall_timeout,
+        "kv": None if kv_cache is None else int(kv_cache * 1e9),
+    }  # fmt: skip
+    limits = Limits(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+
+    def load_bundle(folder: Path) -> Model:
+        from vtx.runtime.api.load import load
+
+        return load(
+            folder, device=device, compute=compute, threads=threads, require_signature=require_signature, fit=fit,
+            max_tiles=max_tiles, max_pixels=max_pixels,
+        )  # fmt: skip
+
+    def needed(bundle: Bundle) -> int:
+        from vtx.runtime.api.load import choose_for
+        from vtx.runtime.backends.devices import float_bytes
+        from vtx.runtime.backends.memory import needed_memory
+
+        chosen = choose_for(bundle, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels)
+        return needed_memory(bundle, float_bytes(chosen))
+
+    folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
+    public = None if require_signature is None else PublicKey.load(require_signature)
+    room = None if memory is None else int(memory * 1e9)
+    engines = Engines(folders, load_bundle, limits, room, needed=needed, key=public, fit=fit)
+    with listening(host, port) as at:
+        with engines.use(engines.acquire(engines.names[0])):  # what is wrong with it is told now
+            pass
+        note(f"serving {', '.join(engines.names)} at {address(host, at)}; Ctrl-C ends")
+        if not is_local(host) and key is None:
+            note(f"everybody who reaches {host} may ask; set {KEY} to ask for a key")
+        watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
+        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host), image_hosts=hosts, watchdog=watchdog)
+        logging.getLogger("vtx").setLevel(logging.INFO)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
+            limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=GRACE_SECONDS, timeout_keep_alive=30,
+        )  # fmt: skip
+        uvicorn.Server(config).run(sockets=[at])
+
+
+def end_now(message: str) -> NoReturn:
+    """End the process, whose threads no longer answer, and show where each of them is."""
+    faulthandler.dump_traceback()
+    note(f"vtx-serve: {message}")
+    os._exit(1)
+
+
+def checked_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of hosts in lower case. Raises RequestError for anything else, such as an address."""
+    for host in hosts:
+        if not re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", host.lower()) or host.rpartition(".")[2].isdigit():
+            raise RequestError(f"--image-host {host!r:.80} is not the name of a host; write it as pictures.example.org")
+    return tuple(host.lower() for host in hosts)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises RequestError where it cannot be had."""
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as closing:
+            at = closing.enter_context(socket.socket(family, kind, proto))
+            at.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            at.bind(where)
+            at.listen()
+            closing.pop_all()
+            return at
+    except OSError as e:
+        raise RequestError(f"cannot listen at {host} port {port} ({e.strerror or e}); choose another --port") from e
+
+
+def address(host: str, at: socket.socket) -> str:
+    """The URL of the page."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}/"

@@ -1,0 +1,129 @@
+"""vtx-tune. It parses, calls and prints; heavy imports stand inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vtx.commands.shared.libraries import exporter
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
+
+
+@command(
+    epilog="vtx-tune --k 8\n"
+    "vtx-tune questions.jsonl --images photos --model llava-hf/llava-1.5-7b-hf --k 4-12 --items 10000\n"
+    "vtx-tune questions.jsonl --model ./my-llava --k 8 --full --layers 1-7 --lr 1e-5\n"
+    'accelerate launch --num_processes 8 "$(which vtx-tune)" questions.jsonl --model ./my-llava --k 8\n'
+    "vtx-export --model vtx-tuned-my-llava/merged --k 8"
+)
+@click.argument("data", default="scenes", metavar="[DATA]")
+@click.option("--k", required=True, metavar="N|LOW-HIGH", help="Withdrawal in training: around N, or from LOW to HIGH.")
+@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
+@click.option("--items", type=int, default=1000, show_default=True, help="Items to learn from, drawn from DATA.")
+@click.option("--held-out", type=int, default=250, show_default=True, help="Items on other images, to judge by; or 0.")
+@click.option("--full-share", type=float, default=0.2, show_default=True, help="Of the images, seen in all layers.")
+@click.option("--kl-weight", type=float, default=1.0, show_default=True, help="Of the divergence from the teacher.")
+@click.option("--ce-weight", type=float, default=1.0, show_default=True, help="Of the cross-entropy of DATA's answers.")
+@click.option(
+    "--hidden-weight", type=float, default=0.0, show_default=True, help="Of the last hidden states' distance."
+)
+@click.option("--rank", type=int, default=16, show_default=True, help="Of the adapters.")
+@click.option("--alpha", type=int, default=32, show_default=True, help="Of the adapters: they count alpha / rank.")
+@click.option("--layers", metavar="N|FIRST-LAST", help="The layers that learn [default: all].")
+@click.option("--full", is_flag=True, help="These layers' own weights learn, not adapters.")
+@click.option("--lr", type=float, default=2e-4, show_default=True, help="Learning rate.")
+@click.option("--epochs", type=float, default=1.0, show_default=True)
+@click.option("--steps", type=int, metavar="N", help="This many steps instead of epochs.")
+@click.option("--batch", type=int, default=8, show_default=True, help="Rows of questions a step, over all processes.")
+@click.option("--questions", type=int, default=8, show_default=True, help="About one image that share a row.")
+@click.option("--max-tokens", type=int, default=2048, show_default=True, help="Of a row.")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Of an answer.")
+@click.option("--dtype", type=click.Choice(["auto", "fp32", "bf16"]), default="auto", show_default=True,
+              help="Arithmetic; auto: bf16 on a GPU.")  # fmt: skip
+@click.option(
+    "--gradient-checkpointing/--no-gradient-checkpointing", "checkpointing", default=True, show_default=True,
+    help="Compute layers twice and keep less in memory.",
+)  # fmt: skip
+@click.option("--save-every", type=int, default=50, show_default=True, help="Steps between saved states.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw, the order, K and the adapters.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the results [default: vtx-tuned-MODEL].")
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
+def tune(
+    data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, kl_weight: float,
+    ce_weight: float, hidden_weight: float, rank: int, alpha: int, layers: str | None, full: bool, lr: float,
+    epochs: float, steps: int | None, batch: int, questions: int, max_tokens: int, max_new_tokens: int, dtype: str,
+    checkpointing: bool, save_every: int, seed: int, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Fine-tune a model so that its image may leave earlier, the model itself being the teacher.
+
+    DATA is what vtx-calibrate takes; answers are optional. An interrupted run resumes where it stopped. The result is
+    a checkpoint, its adapters, and a report of every K before and after.
+    """
+    end_on_sigterm()
+    exporter()
+    from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+    from vtx.exporter.tuning.tune import is_main_process, open_workspace, run
+
+    options = TuneOptions(
+        Depths.parse(k), model, data, images, items, held_out, full_share,
+        LossWeights(kl_weight, ce_weight, hidden_weight),
+        Learning(rank, alpha, Learning.parse_layers(layers) if layers else None, full),
+        Schedule(lr, epochs, batch, save_every, seed, steps), Packing(questions, max_tokens, max_new_tokens),
+        dtype, checkpointing,  # type: ignore[arg-type]  # click has checked it
+    )  # fmt: skip
+    target = out or Path(f"vtx-tuned-{Path(model).expanduser().absolute().name}")
+    main = is_main_process()
+    say = note if main else _nothing
+    work = open_workspace(options, target, say)
+    with _progress(main) as progress:
+        report = run(work, options, target, progress, say)
+    if not main:
+        return
+    if as_json:
+        say_json(report)
+        return
+    _show(report)
+    click.echo(f"the checkpoint is {target / 'merged'}, the report {target / 'report.json'}")
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@contextmanager
+def _progress(main: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on the main process; the others are silent."""
+    if not main:
+        yield _nothing
+        return
+    with bar() as report:
+        yield report
+
+
+def _show(report: dict[str, Any]) -> None:
+    judged = report["judged"]
+    if judged is None:
+        click.echo("no items held out, so nothing was judged; vtx-calibrate measures the checkpoint")
+        return
+
+    def cells(point: dict[str, Any]) -> list[str]:
+        share, kl = point["right"], point["kl"]
+        right = "-" if share is None else f"{share['share']:.1%} ({share['low']:.0%}..{share['high']:.0%})"
+        return [right, f"{kl['mean']:.2g}"]
+
+    rows = [
+        [str(p["k"] or "none"), *(cell for name in ("before", "after") for cell in cells(p[name]))]
+        for p in judged["curve"]
+    ]
+    heads = ["K", "right before", "KL", "right after", "KL"]
+    table(f"{judged['items']} items held out", heads, rows)
+    for name, k in judged["earliest_k"].items():
+        point = f"{judged['max_drop_points']:g} point"
+        click.echo(f"{name}: earliest K within {point} of the untuned model's full depth: {k or 'none'}")
+    own = judged["earliest_k_by_own_full_depth"]["after"]
+    click.echo(f"after, within {judged['max_drop_points']:g} point of its own full depth: {own or 'none'}")

@@ -1,0 +1,63 @@
+"""Sizes of a model for a plan: of one known by name, of a bundle, or of a checkpoint's configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.families.registry import find_family, read_config
+from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object, read_settings
+from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
+from vtx.exporter.checkpoint.spec import model_spec
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.errors import RequestError
+from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size, spec_size
+
+
+def find_size(model: str) -> ModelSize:
+    """Sizes of a known name, of a bundle's directory, or of a checkpoint's directory or `config.json`.
+
+    Raises:
+        RequestError: `model` is none of these; the message lists the known names.
+        BundleError: a damaged bundle.
+        CheckpointError: a damaged configuration, or one that vtx does not export.
+
+    """
+    if model in KNOWN:
+        return KNOWN[model]
+    path = Path(model).expanduser()
+    if (path / "vtx.json").is_file():
+        return bundle_size(Bundle.open(path))
+
+    config = path / "config.json" if path.is_dir() else path
+    if not os.path.lexists(config):
+        raise RequestError(
+            f"{model!r} is not a known model ({', '.join(KNOWN)}) or a directory with a config.json or a bundle"
+        )
+    if path.is_dir():
+        return model_size(_folder_config(path), path.absolute().name)
+    return config_size(read_json_object(config, MAX_CONFIG), config.absolute().parent.name)
+
+
+def _folder_config(folder: Path) -> ModelConfig:
+    """What a checkpoint's configuration and, where it is there, its image processor's file say of a model."""
+    settings = read_settings(folder, "config.json")
+    family = find_family(settings)
+    parts = family.original.folders if family.original else {}
+    own = {key: read_settings(folder, f"{part}/config.json") for key, part in parts.items()}
+    config = family.read({**settings, **own})
+    told = any(os.path.lexists(folder / name) for name in (ALONE, "processor_config.json"))
+    return config if family.adjust is None or not told else family.adjust(config, read_image_processor(folder))
+
+
+def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
+    """Sizes of a Hugging Face configuration, read as the exporter reads it; no weights are needed."""
+    return model_size(read_config(config), name)
+
+
+def model_size(config: ModelConfig, name: str) -> ModelSize:
+    """Sizes of a configuration that the exporter has read."""
+    return spec_size(model_spec(config, name), config.layout, "config")

@@ -1,0 +1,88 @@
+"""Items of data as the model reads them: the prompt's tokens, and those of the right answer after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.exporter.reference.source import Source
+from vtx.runtime.errors import RequestError, TemplateError
+from vtx.runtime.prompt.messages import Message, Part
+from vtx.tools.data.items import MAX_SKIPPED, Data, Item, placed_images
+
+MAX_REFERENCE = 32  # tokens; a longer answer is never matched word for word
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedItem:
+    """An item as the model reads it: `ids` [n] of the prompt, `answer_ids` [m] of the right answer and its end."""
+
+    item: Item
+    ids: NDArray[np.int64]
+    answer_ids: NDArray[np.int64] | None
+
+
+def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[PreparedItem], list[str]]:
+    """Tokenise every item; those that cannot be asked, or do not fit the context, are reported instead.
+
+    Raises:
+        RequestError: too many items cannot be used.
+
+    """
+    prepared, skipped, room = [], list(data.skipped), source.context - max(max_new_tokens, MAX_REFERENCE)
+    for number, item in enumerate(data.items, 1):
+        try:
+            ids = prompt_ids(source, item)
+        except RequestError as e:
+            skipped.append(f"question {number}: {e}")
+            continue
+        if len(ids) <= room:
+            answer = answer_ids(source, item, ids)
+            short = answer is not None and len(answer) <= MAX_REFERENCE
+            prepared.append(PreparedItem(item, ids, answer if short else None))
+        else:
+            skipped.append(
+                f"question {number}: {len(ids)} tokens, the limit is {room} of a context of {source.context}"
+            )
+    if len(skipped) > MAX_SKIPPED * (len(prepared) + len(skipped)):
+        raise RequestError(
+            f"{len(skipped)} of {len(prepared) + len(skipped)} items cannot be used, the limit is {MAX_SKIPPED:.0%}; "
+            f"fix or remove them. Last: {skipped[-1]}"
+        )
+    return prepared, skipped
+
+
+def messages(item: Item) -> list[Message]:
+    """One user turn: the item's images, then its question."""
+    parts: list[Part] = [{"type": "image"} for _ in item.images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": item.question}]}]
+
+
+def prompt_ids(source: Source, item: Item) -> NDArray[np.int64]:
+    """Token ids [tokens] of an item's prompt, each image with as many image tokens as its size gives.
+
+    Raises RequestError for a question that cannot be asked, ImageError for a file that cannot be read.
+    """
+    return source.text.prompt(messages(item), placed_images(source.config.layout, item))
+
+
+def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The right answer's tokens after the prompt `ids`, an end token last; None where the template drops it."""
+    if item.answer is None:
+        return None
+    text, answer = source.text, [Part(type="text", text=item.answer)]
+    try:
+        turns: list[Message] = [*messages(item), {"role": "assistant", "content": answer}]
+        whole = text.prompt(turns, placed_images(source.config.layout, item), add_generation_prompt=False)
+    except (RequestError, TemplateError):
+        return None
+    if not np.array_equal(whole[: len(ids)], ids):
+        return None
+    tokens = whole[len(ids) :]
+    ends = np.flatnonzero(np.isin(tokens, text.settings.end_ids))
+    tokens = tokens[: ends[0]] if len(ends) else tokens
+    while len(tokens) and not text.decode(tokens[-1:]).strip():  # some templates print a space after the answer
+        tokens = tokens[:-1]
+    return np.append(tokens, np.array(text.settings.end_ids[:1], np.int64)) if len(tokens) else None

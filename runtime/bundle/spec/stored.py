@@ -1,0 +1,138 @@
+"""How a bundle stores each tensor of a model: the precision of its part, and the scheme of a quantised matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.precision import KV_TYPES, PRECISIONS
+
+EMBEDDING = "text.embed_tokens.weight"
+BLOCK = 64
+BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
+MIN_BLOCK = 16
+INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a matrix [out, in] is stored: `bits` a weight, `block` weights of a row to a scale (`in`: the whole row)."""
+
+    bits: int
+    block: int
+
+    def scales(self, width: int) -> int:
+        """Scales of a row of `width` weights."""
+        return width // self.block
+
+    def nbytes(self, width: int) -> int:
+        """Bytes of the integers of a row."""
+        return width * self.bits // 8
+
+
+def scheme(precision: str, shape: tuple[int, ...], block: int = BLOCK) -> Scheme | None:
+    """The scheme of a matrix [out, in] at a precision, or None where it cannot be quantised.
+
+    `block`: the most weights that share a scale in int4. A row's width must be a multiple of 16: onnxruntime's kernels
+    read whole blocks of a power of two.
+    """
+    width = shape[-1]
+    if width % MIN_BLOCK or not all(shape):
+        return None
+    if PRECISIONS[precision].bits == 8:
+        return Scheme(8, width)
+    return Scheme(4, power_of_two_in(width, block))
+
+
+def power_of_two_in(width: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `width`."""
+    return min(most, width & -width)
+
+
+@dataclass(frozen=True, slots=True)
+class Precisions:
+    """Of the decoder's layers, of the towers with their projections, of the output matrix, and of K and V.
+
+    `block`: the most weights of a row that share a scale in int4.
+    """
+
+    decoder: str
+    vision: str
+    head: str
+    kv: str
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        for part, precision in (("", self.decoder), ("vision-", self.vision), ("head-", self.head)):
+            if precision not in PRECISIONS:
+                raise RequestError(f"--{part}precision {precision!r} is not among {', '.join(PRECISIONS)}")
+        if self.kv not in KV_TYPES:
+            raise RequestError(f"--kv-precision {self.kv!r} is not among {', '.join(KV_TYPES)}")
+        if self.block not in BLOCKS:
+            raise RequestError(f"--int4-block {self.block} is not among {', '.join(map(str, BLOCKS))}")
+        if self.block != BLOCK and "int4" not in (self.decoder, self.vision, self.head):
+            raise RequestError(f"--int4-block {self.block} is for int4 weights; add --precision int4, or leave it out")
+
+    @classmethod
+    def choose(
+        cls, decoder: str, vision: str | None, head: str | None, kv: str | None, block: int = BLOCK
+    ) -> Precisions:
+        """The precisions named; a quantised decoder has an int8 tower and head by default."""
+        quantised = decoder in PRECISIONS and PRECISIONS[decoder].bits is not None
+        return cls(
+            decoder,
+            vision or ("int8" if quantised else decoder),
+            head or ("int8" if quantised else decoder),
+            kv or ("fp32" if decoder == "fp32" else "fp16"),
+            block,
+        )
+
+    @property
+    def kv_dtype(self) -> str:
+        """The numpy dtype of K and V."""
+        return KV_TYPES[self.kv].dtype
+
+    def of(self, name: str) -> str:
+        """The precision of the part that the tensor of canonical `name` belongs to."""
+        part = name.partition(".")[0]
+        return {
+            "vision": self.vision,
+            "video": self.vision,
+            "projector": self.vision,
+            "clip": self.vision,
+            "head": self.head,
+        }.get(part, self.decoder)
+
+    def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
+        """How a tensor that a checkpoint holds as `source` is stored: safetensors dtype, and a scheme if quantised.
+
+        In a quantised part, tensors other than matrices, and the embedding table, which is read a row at a time,
+        stay in the checkpoint's half precision.
+        """
+        precision = PRECISIONS[self.of(name)]
+        if precision.bits is None:
+            return precision.stored, None
+        quantised = scheme(precision.name, shape, self.block) if is_matrix(name, shape) else None
+        half = source if source in ("F16", "BF16") else "F16"
+        return (precision.stored, quantised) if quantised else (half, None)
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight is multiplied with, row by row: tables and convolutions are not."""
+    return len(shape) == 2 and "embed" not in name
+
+
+def tied_head(requested: str | None, table: str) -> str:
+    """The precision of a head that is the embedding table, which is stored as `table` (a safetensors dtype).
+
+    Raises:
+        RequestError: another precision was requested.
+
+    """
+    precision = next(row.name for row in PRECISIONS.values() if row.stored == table)
+    if requested not in (None, precision):
+        raise RequestError(
+            f"--head-precision {requested} would store a weight twice: this model's head is its embedding table, "
+            f"which stays {precision}; leave the option out"
+        )
+    return precision

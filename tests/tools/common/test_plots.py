@@ -1,0 +1,166 @@
+"""Every plot says what it shows and of what, counts layers in integers, and hides no line behind another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from vtx.exporter.calibration.choosing import Point
+from vtx.exporter.calibration.plots import draw_report as draw_calibration
+from vtx.exporter.calibration.report import (
+    CalibratedModel,
+    CalibrationData,
+    CalibrationReport,
+    MeanAttention,
+)
+from vtx.exporter.gates.plots import draw_judgement
+from vtx.exporter.gates.report import FixedOutcome, FixedRival, GatesOutcome, Judgement
+from vtx.tools.bench.compare import ComparedData, ComparedModel, Comparison, MethodResult
+from vtx.tools.bench.machine import Machine
+from vtx.tools.bench.plots import draw_comparison
+from vtx.tools.bench.plots import draw_report as draw_bench
+from vtx.tools.bench.report import BenchedModel, BenchReport, BenchWorkload, Depth
+from vtx.tools.bench.series import Series
+from vtx.tools.common.plots import draw, lines
+from vtx.tools.data.intervals import MeanInterval, ShareInterval
+from vtx.tools.estimate.plan import Workload, find_profile, make_plan
+from vtx.tools.estimate.plot import plot_plan
+from vtx.tools.estimate.sizes import KNOWN
+
+KS = range(2, 9)
+
+
+def spread(value: float) -> Series:
+    return Series(value, value, value, 0.9 * value, 1.2 * value, 5)
+
+
+MACHINE = Machine("a processor", None, "3.11", "Linux", {})
+
+
+def bench_report() -> BenchReport:
+    depths = tuple(
+        Depth(
+            k, full, {name: spread(10.0 * full) for name in ("first_token", "prefill", "second_question")}, (),
+            1_000_000 * full, (), None, None, 0, 0, 0, None,
+        )
+        for k, full in ((None, 16), (9, 8))
+    )  # fmt: skip
+    model = BenchedModel("bundle", "small", 16, 64, "int8", "float16", "int8", "openvino", "f32")
+    return BenchReport(MACHINE, model, BenchWorkload(636, 576, 4, 5, 1, 2), False, 1.0, 1.0, None, None, depths)
+
+
+def comparison_report() -> Comparison:
+    share = ShareInterval(0.9, 0.8, 1.0, 5)
+    methods = tuple(
+        MethodResult(kind, kind, None, "none", share, share, 8, 5, 100, 0.5, 10, 8, {"first_token": spread(9.0)})
+        for kind in ("withdrawal", "pruning", "both")
+    )
+    model = ComparedModel("small", 16, 576, "int8", "openvino", "f32", 2)
+    data = ComparedData("the drawn scenes", 5, ())
+    return Comparison(MACHINE, model, data, "right", False, 1.0, methods, (), {}, {}, ())
+
+
+def calibration_report() -> CalibrationReport:
+    right = ShareInterval(1.0, 0.5, 1.0, 20)
+    curve = tuple(
+        Point(k, k, *[MeanInterval(0.5 ** (k or 99), 0.0, 1.0)] * 2, right, right, right) for k in (None, *KS)
+    )
+    shares = ((0.25,) * 4,) * 8
+    return CalibrationReport(
+        model=CalibratedModel("small", "", 8),
+        data=CalibrationData("the drawn scenes", 20, ()),
+        k=5,
+        eta=0.003,
+        min_kept=90,
+        choices=(),
+        curve=curve,
+        attention=MeanAttention(("system", "vision", "question", "answer"), shares, shares, shares[:3]),
+        samples=(),
+    )
+
+
+def gates_report() -> Judgement:
+    gates = tuple(
+        GatesOutcome(
+            full_layers=4.5, agreement=0.9, accuracy=None, total_flops=1, threshold=threshold,
+            agreement_interval=(0.8, 1), exits={"2": 3, "none": 2}, fixed_at_equal_cost=FixedRival("K = 5", 0.9),
+            difference=0, difference_interval=(0, 0),
+        )
+        for threshold in (0.5, 0.9)
+    )  # fmt: skip
+    fixed = tuple(FixedOutcome(full_layers=n, agreement=1, accuracy=None, total_flops=1, k=n + 1) for n in range(1, 9))
+    return Judgement(5, 8, gates, fixed, "")
+
+
+def plan_report(profile: str | None) -> dict[str, Any]:
+    device = find_profile(profile) if profile else None
+    return make_plan(KNOWN["llava-1.5-7b"], Workload(64, 576, 256), profile=device).to_dict()
+
+
+DRAWINGS: Mapping[str, Callable[[Path], Any]] = {
+    "bench": lambda path: draw_bench(bench_report(), path),
+    "comparison": lambda path: draw_comparison(comparison_report(), path),
+    "calibration": lambda path: draw_calibration(calibration_report(), path.parent),
+    "gates": lambda path: draw_judgement(gates_report(), path),
+    "plan": lambda path: plot_plan(plan_report(None), path),
+    "plan on a device": lambda path: plot_plan(plan_report("orin-nx-16"), path),
+}
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Figure]]:
+    """`drawn(name)`: the figures of that drawing, laid out as they are written."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, target: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, target, **options)
+
+    def make(name: str) -> list[Figure]:
+        DRAWINGS[name](tmp_path / "plot.png")
+        return figures
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return make
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_plot_has_a_title_a_source_labels_and_a_legend(drawn: Callable[[str], list[Figure]], name: str) -> None:
+    figures = drawn(name)
+    assert len(figures) == (3 if name == "calibration" else 1)
+    for figure in figures:
+        assert figure.get_suptitle()
+        assert figure.get_supxlabel()
+        assert all(axes.get_xlabel() for axes in figure.axes)
+        assert figure.axes[0].get_ylabel()
+        assert figure.legends or any(axes.get_legend() for axes in figure.axes)
+
+
+@pytest.mark.parametrize("name", ["calibration", "gates", "plan on a device"])
+def test_layers_are_counted_in_integers(drawn: Callable[[str], list[Figure]], name: str) -> None:
+    for figure in drawn(name):
+        for axes in figure.axes:
+            assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def test_the_plan_names_its_device_and_shows_its_latency(drawn: Callable[[str], list[Figure]]) -> None:
+    [figure] = drawn("plan on a device")
+    assert find_profile("orin-nx-16").name in figure.get_suptitle()
+    assert [axes.get_title(loc="left") for axes in figure.axes][2] == "First token: tower and prompt"
+
+
+def test_lines_that_coincide_are_drawn_over_wider_ones(tmp_path: Path) -> None:
+    def fill(figure: Figure) -> None:
+        axes = figure.subplots()
+        lines(axes, [1, 2], {name: [5, 5] for name in "abc"})
+        widths = [line.get_linewidth() for line in axes.lines]
+        assert widths == sorted(set(widths), reverse=True)
+        assert len({line.get_color() for line in axes.lines}) == 3
+
+    draw(tmp_path / "plot.png", fill)
+    assert (tmp_path / "plot.png").exists()

@@ -1,0 +1,401 @@
+"""vtx-plan: sizes from names, configs and bundles; memory; estimates beside published figures; bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.runtime.session.test_qwen import QWEN25
+from tests.runtime.session.test_tiles import SMOLVLM
+from tests.runtime.session.test_vila import VILA
+from tests.support.bundles import export, export_with
+from tests.support.tiny import Tiny
+
+from vtx import cli
+from vtx.exporter.bundling.export import plan_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.checkpoint.sizes import find_size, model_size
+from vtx.runtime.backends.memory import weights_in_memory
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.errors import CheckpointError, RequestError
+from vtx.runtime.host.profiles import Figure
+from vtx.runtime.precision import PRECISIONS
+from vtx.runtime.report.inspect import kv_bytes
+from vtx.tools.estimate.flops import encode_flops
+from vtx.tools.estimate.plan import Workload, find_profile, make_plan, spread_ks
+from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
+from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
+
+Make = Callable[..., Path]
+SEVEN = KNOWN["llava-1.5-7b"]
+WORK = Workload(text=66, vision=576, new_tokens=256)
+
+
+def vtx_plan(*words: str) -> Result:
+    return CliRunner().invoke(cli.plan, words, prog_name="vtx-plan")
+
+
+def planned(*words: str) -> dict[str, Any]:
+    done = vtx_plan(*words, "--json")
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_papers_example_comes_out_of_the_command() -> None:
+    found = planned("--model", "llava-1.5-7b", "--sequence", "642", "--text", "66", "--k", "17")
+    [depth] = found["depths"]
+    assert (depth["k"], depth["full_layers"]) == (17, 16)
+    assert depth["calflops"] / 1e12 == pytest.approx(4.68, abs=0.005)
+    assert depth["calflops_ratio"] == pytest.approx(0.5519, abs=0.001)
+    assert depth["total_flops"] / 1e12 == pytest.approx(5.10, abs=0.005)
+    assert depth["kv_slots"] == [642] * 16 + [66] * 16
+    fp16 = depth["precisions"]["fp16"]
+    assert fp16["kv_bytes"] == sum(fp16["kv_bytes_per_layer"]) == (642 + 66) * 16 * 16384
+    assert list(depth["precisions"]) == list(PRECISIONS)
+    assert "fits" not in fp16
+    assert found["profile"] is found["estimate"] is None
+
+
+def test_without_k_there_is_a_row_for_none_and_a_spread() -> None:
+    found = planned("--model", "llava-1.5-7b")
+    assert [depth["k"] for depth in found["depths"]] == [None, 29, 25, 21, 17, 13, 9, 5]
+    assert found["sequence"] == 576 + 64
+    for name in PRECISIONS:
+        peaks = [depth["precisions"][name]["peak_bytes"] for depth in found["depths"]]
+        assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 7, 8, 24, 32, 40, 512])
+def test_the_spread_stays_inside_the_model(layers: int) -> None:
+    first, *others = spread_ks(layers)
+    assert first is None
+    assert all(k is not None and 2 <= k <= layers for k in others)
+    assert len(set(others)) == len(others) <= 15
+
+
+def test_the_tables_say_what_the_json_says() -> None:
+    done = vtx_plan(
+        "--model", "llava-1.5-7b", "--sequence", "642", "--text", "66", "--k", "none,17", "--precision", "int4"
+    )
+    assert done.exit_code == 0
+    for piece in ("7.05 billion", "int4 4.15 GB", "8.48 T (100.0%)", "4.68 T (55.1%)", "337 MB", "186 MB"):
+        assert piece in done.stdout
+    assert "fits" not in done.stdout
+
+
+def test_a_profile_adds_whether_it_fits_and_says_that_times_are_estimates() -> None:
+    words = ("--model", "llava-1.5-7b", "--k", "none", "--profile", "orin-nano-8")
+    found = planned(*words)["depths"][0]["precisions"]
+    assert [found[name]["fits"] for name in PRECISIONS] == [False, False, False, False, True]
+    assert found["int4"]["spare_bytes"] > 0 > found["fp16"]["spare_bytes"]
+    assert found["int4"]["bound"]["decode_per_token"] == "memory"
+    done = vtx_plan(*words)
+    assert "an estimate, not a measurement" in done.stdout
+    assert "MAXN SUPER" in done.stdout
+
+
+def test_a_plot_is_written(tmp_path: Path) -> None:
+    target = tmp_path / "plan.png"
+    done = vtx_plan("--model", "vila-7b", "--profile", "orin-nx-16", "--plot", str(target))
+    assert done.exit_code == 0, done.stderr
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = vtx_plan("--model", "vila-7b", "--plot", str(tmp_path / "plan.png"))
+    assert done.exit_code == 1
+    assert 'pip install "vtx-edge[plot]"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--model", "gpt"],
+            f"not a known model ({', '.join(KNOWN)})",
+        ),
+        (["--model", "vila-7b", "--profile", "toaster"], "no profile is called 'toaster'; there are agx-orin-32,"),
+        (["--model", "vila-7b", "--k", "33"], "K = 33 is outside 2..32"),
+        (["--model", "vila-7b", "--k", "1"], "K = 1 is outside 2..32"),
+        (["--model", "vila-7b", "--text", "0"], "0 text"),
+        (["--model", "vila-7b", "--sequence", "10", "--text", "20"], "-10 vision"),
+        (["--model", "vila-7b", "--sequence", "99999999999"], "outside the limits"),
+        (["--model", "vila-7b", "--max-new-tokens", "-1"], "-1 new tokens"),
+        (["--model", "vila-7b", "--plot", "no/such/folder/x.png"], "cannot write the plot"),
+        (["--model", "vila-7b", "--plot", "x.nosuch"], "cannot write the plot"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_1(words: list[str], message: str) -> None:
+    done = vtx_plan(*words)
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--model", "vila-7b", "--k", "many"], ["--model", "vila-7b", "--precision", "fp1"]]
+)
+def test_wrong_usage_is_exit_2(words: list[str]) -> None:
+    assert vtx_plan(*words).exit_code == 2
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "image_tokens"),
+    [
+        ("llava-1.5-7b", 7.05, 576),
+        ("llava-1.5-13b", 13.34, 576),
+        ("llava-next-7b", 7.05, 2928),
+        ("video-llava-7b", 7.34, 2056),
+        ("vila-7b", 7.05, 576),
+        ("qwen2-vl-2b", 2.209, 16_384),
+        ("qwen2-vl-7b", 8.291, 16_384),
+        ("qwen2.5-vl-3b", 3.755, 16_384),
+        ("qwen2.5-vl-7b", 8.292, 16_384),
+        ("smolvlm2-500m", 0.507, 1088),
+        ("internvl2-8b", 8.08, 3328),
+        ("lisa-13b", 13.31, 256),
+    ],
+)
+def test_known_models_have_their_size(name: str, billions: float, image_tokens: int) -> None:
+    model = KNOWN[name]
+    assert model.parameters / 1e9 == pytest.approx(billions, abs=0.01)
+    assert model.vision is not None
+    assert model.vision.image_tokens == image_tokens
+
+
+def test_views_count_whole_images() -> None:
+    assert [SEVEN.views(tokens) for tokens in (0, 1, 576, 577, 1152)] == [0, 1, 1, 2, 2]
+    assert KNOWN["llava-next-7b"].views(2108) == 5
+    assert KNOWN["video-llava-7b"].views(2056) == 8
+    assert KNOWN["qwen2-vl-2b"].views(2056) == 1
+
+
+def test_images_at_their_own_resolution_cost_what_their_tokens_do() -> None:
+    small, large = (KNOWN["qwen2-vl-2b"].seeing(tokens).vision for tokens in (256, 1024))
+    windowed = [KNOWN["qwen2.5-vl-3b"].seeing(tokens).vision for tokens in (1024, 4096)]
+    assert 4.3 * encode_flops(small, 1) < encode_flops(large, 1) < 6 * encode_flops(small, 1)  # attention is a square
+    assert encode_flops(windowed[1], 1) < 7 * encode_flops(windowed[0], 1)  # within windows it is none
+    plans = [make_plan(KNOWN["qwen2-vl-2b"], Workload(64, tokens, 32), [None]) for tokens in (256, 1024)]
+    assert [plan.vision_flops for plan in plans] == [encode_flops(small, 1), encode_flops(large, 1)]
+
+
+TINIES = {
+    "hub": Tiny(),
+    "whole-file": Tiny(names="hub", kv_heads=4, attention_bias=True, mlp_bias=True, feature_layer=(-2, -1)),
+    "siglip-tied": Tiny(text="qwen2", vision="siglip", select="full", tied=True, tokenizer="bytes", names="new"),
+    "sharded": Tiny(text="mistral", shards=3, names="saved", projector_bias=False, tokenizer="bytes"),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("tiny", [SMOLVLM, QWEN25, VILA], ids=lambda tiny: tiny.family)
+def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_checkpoint: Make, tiny: Tiny) -> None:
+    """The image processor's file says how many tiles or pixels there are; VILA's parts have files of their own."""
+    folder = tiny_checkpoint(tiny)
+    source = plan_export(ExportOptions(str(folder))).source()
+    assert find_size(str(folder)) == model_size(source.config, folder.name)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_bundle_gives_the_sizes_of_its_checkpoint(
+    tiny: Tiny, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint(tiny)
+    config = find_size(str(checkpoint))
+    assert config == replace(find_size(str(checkpoint / "config.json")), name=config.name)
+    bundle = export(checkpoint, tmp_path / "bundle", precision=precision)
+    found = bundle_size(bundle)
+    assert found == find_size(str(tmp_path / "bundle"))
+    assert config.vision is not None
+    assert found.decoder == config.decoder
+    assert found.vision == config.vision
+    assert found.parameters == config.parameters
+
+
+def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    bundle = export(tiny_checkpoint(), tmp_path / "bundle", precision="fp16")
+    found = make_plan(bundle_size(bundle), Workload(9, 16, 0), [None, 3, 5], ["fp16"])
+    for depth in found.depths:
+        expected = kv_bytes(bundle.manifest, depth.k, text=9, vision=16)
+        assert depth.precisions["fp16"].kv_bytes == expected
+
+
+HEADERS = 32_768  # of a tiny bundle's weight files, at most
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
+@pytest.mark.parametrize(("precision", "vision", "head"), [
+    ("fp32", None, None), ("fp16", "fp32", None), ("int8", None, None), ("int4", None, None), ("int4", "int4", "fp16"),
+])  # fmt: skip
+def test_an_exported_bundle_has_the_weights_that_the_plan_counts(
+    tiny: Tiny,
+    precision: str,
+    vision: str | None,
+    head: str | None,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    head = None if tiny.tied else head
+    checkpoint = tiny_checkpoint(replace(tiny, dtype="bfloat16" if precision == "fp16" else "float16"))
+    options = ExportOptions(str(checkpoint), (), precision, vision_precision=vision, head_precision=head)
+    bundle = export_with(options, tmp_path / "bundle")
+    stored = sum(r.bytes for name, r in bundle.manifest.files.items() if name.startswith("weights/"))
+    size = find_size(str(checkpoint))
+    assert bundle_size(bundle).parameters == size.parameters
+    parts = precisions_of(size, precision, vision, head)
+    assert parts.head == bundle.manifest.head_precision
+    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert resident(size, parts) == weights_in_memory(bundle)
+
+
+def test_sizes_come_from_the_manifest_alone(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    whole = export(tiny_checkpoint(), tmp_path / "bundle")
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in ("vtx.json", "vtx.json.sha256"):
+        (folder / name).write_bytes((whole.folder / name).read_bytes())
+    assert bundle_size(Bundle.open(folder, check=False)) == bundle_size(whole)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"null", b'{"model_type": "llava", "text_config": 3}', b"{" + b" " * (1 << 20) + b"}"]
+)
+def test_a_damaged_configuration_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        find_size(str(tmp_path))
+
+
+def test_a_directory_without_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"a directory with a config\.json"):
+        find_size(str(tmp_path))
+
+
+# --- memory and time ------------------------------------------------------------------------------
+
+
+def weight_bytes(model: ModelSize, *parts: str) -> int:
+    return stored_bytes(all_weights(model), precisions_of(model, *parts))
+
+
+def test_bytes_per_precision_are_the_arithmetic_that_the_docs_state() -> None:
+    size, tower = SEVEN.decoder, SEVEN.vision
+    assert tower is not None
+    layers, head = size.layers * size.layer_macs, size.head_macs
+    matrices = head + tower.used * (4 * 1024 * 1024 + 2 * 1024 * 4096) + tower.projector_token_macs
+    rows = 32064 + tower.used * (4 * 1024 + 4096 + 1024) + 2 * 4096  # each with a scale: of head, tower and projector
+    beside = matrices + 2 * rows + 2 * (SEVEN.parameters - layers - matrices)
+    assert weight_bytes(SEVEN, "fp32") == 4 * SEVEN.parameters
+    assert weight_bytes(SEVEN, "fp16") == weight_bytes(SEVEN, "bf16") == 2 * SEVEN.parameters
+    assert weight_bytes(SEVEN, "int8") == layers + 2 * 32 * (5 * 4096 + 2 * 11008) + beside
+    assert weight_bytes(SEVEN, "int4") == layers // 2 + 2 * layers // 64 + beside
+    assert weight_bytes(SEVEN, "int4", "fp16", "fp16") == layers * 17 // 32 + 2 * (SEVEN.parameters - layers)
+
+
+def test_precisions_of_tower_and_head_are_options_with_the_exports_defaults() -> None:
+    words = ("--model", "vila-7b", "--k", "none", "--precision", "int4")
+    default, full = planned(*words), planned(*words, "--head-precision", "fp16", "--vision-precision", "fp16")
+    assert default["parts"] == {
+        "int4": {"decoder": "int4", "vision": "int8", "head": "int8", "kv": "fp16", "block": 64}
+    }
+    assert full["parts"] == {"int4": {"decoder": "int4", "vision": "fp16", "head": "fp16", "kv": "fp16", "block": 64}}
+    tower = KNOWN["vila-7b"].vision
+    assert tower is not None
+    more = full["weights_bytes"]["int4"] - default["weights_bytes"]["int4"]
+    assert more == pytest.approx(32000 * 4096 + tower.parameters, rel=0.01)
+
+
+def test_a_tied_head_in_another_precision_than_its_table_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    done = vtx_plan("--model", str(tiny_checkpoint(TINIES["siglip-tied"])), "--head-precision", "int8")
+    assert done.exit_code == 1
+    assert "would store a weight twice" in done.stderr
+
+
+def test_a_cpu_widens_half_precision_and_not_quantised_matrices() -> None:
+    found = make_plan(SEVEN, WORK, [None], PRECISIONS, find_profile("cpu")).depths[0].precisions
+    for name in ("fp16", "bf16"):
+        assert found[name].resident_weights_bytes == found["fp32"].resident_weights_bytes
+    assert found["int4"].resident_weights_bytes < found["fp32"].resident_weights_bytes / 4
+
+
+def decode_ms(model: str, precision: str, profile: str, *, bandwidth: float | None = None) -> float:
+    device = find_profile(profile)
+    if bandwidth:
+        device = replace(device, bandwidth=Figure(bandwidth, "another card of the same generation"))
+    found = make_plan(KNOWN[model], WORK, [None], [precision], device, "fp16", "fp16")  # TinyChat's tower and head
+    phases = found.depths[0].precisions[precision].phases
+    assert phases is not None
+    return phases["decode_per_token"].ms
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "profile", "published"),
+    [
+        ("vila-7b", "int4", "agx-orin-64", 28.09),
+        ("vila-7b", "fp16", "agx-orin-64", 86.95),
+        ("vila-7b", "int4", "rtx-4090", 5.95),
+        ("vila-7b", "fp16", "rtx-4090", 17.09),
+        ("llava-1.5-13b", "int4", "agx-orin-64", 57.14),  # VILA-13B, of the same sizes
+        ("llava-1.5-13b", "int4", "rtx-4090", 10.01),
+    ],
+)
+def test_decode_estimates_are_within_a_seventh_of_tinychats_figures(
+    model: str, precision: str, profile: str, published: float
+) -> None:
+    assert decode_ms(model, precision, profile) == pytest.approx(published, rel=0.15)
+
+
+def test_the_estimate_for_vila_7b_in_int4_on_agx_orin_is_close() -> None:
+    assert decode_ms("vila-7b", "int4", "agx-orin-64") == pytest.approx(28.09, rel=0.05)
+
+
+def test_decode_reads_weights_and_so_scales_with_the_bandwidth() -> None:
+    one = decode_ms("vila-7b", "int4", "agx-orin-64", bandwidth=100)
+    assert one == pytest.approx(2 * decode_ms("vila-7b", "int4", "agx-orin-64", bandwidth=200))
+
+
+def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> None:
+    found = make_plan(SEVEN, WORK, [None, 17], ["fp16"], find_profile("agx-orin-64")).to_dict()["depths"]
+    none, at_k = (depth["precisions"]["fp16"]["latency_ms"] for depth in found)
+    assert at_k["vision"] == none["vision"]
+    assert at_k["prefill"] / none["prefill"] == pytest.approx(0.55, abs=0.01)
+    assert at_k["decode_per_token"] < none["decode_per_token"]
+
+
+def test_a_text_prompt_costs_no_vision_time() -> None:
+    found = make_plan(SEVEN, Workload(66, 0, 0), [None], ["fp16"], find_profile("agx-orin-64")).to_dict()
+    assert found["vision_flops"] == 0
+    assert found["depths"][0]["precisions"]["fp16"]["latency_ms"]["vision"] == 0
+
+
+def test_planning_a_known_model_loads_no_exporting_library() -> None:
+    import subprocess
+
+    script = (
+        "from vtx.cli import plan; import sys\n"
+        "plan(['--model', 'vila-7b', '--profile', 'cpu', '--json'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'onnx', 'onnx_ir', 'matplotlib', 'onnxruntime'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,131 @@
+"""What a plan says of a device's engines, and which picture it plans with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from vtx import cli
+from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
+from vtx.runtime.host.profiles import load_profile, profile_names
+from vtx.tools.estimate.sizes import KNOWN
+
+ORINS = [name for name in profile_names() if load_profile(name).kind == "jetson" and "orin" in name]
+
+
+def planned(*words: str) -> dict[str, Any]:
+    done = CliRunner().invoke(cli.plan, [*words, "--json"])
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ORINS)
+@pytest.mark.parametrize("model", ["qwen2.5-vl-3b", "qwen2-vl-2b"])
+def test_what_no_engine_answers_on_a_device_is_refused_with_each_reason(model: str, device: str) -> None:
+    done = CliRunner().invoke(cli.plan, ["--model", model, "--profile", device, "--json"], prog_name="vtx-plan")
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert f"no engine of vtx answers {model} on the GPU of {load_profile(device).name}: " in done.stderr
+    for reason in ("TensorRT 10.3 of JetPack 6.2, ", NOT_BUILT, "onnxruntime-gpu is published for x86-64 only"):
+        assert reason in done.stderr
+
+
+def test_a_jetson_names_the_tensorrt_of_each_jetpack() -> None:
+    engines = planned("--model", "llava-1.5-7b", "--profile", "orin-nano-8", "--precision", "int4")["engines"]
+    assert [(engine["device"], engine["software"], engine["dialect"], engine["precisions"]) for engine in engines] == [
+        ("tensorrt", "TensorRT 8.5 of JetPack 5.1", None, []),
+        ("tensorrt", "TensorRT 10.3 of JetPack 6.2", "plain", ["int4"]),
+        ("tensorrt", "TensorRT 10.16 of JetPack 7.2", "trt", ["int4"]),
+        ("cuda", "onnxruntime's CUDA provider", "ort", []),
+    ]
+    assert "TensorRT 8.5 is not supported" in engines[0]["obstacles"]["int4"]
+    shown = CliRunner().invoke(cli.plan, ["--model", "llava-1.5-7b", "--profile", "orin-nano-8"]).stdout
+    assert "answers with --device tensorrt: TensorRT 10.3 of JetPack 6.2, plain graphs\n  in float32, slower" in shown
+    assert "not tensorrt with TensorRT 8.5 of JetPack 5.1: " in shown
+
+
+def test_a_card_has_the_engines_that_the_family_has_there() -> None:
+    def devices(model: str, profile: str) -> dict[str, list[str]]:
+        return {e["device"]: e["precisions"] for e in planned("--model", model, "--profile", profile)["engines"]}
+
+    every, halves = ["fp32", "fp16", "bf16", "int8", "int4"], ["fp16", "bf16", "int8", "int4"]
+    assert devices("llava-1.5-7b", "rtx-4090") == {"tensorrt": every, "cuda": halves}
+    assert devices("qwen2.5-vl-3b", "rtx-4090") == {"tensorrt": [], "cuda": halves}
+    assert devices("qwen2.5-vl-3b", "cpu") == {"cpu": every, "openvino": every}
+    frames = planned("--model", "video-llava-7b", "--profile", "rtx-4090")["engines"][0]
+    assert frames["obstacles"]["fp16"] == NO_FRAMES
+
+
+def test_a_precision_without_an_engine_has_no_times() -> None:
+    shown = CliRunner().invoke(
+        cli.plan,
+        ["--model", "qwen2.5-vl-3b", "--profile", "rtx-4090", "--k", "none", "--precision", "fp32"],
+    )
+    assert shown.exit_code == 1
+    both = ["--model", "qwen2.5-vl-3b", "--profile", "rtx-4090", "--k", "none", "--precision", "fp32"]
+    table = CliRunner().invoke(cli.plan, [*both, "--precision", "int4"]).stdout
+    fp32 = next(line for line in table.splitlines() if line.startswith(" none") and "fp32" in line)
+    assert " no " in fp32
+    assert "ms" not in fp32
+    assert "not fp32 with onnxruntime's CUDA provider: onnxruntime attends in float16 on CUDA" in table
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "views"),
+    [
+        ("qwen2.5-vl-3b", 46 * 26, 1),  # 1280 / 28 and 720 / 28, rounded
+        ("qwen2-vl-7b", 46 * 26, 1),
+        ("llava-1.5-7b", 576, 1),
+        ("vila1.5-13b", 196, 1),
+        ("llava-next-7b", 576 + 28 * 49, 5),  # of 48 rows those that are not padding, a newline each
+        ("internvl2-8b", 256 * 9, 9),  # 4 x 2 tiles and the whole
+        ("smolvlm2-500m", 64 * 13, 13),  # 4 x 3 tiles and the whole
+        ("video-llava-7b", 2056, 8),
+    ],
+)
+def test_a_plan_is_for_a_picture_that_a_user_has(model: str, tokens: int, views: int) -> None:
+    found = planned("--model", model, "--k", "none")
+    assert (found["vision_tokens"], found["vision_views"]) == (tokens, views)
+    assert found["image_size"] == (None if model == "video-llava-7b" else [1280, 720])
+
+
+def test_the_picture_is_said_and_can_be_changed() -> None:
+    words = ["--model", "qwen2.5-vl-3b", "--k", "none", "--precision", "int4"]
+    assert planned(*words, "--image-size", "640x480")["vision_tokens"] == 23 * 17
+    shown = CliRunner().invoke(cli.plan, words).stdout
+    assert "an image of 1280x720 pixels (--image-size); the largest takes 16,384" in shown
+    long = planned(*words, "--sequence", "16448")
+    assert (long["vision_tokens"], long["image_size"]) == (16_384, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--image-size", "640"], "'640' is not a size in pixels such as 1280x720"),
+        (["--image-size", "0x480"], "is not a size in pixels"),
+        (["--image-size", "640x480", "--sequence", "700"], "leave out --image-size"),
+    ],
+)
+def test_a_wrong_size_is_wrong_usage(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(cli.plan, ["--model", "vila-7b", *words])
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_the_largest_image_of_a_layout_is_the_one_in_the_table(name: str) -> None:
+    model = KNOWN[name]
+    assert model.vision is not None
+    if model.layout is not None:
+        assert (model.layout.max_tokens, model.layout.max_views) == (model.vision.image_tokens, model.vision.views)

@@ -1,0 +1,77 @@
+"""Image tokens per layer that a plan counts under reductions, and those that answers have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from tests.support.exported import Models
+from tests.support.tiny import Tiny, random_image
+
+from vtx import cli
+from vtx.runtime.api.options import Options
+from vtx.runtime.errors import RequestError, UnsupportedModelError
+from vtx.runtime.policies.spec import parse
+from vtx.tools.estimate.reduced import reduce_counts
+from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
+
+SEVEN = KNOWN["llava-1.5-7b"]
+ANSWERED = (
+    "fastv:k=2,ratio=0.5", "fastv:k=2,ratio=0.3", "cls:keep=0.3", "cdpruner:keep=5", "cdpruner:keep=0.3,text=none",
+    "dart:keep=0.6,k=2,pivots=1,text_pivots=2", "dart:keep=7,k=0", "cls:keep=0.75+fastv:k=3,ratio=0.5",
+)  # fmt: skip
+
+
+def counts(spec: str, model: ModelSize = SEVEN, vision: int = 576) -> tuple[int, ...]:
+    return reduce_counts(parse(spec), model, vision).vision_tokens
+
+
+@pytest.mark.parametrize("spec", ANSWERED)
+def test_answers_have_the_tokens_that_the_plan_counts(models: Models, spec: str) -> None:
+    model = models(Tiny(), (5,), "fp32", ANSWERED)
+    with model.open(random_image(1)) as image:
+        stats = image.ask("what is red?", None, Options(2, ignore_eos=True), reduce=spec).stats
+    assert stats.vision_tokens_kept == counts(spec, bundle_size(model.bundle), 16)
+    assert min(stats.vision_tokens_kept) < 16
+
+
+def test_what_depends_on_the_data_is_counted_in_full_and_said() -> None:
+    found = reduce_counts(parse("mustdrop:192+fastv:k=20,ratio=0.5"), SEVEN, 576)
+    assert found.vision_tokens == (576,) * 20 + (288,) * 12
+    (assumed,) = found.assumed
+    assert assumed.startswith("mustdrop: how many tokens leave depends on the picture")
+    assert not reduce_counts(parse("cdpruner:128+fastv"), SEVEN, 576).assumed
+
+
+@pytest.mark.parametrize(
+    ("spec", "model", "error", "message"),
+    [
+        ("fastv:k=32", "llava-1.5-7b", RequestError, "after layer 32, and this model has 32 layers"),
+        ("cls", "qwen2.5-vl-3b", UnsupportedModelError, "tokens are of 2 x 2 patches each"),
+        ("cls", "smolvlm2-500m", UnsupportedModelError, "tokens are of 4 x 4 patches each"),
+        ("cdpruner", "smolvlm2-500m", RequestError, "tiles have text among them"),
+    ],
+)
+def test_what_an_export_would_refuse_is_refused(spec: str, model: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        counts(spec, KNOWN[model])
+
+
+def test_the_command_plans_with_a_reduction_at_every_k() -> None:
+    words = ["--model", "llava-1.5-7b", "--k", "none,17", "--precision", "fp16", "--reduce", "fastv:k=2,ratio=0.5"]
+    done = CliRunner().invoke(cli.plan, [*words, "--json"])
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["reduced"]["vision_tokens"] == [576] * 2 + [288] * 30
+    none, withdrawn = found["depths"]
+    assert none["kv_slots"] == [640] * 2 + [352] * 30
+    assert withdrawn["kv_slots"] == [640] * 2 + [352] * 14 + [64] * 16
+    slot = 2 * 2 * 32 * 128  # K and V, two bytes, 32 heads of 128
+    assert none["precisions"]["fp16"]["kv_bytes"] == slot * (640 * 2 + 352 * 30)
+    assert none["calflops_ratio"] == pytest.approx((640 * 2 + 352 * 30) / (640 * 32))
+    shown = CliRunner().invoke(cli.plan, words).stdout
+    assert "vision tokens in layers 1-2: 576, 3-32: 288" in shown
+    assert "assumed" not in shown
+    assumed = CliRunner().invoke(cli.plan, [*words[:-1], "mustdrop:192"]).stdout
+    assert "assumed: mustdrop: how many tokens leave depends on the picture and the question" in assumed

@@ -1,0 +1,166 @@
+"""Real engines of TensorRT-RTX from the demo model, compiled for cards that are not here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto
+from onnx.helper import make_tensor_value_info
+from tests.runtime.session.test_tiles import SMOLVLM
+from tests.support.bundles import IGNORE, export
+from tests.support.engine_graphs import Graph
+
+from vtx.exporter.bundling.prepare import demo_checkpoint
+from vtx.runtime.bundle import fingerprint
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.errors import ExportError
+from vtx.runtime.precision import PRECISIONS
+from vtx.tools.tensorrt.build import EnginePlan, build_engines, plan_engines
+from vtx.tools.tensorrt.child import BuildRequest, build
+from vtx.tools.tensorrt.graph import load_graph
+from vtx.tools.tensorrt.profiles import Shapes
+from vtx.tools.tensorrt.targets import TARGETS, load_tensorrt
+
+trt = pytest.importorskip("tensorrt_rtx", reason='needs pip install "vtx-edge[rtx]"')
+CARDS = ("sm86", "sm89", "sm120")
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
+    """The demo, cut at 16, in a precision; each is made once."""
+    folder = tmp_path_factory.mktemp("rtx")
+    return cache(lambda precision: export(demo_checkpoint(), folder / precision, (16,), precision))
+
+
+@pytest.fixture
+def bundle(bundles: Callable[[str], Bundle]) -> Bundle:
+    return bundles("fp16")
+
+
+def plan(bundle: Bundle, card: str, dialect: str = "trt") -> EnginePlan:
+    module, release = load_tensorrt(TARGETS[card])
+    return plan_engines(bundle, TARGETS[card], release, module.__version__, dialect)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_becomes_engines(precision: str, bundles: Callable[[str], Bundle]) -> None:
+    bundle = bundles(precision)
+    cards = CARDS if precision == "fp16" else ("sm89",)
+    for card in cards:
+        outcomes = list(build_engines(plan(bundle, card), IGNORE))
+        assert len(outcomes) == 5
+        assert all(outcome.built is not None for outcome in outcomes)
+        found = fingerprint.read_engines(bundle, card)
+        assert found.capability == TARGETS[card].capability
+        for record in found.engines.values():
+            fingerprint.open_engine(bundle, found, record, whole=True).close()
+    assert all(outcome.built is None for outcome in build_engines(plan(bundle, cards[0]), IGNORE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dialect", "precision"), [("trt", "fp32"), ("trt", "fp16"), ("trt", "bf16"), ("plain", "fp16")]
+)
+def test_a_bundle_for_reductions_becomes_engines(dialect: str, precision: str, tmp_path: Path) -> None:
+    """The vision graph whose windows merge, and the score graph. RTX stands in for JetPack 6, which reads `plain`."""
+    bundle = export(demo_checkpoint(), tmp_path / "bundle", (), precision, reductions=("mustdrop:192",))
+    graphs = bundle.manifest.dialects[dialect]
+    assert graphs.vision_merges
+    assert graphs.vision_attention
+    outcomes = list(build_engines(plan(bundle, "sm89", dialect), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    assert {graphs.vision, graphs.score} <= set(fingerprint.read_engines(bundle, "sm89").engines)
+
+
+@pytest.mark.slow
+def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """SmolVLM's vision graph ends in a norm, a pixel shuffle and one matrix, and takes one tile."""
+    bundle = export(tiny_checkpoint(SMOLVLM), tmp_path / "bundle", (3,), "fp16")
+    outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects["trt"].all}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_network_that_is_built_keeps_types_and_caches(precision: str, bundles: Callable[[str], Bundle]) -> None:
+    bundle = bundles(precision)
+    m = bundle.manifest
+    graph = m.dialects["trt"].stages[1]
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR))
+    assert parser.parse_from_file(str(bundle.path(graph)))
+    inputs = {network.get_input(n).name: network.get_input(n) for n in range(network.num_inputs)}
+    cache = inputs["past_key.16"]
+    kind = {"float16": trt.DataType.HALF, "float32": trt.DataType.FLOAT}[m.kv_dtype]
+    assert (tuple(cache.shape), cache.dtype) == ((1, m.model.kv_heads, m.max_context, m.model.head_dim), kind)
+    assert not any(tensor.is_shape_tensor for tensor in inputs.values())
+    held = {network.get_layer(n).type for n in range(network.num_layers)}
+    assert trt.LayerType.KV_CACHE_UPDATE in held
+    assert (trt.LayerType.DEQUANTIZE in held) == (m.precision in ("int8", "int4"))
+
+
+@pytest.mark.slow
+def test_narrow_weights_stay_narrow_in_the_engine(tmp_path: Path) -> None:
+    """The demo is too small to tell weights from kernels, so two products of [2048, 4096] each."""
+    sizes = {precision: _wide(tmp_path, precision) for precision in ("fp16", "int8", "int4")}
+    assert sizes["int8"] < 0.65 * sizes["fp16"]
+    assert sizes["int4"] < 0.40 * sizes["fp16"]
+
+
+def test_a_graph_that_tensorrt_cannot_build_is_one_error(bundle: Bundle, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(b"\x08\x07 no graph")
+    request = BuildRequest("tensorrt_rtx", broken, tmp_path / "e", (8, 9), ())
+    with pytest.raises(ExportError, match=r"TensorRT cannot build broken\.onnx: .*; the bundle is as it was"):
+        build(request, lambda *_: None)
+
+
+@pytest.mark.slow
+def test_a_build_tells_of_its_phases(bundle: Bundle, tmp_path: Path) -> None:
+    graph = bundle.manifest.dialects["trt"].stages[0]
+    job = next(job for job in plan(bundle, "sm89").jobs if job.graph.name == graph)
+    told: list[tuple[str, float]] = []
+    request = BuildRequest("tensorrt_rtx", bundle.path(graph), tmp_path / "e", (8, 9), _shapes(job))
+    build(request, lambda *event: told.append(event))
+    assert any("engine" in phase for phase, _ in told)
+    assert all(0 <= share <= 1 for _, share in told)
+    assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+def _shapes(job: Any) -> tuple[Shapes, ...]:
+    from vtx.tools.tensorrt.profiles import input_shapes
+
+    return tuple(input_shapes(job.graph, profile) for profile in job.profiles)
+
+
+@pytest.mark.slow
+def test_the_record_is_what_the_runtime_reads(bundle: Bundle) -> None:
+    list(build_engines(plan(bundle, "sm89"), IGNORE))
+    told = json.loads(bundle.path("engines/sm89/engines.json").read_text())
+    assert told["version"] == trt.__version__
+    assert told["engines"]["head.trt.onnx"]["profiles"][0]["tokens"] == [1, 1, 16]
+    assert load_graph(bundle.path("head.trt.onnx")).opset == 24
+
+
+def _wide(folder: Path, precision: str) -> int:
+    """Bytes of an engine of two wide products, with weights as the exporter writes them."""
+    g, kind = Graph(), TensorProto.FLOAT16
+    y = g.linear(g.op("Relu", g.linear("x", 2048, 4096, precision)), 4096, 2048, precision)
+    g.op("Identity", y, to="y")
+    sizes = ["tokens", 2048]
+    model = g.model([make_tensor_value_info("x", kind, sizes)], [make_tensor_value_info("y", kind, sizes)])
+    path = folder / f"{precision}.onnx"
+    onnx.save(model, path)
+    shapes = ({"x": ((1, 2048), (64, 2048), (256, 2048))},)
+    return build(BuildRequest("tensorrt_rtx", path, folder / "e", (8, 9), shapes), lambda *_: None).bytes

@@ -1,0 +1,102 @@
+"""The lines of a batch: questions, most of them about images, from a JSONL file that nobody vouches for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.bundle.files import read_named
+from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.errors import ImageError, RequestError
+from vtx.tools.data.items import MAX_FILE, Item, named_files, parse_line
+
+OWN = ("k", "reduce")  # settings that a line may have of its own
+FIELDS = ("question", "image", "video", "id", *OWN)
+UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line, its number counted from 1: a question about images and videos; `id` is the line's own.
+
+    `own` holds the line's `k` and `reduce`, where it has them.
+    """
+
+    number: int
+    id: Any
+    images: tuple[Path, ...]
+    question: str
+    videos: tuple[Path, ...] = ()
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Changes with the question and with the files it is about; the number alone where one of them is missing."""
+        try:
+            return f"{self.number} {Item((*self.images, *self.videos), self.question).digest()}"
+        except ImageError:
+            return str(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that asks nothing, and why."""
+
+    number: int
+    reason: str
+
+    @property
+    def key(self) -> str:
+        """The line's number."""
+        return str(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """All lines of a file in their order, empty ones left out, and the sha256 of its content."""
+
+    lines: tuple[Task | BadLine, ...]
+    digest: str
+
+
+def read_tasks(file: Path, folder: Path | None) -> Tasks:
+    """The lines of a file; images lie inside `folder`, by default the file's directory.
+
+    Raises:
+        RequestError: there is no such file or directory, it is too large, or holds no line.
+
+    """
+    raw = read_named(file, MAX_FILE, error=RequestError)
+    images = (file.parent if folder is None else folder.expanduser()).resolve()
+    if not images.is_dir():
+        raise RequestError(f"the image path {images} is not a directory; give one with --images")
+    lines = [_read(number, line, images) for number, line in enumerate(raw.split(b"\n"), 1) if line.strip()]
+    if not lines:
+        raise RequestError(
+            f'{file.name} is empty; write a line for each question: {{"image": "a.jpg", "question": "..."}}'
+        )
+    return Tasks(tuple(lines), hashlib.sha256(raw).hexdigest())
+
+
+def _read(number: int, line: bytes, images: Path) -> Task | BadLine:
+    try:
+        return _task(number, parse_line(line), images)
+    except RequestError as e:
+        return BadLine(number, str(e))
+
+
+def _task(number: int, record: Any, images: Path) -> Task:
+    if not isinstance(record, dict):
+        raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
+    unknown = sorted(set(record) - {*FIELDS, *UNUSED})
+    if unknown:
+        raise RequestError(f"it has the unknown field {shown(unknown[0])}; a line may have {', '.join(FIELDS)}")
+    question = record.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise RequestError("it has no question")
+    pictures, videos = (named_files(record, kind, images) for kind in ("image", "video"))
+    own = {name: record[name] for name in OWN if name in record}
+    return Task(number, record.get("id"), pictures, question, videos, own)

@@ -1,0 +1,262 @@
+"""From a trial to a verdict: accuracy and cost of each method, and of the withdrawal that is nearest to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.strict import plain
+from vtx.tools.bench.ladder import Best, Ladder, find_best, verdict
+from vtx.tools.bench.machine import Machine, describe
+from vtx.tools.bench.measure import K
+from vtx.tools.bench.methods import NONE, Method, MethodAnswer, Trial
+from vtx.tools.bench.series import Series, spread
+from vtx.tools.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, mean_intervals, share_interval
+
+FORMAT = "vtx-methods-2"
+PHASES = ("vision", "prefill", "first_token", "second_question", "decode_per_token")
+POINTS = 1.0  # a method answers as well as none when it loses at most this many points
+COSTS = {"flops": "the arithmetic", "first_token": "the time to the first token"}
+BETTER, WORSE, EQUAL = "better", "worse", "no difference beyond chance"
+
+
+@dataclass(frozen=True, slots=True)
+class MethodResult:
+    """The answers and the mean cost of one method; `flops_ratio` is its FLOPs' share of those of no method.
+
+    `right` and `same` are the shares of right answers, None where none is known, and of answers like those of no
+    method. `ms` are milliseconds by phase, None where no answer has that phase.
+    """
+
+    name: str
+    kind: str
+    k: K
+    reduce: str
+    right: ShareInterval | None
+    same: ShareInterval
+    full_layers: float
+    vision_rows: float
+    flops: float
+    flops_ratio: float
+    kv_bytes: float
+    reused_layers: float
+    ms: Mapping[str, Series | None]
+
+    @property
+    def first_token(self) -> float:
+        """Median milliseconds to the first token, which every answer has."""
+        series = self.ms["first_token"]
+        assert series is not None
+        return series.median
+
+
+@dataclass(frozen=True, slots=True)
+class AsAccurate:
+    """The cheapest withdrawal that answers as many questions, and its FLOPs as a share of the method's."""
+
+    withdrawal: str
+    flops_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A pruning method beside the withdrawal of nearest FLOPs: by how much the method answers more questions."""
+
+    method: str
+    withdrawal: str
+    flops_ratio: float
+    difference: MeanInterval
+    verdict: str
+    as_accurate: AsAccurate | None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedModel:
+    """The model that was asked; `vision_tokens` are the most of an image."""
+
+    name: str
+    layers: int
+    vision_tokens: int
+    precision: str
+    device: str
+    compute: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedData:
+    """The questions: how many were answered, and a line for each that could not be asked."""
+
+    source: str
+    items: int
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All methods on the same questions. `score` names the share that decides; `budgets` go by the name of the cost."""
+
+    machine: Machine
+    model: ComparedModel
+    data: ComparedData
+    score: Literal["right", "same"]
+    interrupted: bool
+    predicted_s: float
+    methods: tuple[MethodResult, ...]
+    compared: tuple[Compared, ...]
+    families: Mapping[str, tuple[str, ...]]
+    budgets: Mapping[str, tuple[Best, ...]]
+    verdict: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As its file holds it."""
+        return {"format": FORMAT, **plain(self)}
+
+
+def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequence[float] = ()) -> Comparison:
+    """Compare the methods of a trial. Intervals are 95%; FLOPs, bytes and tokens are means over the questions.
+
+    `score` is the share of right answers, or of answers like those of no method where the data has no answers. With a
+    `ladder`, the best setting of each of its families within each of `budgets`, by arithmetic and by first token.
+    """
+    first = _mean([by_method[trial.methods[0]] for by_method in trial.answers], lambda answer: answer.flops)
+    methods = [_method(method, [by_method[method] for by_method in trial.answers], first) for method in trial.methods]
+    known = methods[0].right is not None
+    scores = np.array([[_score(by_method[method], known) for method in trial.methods] for by_method in trial.answers])
+    compared = [_compare(methods, scores, number) for number, method in enumerate(methods) if method.reduce != NONE]
+    best = _within_budgets(trial.methods, methods, scores, ladder or {}, budgets)
+    sentences = [line for cost, rows in best.items() if scores.any() for line in verdict(rows, COSTS[cost])]
+    return Comparison(
+        machine=describe(),
+        model=_model(trial),
+        data=ComparedData(trial.data.source, len(trial.answers), tuple(trial.skipped)),
+        score="right" if known else "same",
+        interrupted=trial.interrupted,
+        predicted_s=trial.predicted_s,
+        methods=tuple(methods),
+        compared=tuple(compared),
+        families={family: tuple(method.name for method in settings) for family, settings in (ladder or {}).items()},
+        budgets=best,
+        verdict=(*_verdict(methods, compared, len(trial.answers), scores), *sentences),
+    )
+
+
+def _model(trial: Trial) -> ComparedModel:
+    manifest, backend = trial.model.manifest, trial.model.backend
+    return ComparedModel(
+        name=manifest.model.name,
+        layers=manifest.model.layers,
+        vision_tokens=manifest.layout.max_tokens,
+        precision=manifest.precision,
+        device=backend.device,
+        compute=backend.compute,
+        threads=trial.threads,
+    )
+
+
+def _within_budgets(
+    methods: Sequence[Method],
+    measured: Sequence[MethodResult],
+    scores: NDArray[np.float64],
+    ladder: Ladder,
+    budgets: Sequence[float],
+) -> dict[str, tuple[Best, ...]]:
+    """By the name of the cost, each family's best within each budget."""
+    costs = {
+        "flops": [method.flops for method in measured],
+        "first_token": [method.first_token for method in measured],
+    }
+    best = {name: find_best(ladder, methods, scores, values, budgets) for name, values in costs.items()}
+    return {name: rows for name, rows in best.items() if rows}
+
+
+def _method(method: Method, answers: Sequence[MethodAnswer], unreduced_flops: float) -> MethodResult:
+    rights = [answer.right for answer in answers if answer.right is not None]
+    flops = _mean(answers, lambda answer: answer.flops)
+    return MethodResult(
+        name=method.name,
+        kind=method.kind,
+        k=method.k,
+        reduce=method.reduce,
+        right=share_interval(sum(rights), len(rights)) if rights else None,
+        same=share_interval(sum(answer.same for answer in answers), len(answers)),
+        full_layers=_mean(answers, lambda answer: answer.full_layers),
+        vision_rows=_mean(answers, lambda answer: answer.vision_tokens),
+        flops=flops,
+        flops_ratio=flops / unreduced_flops,
+        kv_bytes=_mean(answers, lambda answer: answer.kv_bytes),
+        reused_layers=_mean(answers, lambda answer: answer.reused_layers),
+        ms={phase: _times(answers, phase) for phase in PHASES},
+    )
+
+
+def _mean(answers: Sequence[MethodAnswer], of: Callable[[MethodAnswer], float]) -> float:
+    return float(np.mean([of(answer) for answer in answers]))
+
+
+def _times(answers: Sequence[MethodAnswer], phase: str) -> Series | None:
+    """Answers of one token have no time per further token."""
+    values = [answer.ms[phase] for answer in answers if answer.ms[phase]]
+    return spread(values) if values else None
+
+
+def _score(answer: MethodAnswer, known: bool) -> float:
+    """1 for a right answer; NaN where the right answer is unknown, though others are known."""
+    if not known:
+        return float(answer.same)
+    return np.nan if answer.right is None else float(answer.right)
+
+
+def _difference(scores: NDArray[np.float64], column: int, other: int) -> MeanInterval:
+    """Paired difference of the scores in `column` and `other`: mean and interval."""
+    differences = scores[:, column] - scores[:, other]
+    [interval] = mean_intervals(differences[~np.isnan(differences)][:, None])
+    return interval
+
+
+def _compare(methods: Sequence[MethodResult], scores: NDArray[np.float64], number: int) -> Compared:
+    """A method beside two withdrawals, K = none among them: the nearest in FLOPs, the cheapest that is as accurate."""
+    method = methods[number]
+    rivals = [n for n, other in enumerate(methods) if other.kind == "withdrawal"]
+    rival = min(rivals, key=lambda n: abs(methods[n].flops - method.flops))
+    difference = _difference(scores, number, rival)
+    equals = [methods[n] for n in rivals if _difference(scores, n, number).mean >= 0]
+    equal = min(equals, key=lambda other: other.flops, default=None)
+    verdict = BETTER if difference.low > 0 else WORSE if difference.high < 0 else EQUAL
+    return Compared(
+        method=method.name,
+        withdrawal=methods[rival].name,
+        flops_ratio=methods[rival].flops / method.flops,
+        difference=difference,
+        verdict=verdict,
+        as_accurate=AsAccurate(equal.name, equal.flops / method.flops) if equal else None,
+    )
+
+
+def _verdict(
+    methods: Sequence[MethodResult], compared: Sequence[Compared], items: int, scores: NDArray[np.float64]
+) -> list[str]:
+    """The conclusions of the table, in sentences."""
+    if not scores.any():
+        return [f"No method answers any of the {items} questions right, so accuracy decides nothing here."]
+    sentences = []
+    if compared:
+        count = {verdict: sum(row.verdict == verdict for row in compared) for verdict in (BETTER, WORSE, EQUAL)}
+        sentences.append(
+            f"Of {len(compared)} pruning methods, each compared with the withdrawal of nearest arithmetic on {items} "
+            f"questions, {count[BETTER]} answer better, {count[WORSE]} worse, and {count[EQUAL]} without a difference "
+            f"beyond chance ({CONFIDENCE:.0%})."
+        )
+    good = [n for n in range(len(methods)) if 100 * _difference(scores, n, 0).mean >= -POINTS]
+    for noun, kinds in (("method", None), ("withdrawal", ("withdrawal",))):
+        fit = [methods[n] for n in good if kinds is None or methods[n].kind in kinds]
+        cheapest = min(fit, key=lambda method: method.flops)
+        sentences.append(
+            f"The cheapest {noun} that loses at most {POINTS:g} point is {cheapest.name}: "
+            f"{cheapest.flops_ratio:.0%} of the arithmetic without any."
+        )
+    return sentences

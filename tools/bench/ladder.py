@@ -1,0 +1,154 @@
+"""All methods at equal cost: the settings to try of each, and the best one of each within each budget.
+
+A budget is a share of what no method costs. A setting is chosen by half of the questions and judged by the other half,
+so that a method with many settings gains nothing from chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies import parse, to_spec
+from vtx.runtime.policies.make import check_provided
+from vtx.tools.bench.measure import K
+from vtx.tools.bench.methods import NONE, Method
+from vtx.tools.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
+
+WITHDRAWAL, GATES = "withdrawal", "gates"
+KEPT, DROPPED = (0.75, 0.5, 0.25, 0.125), (0.25, 0.5, 0.75, 0.9)
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "cls": tuple(f"cls:keep={share}" for share in KEPT),
+    "lsm": tuple(f"lsm:tau={tau}" for tau in (0.95, 0.9, 0.8, 0.6)),
+    "cdpruner": tuple(f"cdpruner:keep={share}" for share in KEPT),
+    "cdpruner, text=none": tuple(f"cdpruner:keep={share},text=none" for share in KEPT),
+    "cdpruner, text=tower": tuple(f"cdpruner:keep={share},text=tower" for share in KEPT),
+    "dart": tuple(f"dart:keep={share}" for share in KEPT),
+    "dart, k=0": tuple(f"dart:keep={share},k=0" for share in KEPT),
+    "fastv": tuple(f"fastv:k=2,ratio={share}" for share in DROPPED),
+    "mustdrop": (
+        "mustdrop:192", "mustdrop:64", "mustdrop:64,tau=off", "mustdrop:gamma=0.02,alpha=0.03,tau=off",
+        "mustdrop:gamma=0.05,alpha=0.1,tau=off",
+    ),
+}  # fmt: skip
+MILD = ("cls:keep=0.5", "cdpruner:keep=0.5", "dart:keep=0.5", "mustdrop:64,tau=off")  # before a withdrawal
+Ladder = Mapping[str, tuple[Method, ...]]
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best setting of one family of methods within a budget.
+
+    `budget` and `cost` are shares of what no method costs; `score` is the share of good answers to the questions that
+    the setting was not chosen by, `behind` by how much more the best family of this budget answers there.
+    """
+
+    budget: float
+    family: str
+    method: str
+    cost: float
+    score: ShareInterval
+    behind: MeanInterval
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the best family is better beyond chance."""
+        return self.behind.low > 0
+
+
+def make_ladder(manifest: Manifest, dialect: str, ks: Sequence[K]) -> tuple[Ladder, tuple[str, ...]]:
+    """The settings of each family that the bundle can run, and the families that it was not exported for."""
+    depths = [k for k in ks if isinstance(k, int)]
+    wanted = {WITHDRAWAL: [Method(k) for k in depths], GATES: [Method("auto")] * bool(manifest.gates)}
+    wanted |= {family: _methods(specs, (None,)) for family, specs in SETTINGS.items()}
+    wanted |= {f"{parse(spec)[0].name} + {WITHDRAWAL}": _methods((spec,), depths) for spec in MILD}
+    provided = {family: [m for m in methods if _provided(m, manifest, dialect)] for family, methods in wanted.items()}
+    lacking = [family for family, methods in wanted.items() if methods and not provided[family]]
+    return {family: tuple(methods) for family, methods in provided.items() if methods}, tuple(lacking)
+
+
+def _methods(specs: Sequence[str], depths: Sequence[K]) -> list[Method]:
+    return [Method(k, to_spec(parse(spec))) for spec in specs for k in depths]
+
+
+def _provided(method: Method, manifest: Manifest, dialect: str) -> bool:
+    try:
+        check_provided(parse(method.reduce) if method.reduce != NONE else (), manifest, dialect)
+    except RequestError:
+        return False
+    return True
+
+
+def find_best(
+    ladder: Ladder,
+    methods: Sequence[Method],
+    scores: Scores,
+    costs: Sequence[float],
+    budgets: Sequence[float],
+) -> tuple[Best, ...]:
+    """The best setting of each family within each budget, budgets as given, the best family first.
+
+    `scores` [questions, methods] are 1 for a good answer and NaN where that is not known; `costs` are those of
+    `methods`, of which the first is none. A family without a setting within a budget is left out there. Fewer than two
+    questions with known answers give nothing.
+    """
+    known = scores[~np.isnan(scores).any(1)]
+    if len(known) < 2:
+        return ()
+    choosing, judging = known[::2], known[1::2]
+    found = list[Best]()
+    for budget in budgets:
+        chosen = dict[str, int]()
+        for family, settings in ladder.items():
+            fitting = [n for n in map(methods.index, settings) if costs[n] <= budget * costs[0]]
+            if fitting:  # of equally good ones the costliest, which is the nearest to the budget
+                chosen[family] = max(fitting, key=lambda n: (choosing[:, n].mean(), costs[n]))
+        if not chosen:
+            continue
+        first = max(chosen.values(), key=lambda n: (judging[:, n].mean(), -costs[n]))
+        rows = [_best(budget, family, n, methods, judging, first, costs) for family, n in chosen.items()]
+        found += sorted(rows, key=lambda row: (-row.score.share, row.cost))
+    return tuple(found)
+
+
+def _best(
+    budget: float, family: str, n: int, methods: Sequence[Method], judging: Scores, first: int, costs: Sequence[float]
+) -> Best:
+    [behind] = mean_intervals((judging[:, first] - judging[:, n])[:, None])
+    score = share_interval(int(judging[:, n].sum()), len(judging))
+    return Best(budget, family, methods[n].name, costs[n] / costs[0], score, behind)
+
+
+def verdict(rows: Sequence[Best], cost: str) -> list[str]:
+    """For each budget a sentence: who answers most, who cannot be told apart from it, who is worse."""
+    return [_sentence(cost, [row for row in rows if row.budget == budget]) for budget in _budgets(rows)]
+
+
+def _sentence(cost: str, rows: Sequence[Best]) -> str:
+    best, *others = rows
+    level = [row.family for row in others if not row.told_apart]
+    behind = [f"{row.family} ({100 * row.behind.mean:.1f} points)" for row in others if row.told_apart]
+    said = f"Within {best.budget:.0%} of {cost}, {best.method} answers most: {best.score.share:.1%}."
+    said += f" Not told apart from it: {', '.join(level)}." if level else ""
+    return said + (f" Worse beyond chance: {', '.join(behind)}." if behind else "")
+
+
+def _budgets(rows: Sequence[Best]) -> list[float]:
+    return [*dict.fromkeys(row.budget for row in rows)]
+
+
+def parse_budgets(text: str) -> tuple[float, ...]:
+    """Shares from percentages such as "75,50,25". Raises RequestError."""
+    try:
+        budgets = tuple(float(part) / 100 for part in text.split(","))
+    except ValueError as e:
+        raise RequestError(f"--budgets is {text!r:.40}; give percentages of what no method costs, as 75,50,25") from e
+    if not all(0 < budget <= 1 for budget in budgets):
+        raise RequestError(f"--budgets is {text!r:.40}; each must be above 0 and at most 100")
+    return budgets

@@ -1,0 +1,191 @@
+"""Ask every method of a bundle the same questions in turn: its answers and their cost."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
+from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.errors import ImageError, RequestError
+from vtx.runtime.policies import Reduction, parse, to_spec
+from vtx.runtime.prompt.messages import Part
+from vtx.tools.bench.measure import K
+from vtx.tools.bench.stopwatch import split, timed
+from vtx.tools.bench.work import WorkCounter
+from vtx.tools.data.items import Data, Item, plain
+from vtx.tools.estimate.flops import make_schedule, prefill_flops
+
+NONE = "none"
+SECOND = "What else is in the picture?", "Describe it."  # asked about the same images, the one that was not asked
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A withdrawal (`k`), reductions before it (`reduce`, a canonical spec), both, or neither."""
+
+    k: K
+    reduce: str = NONE
+
+    @property
+    def name(self) -> str:
+        depth = [] if self.k is None else ["gates" if self.k == "auto" else f"K = {self.k}"]
+        return " + ".join([*map(short, parse(self.reduce)), *depth]) or NONE
+
+    @property
+    def kind(self) -> str:
+        """The kind of method in the comparison."""
+        if self.reduce == NONE:
+            return "gates" if self.k == "auto" else "withdrawal"
+        return "pruning" if self.k is None else "both"
+
+
+@dataclass(frozen=True, slots=True)
+class MethodAnswer:
+    """One answer: whether it equals the data's (None: unknown) and that of no method, and its cost.
+
+    `vision_tokens` is the mean over the layers of the image tokens that leave them; `full_layers` counts layers that
+    see at least one. FLOPs are the tower's and the prompt's, in one chunk. `reused_layers`: in layers 1 to this one a
+    second question about the same image runs no image token; "second_question" in `ms` is its first token.
+    """
+
+    right: bool | None
+    same: bool
+    flops: int
+    kv_bytes: int
+    vision_tokens: float
+    full_layers: int
+    reused_layers: int
+    ms: dict[str, float]
+
+
+def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
+    """No method, each of `ks`, each exported reduction, and each of these followed by one withdrawal."""
+    specs = [spec for spec in manifest.reductions if spec != NONE]
+    fixed = [k for k in ks if isinstance(k, int)]
+    later = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
+    both = [Method(later, spec) for spec in specs] if later is not None else []
+    return (Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, spec) for spec in specs), *both)
+
+
+def short(part: Reduction) -> str:
+    """A reduction's spec as tables show it: its preset where one applies, without values that are the default.
+
+    Thresholds, shares and the layer `k` always stand there.
+    """
+    values, defaults = _options(part), _options(type(part)())
+    always = [key for key in values if key == "k" or isinstance(getattr(part, key), float)]
+    keys = [key for key in values if values[key] != defaults[key] or key in always]
+    start = []
+    for name, preset in part.presets.items():
+        if all(getattr(part, key) == value for key, value in preset.items()):
+            start, keys = [name], [key for key in values if values[key] != defaults[key] and key not in preset]
+            break
+    return f"{part.name}:{','.join([*start, *(f'{key}={values[key]}' for key in keys)])}"
+
+
+def _options(part: Reduction) -> dict[str, str]:
+    """A reduction's options as its canonical spec writes them."""
+    return dict(item.split("=") for item in to_spec((part,)).partition(":")[2].split(","))
+
+
+# --- asking ---------------------------------------------------------------------------------------
+
+
+class Trial:
+    """The questions of `data`, asked of each of `methods` in turn; `answers` are kept question by question."""
+
+    def __init__(self, model: Model, data: Data, methods: Sequence[Method], new_tokens: int, threads: int) -> None:
+        self.threads = threads
+        backend, self._calls = timed(model.backend)
+        self.model, self.data, self.methods = Model(model.bundle, backend, model.load_ms), data, tuple(methods)
+        self._options, self._one_token = Options(max_new_tokens=new_tokens), Options(max_new_tokens=1)
+        self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
+        self.answers: list[dict[Method, MethodAnswer]] = []
+        self.skipped, self.interrupted, self.predicted_s = list(data.skipped), False, 0.0
+
+    def probe(self) -> float:
+        """Ask every method the first question that fits; return a rough estimate of the seconds that `run` takes."""
+        for item in self.data.items:
+            start = time.perf_counter()
+            with contextlib.suppress(RequestError, ImageError):
+                self._ask_all(item, 0)
+                self.predicted_s = (time.perf_counter() - start) * len(self.data.items)
+                break
+        return self.predicted_s
+
+    def run(self, report: Report) -> None:
+        """Ask everything; Ctrl-C stops and keeps the questions that every method has answered.
+
+        Raises:
+            RequestError: too many questions do not fit the model.
+
+        """
+        items = self.data.items
+        try:
+            for number, item in enumerate(items):
+                report("asking", number, len(items))
+                self._record(item, number)
+            report("asking", len(items), len(items))
+        except KeyboardInterrupt:
+            if not self.answers:
+                raise
+            self.interrupted = True
+        Data(self.data.source, items[: len(self.answers)], tuple(self.skipped))  # refuses too many skipped
+
+    def _record(self, item: Item, number: int) -> None:
+        try:
+            self.answers.append(self._ask_all(item, number))
+        except (RequestError, ImageError) as e:
+            self.skipped.append(f"{item.question[:40]!r}: {e}")
+
+    def _ask_all(self, item: Item, number: int) -> dict[Method, MethodAnswer]:
+        images = self.model.prepare_all(item.images)
+        parts: list[Part] = [{"type": "image"} for _ in images]
+        content: list[Part] = [*parts, {"type": "text", "text": item.question}]
+        ids = self.model.prompt_ids([{"role": "user", "content": content}], images)
+        text = len(ids) - sum(image.tokens for image in images)
+        first = number % len(self.methods)
+        order = (*self.methods[first:], *self.methods[:first])
+        answers = dict[Method, tuple[Answer, Answer, int]]()
+        for method in order:
+            self._calls.clear()
+            with Conversation(self.model, images) as conversation:
+                answer = conversation.ask(item.question, method.k, self._options, reduce=method.reduce)
+                flops = self._flops(answer, text)
+                other = next(question for question in SECOND if question != item.question)
+                second = conversation.ask(other, method.k, self._one_token, reduce=method.reduce)
+            answers[method] = answer, second, flops
+        unreduced = answers[self.methods[0]][0].token_ids
+        return {
+            method: _method_answer(answer, second, flops, item, same=answer.token_ids == unreduced)
+            for method, (answer, second, flops) in answers.items()
+        }
+
+    def _flops(self, answer: Answer, text: int) -> int:
+        """FLOPs of the tower and of a prompt of `text` tokens plus the image tokens that each layer had."""
+        vision = self._counter.count_vision(split(self._calls)[0])
+        return vision + prefill_flops(self._counter.decoder, make_schedule(answer.stats.vision_tokens_kept, text=text))
+
+
+def _method_answer(answer: Answer, second: Answer, flops: int, item: Item, *, same: bool) -> MethodAnswer:
+    stats, kept = answer.stats, answer.stats.vision_tokens_kept
+    ended = answer.stopped == "end"
+    ms = {name: stats.timings_ms[name] for name in ("vision", "prefill", "first_token", "decode_per_token")}
+    return MethodAnswer(
+        right=None if item.answer is None else ended and plain(answer.text) == plain(item.answer),
+        same=same,
+        flops=flops,
+        kv_bytes=stats.kv_bytes,
+        vision_tokens=fmean((*kept[1:], kept[-1])),
+        full_layers=sum(tokens > 0 for tokens in kept),
+        reused_layers=second.stats.reused_layers,
+        ms={**ms, "second_question": second.stats.timings_ms["first_token"]},
+    )

@@ -1,0 +1,167 @@
+"""From measurements to a report: figures per K with their spread."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vtx.runtime.strict import plain
+from vtx.tools.bench.ceilings.ceilings import MeasuredCeilings
+from vtx.tools.bench.machine import Machine
+from vtx.tools.bench.measure import Bench, BenchResult, K, Turn
+from vtx.tools.bench.series import Series, spread
+from vtx.tools.bench.work import Shares, shares
+
+FORMAT = "vtx-bench-1"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchedModel:
+    """The bundle, by its folder's name, and how it computes; a token is counted as reading `weights_read_as`."""
+
+    bundle: str
+    name: str
+    layers: int
+    hidden: int
+    precision: str
+    kv_dtype: str
+    weights_read_as: str
+    device: str
+    compute: str
+
+
+@dataclass(frozen=True, slots=True)
+class BenchWorkload:
+    """Tokens of the prompt, those of its image among them, and how often it was asked."""
+
+    prompt_tokens: int
+    vision_tokens: int
+    new_tokens: int
+    repeats: int
+    warmup: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Milliseconds of the prompt in one stage, layers `first` to `last`."""
+
+    first: int
+    last: int
+    ms: Series
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """What was measured at one K. `ms` are milliseconds by phase, None where the phase does not arise."""
+
+    k: K
+    full_layers: int
+    ms: Mapping[str, Series | None]
+    prefill_stages: tuple[StageTimes, ...]
+    kv_bytes: int
+    kv_slots: tuple[int, ...]
+    steady_bytes: int | None
+    peak_bytes: int | None
+    vision_flops: int
+    prefill_flops: int
+    decode_bytes: int
+    shares: Shares | None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """A measurement: milliseconds, bytes, and shares from 0 to 1."""
+
+    machine: Machine
+    model: BenchedModel
+    workload: BenchWorkload
+    interrupted: bool
+    predicted_s: float
+    load_ms: float
+    loaded_bytes: int | None
+    ceilings: MeasuredCeilings | None
+    depths: tuple[Depth, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As its file holds it."""
+        return {"format": FORMAT, **plain(self)}
+
+
+def make_report(bench: Bench, result: BenchResult) -> BenchReport:
+    """The whole report, with every K that was measured."""
+    ceilings = result.ceilings.report() if result.ceilings else None
+    return BenchReport(
+        machine=result.machine,
+        model=_model(bench),
+        workload=_workload(bench, result),
+        interrupted=result.interrupted,
+        predicted_s=result.predicted_s,
+        load_ms=bench.model.load_ms,
+        loaded_bytes=result.loaded,
+        ceilings=ceilings,
+        depths=tuple(_depth(bench, result, k, ceilings) for k in bench.ks if k in result.turns),
+    )
+
+
+def _model(bench: Bench) -> BenchedModel:
+    manifest, backend = bench.model.manifest, bench.model.backend
+    return BenchedModel(
+        bundle=bench.model.bundle.folder.name,
+        name=manifest.model.name,
+        layers=manifest.model.layers,
+        hidden=manifest.model.hidden,
+        precision=manifest.precision,
+        kv_dtype=manifest.kv_dtype,
+        weights_read_as=bench.counter.weights,
+        device=backend.device,
+        compute=backend.compute,
+    )
+
+
+def _workload(bench: Bench, result: BenchResult) -> BenchWorkload:
+    options, stats = bench.options, next(iter(result.turns.values()))[0].stats
+    return BenchWorkload(
+        stats.prompt_tokens, stats.vision_tokens, options.new_tokens, options.repeats, options.warmup, options.threads
+    )
+
+
+def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings | None) -> Depth:
+    turns, stats = result.turns[k], result.turns[k][0].stats
+    switched = result.switched_ms.get(k)
+    ms: dict[str, Series | None] = {
+        "preprocess": _series(turns, lambda turn: turn.preprocess_ms),
+        **{name: _series(turns, _timing(name)) for name in ("vision", "prefill", "first_token", "decode_per_token")},
+        "second_question": _series(turns, lambda turn: turn.second_ms),
+        "second_at_another_k": spread(switched) if switched else None,
+    }
+    work = bench.counter.count(turns[0].prefill, turns[0].decode)
+    return Depth(
+        k=k,
+        full_layers=stats.full_layers,
+        ms=ms,
+        prefill_stages=tuple(
+            StageTimes(stage.first, stage.last, _series(turns, _in_stage(number)))
+            for number, stage in enumerate(bench.model.manifest.stages)
+        ),
+        kv_bytes=stats.kv_bytes,
+        kv_slots=stats.kv_slots,
+        steady_bytes=result.memory[k].steady,
+        peak_bytes=result.memory[k].peak,
+        **dataclasses.asdict(work),
+        shares=shares(work, ms, ceilings) if ceilings else None,
+    )
+
+
+def _series(turns: list[Turn], ms: Callable[[Turn], float]) -> Series:
+    return spread([ms(turn) for turn in turns])
+
+
+def _timing(name: str) -> Callable[[Turn], float]:
+    return lambda turn: turn.stats.timings_ms[name]
+
+
+def _in_stage(number: int) -> Callable[[Turn], float]:
+    return lambda turn: sum(call.ms for call in turn.prefill if call.stage == number)

@@ -1,0 +1,131 @@
+"""The work of a measured question, from the tokens that were computed, and its share of the ceilings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vtx.runtime.backends.memory import SCALES
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.precision import ARITHMETIC, PRECISIONS
+from vtx.tools.bench.ceilings.ceilings import MeasuredCeilings
+from vtx.tools.bench.series import Series
+from vtx.tools.bench.stopwatch import Call
+from vtx.tools.estimate.flops import append_flops, encode_flops, text_tower_flops
+from vtx.tools.estimate.native import NativeSize
+from vtx.tools.estimate.sizes import ModelSize, bundle_size
+
+FLOATING = ("F32", "F16", "BF16")
+# Weights of a bundle have the names of the checkpoint where its files are taken whole, and else vtx's own.
+SEEING = re.compile(r"vision|visual|video|clip|projector|tower|mlp1|connector")
+HEAD, EMBEDDING = re.compile(r"(head|output)\.weight"), re.compile(r"(embed_tokens|tok_embeddings)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCount:
+    """FLOPs of the tower and of the prompt's tokens; bytes of weights and KV cache that one new token reads."""
+
+    vision_flops: int
+    prefill_flops: int
+    decode_bytes: int
+
+
+class WorkCounter:
+    """Counts the work of one bundle in `compute` arithmetic, to which engines convert floating-point weights at load.
+
+    `weights` is the precision in which a token reads them; `slot_bytes` are those of a KV slot of a layer there.
+    """
+
+    def __init__(self, bundle: Bundle, compute: str, slot_bytes: int) -> None:
+        manifest = bundle.manifest
+        self._size: ModelSize = bundle_size(bundle)
+        self.decoder = self._size.decoder
+        self._stages, self._text_tower = manifest.stages, manifest.text_tower
+        arithmetic = ARITHMETIC[compute]
+        self.weights = manifest.precision if PRECISIONS[manifest.precision].bits else arithmetic.weights
+        self._weights = weights_read(bundle, arithmetic.bytes)
+        self._slot_bytes = slot_bytes
+        self.width = self.decoder.ffn
+
+    def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> WorkCount:
+        """The work of one question, from its calls."""
+        appends = [(self._stages[c.stage].layers, c) for c in prefill if c.stage is not None and c.tokens]
+        flops = [
+            append_flops(self.decoder, layers, c.tokens, c.filled) - 2 * c.spared * self.decoder.row_macs
+            for layers, c in appends
+        ]
+        return WorkCount(
+            vision_flops=self.count_vision(prefill),
+            prefill_flops=2 * self.decoder.head_macs + sum(flops),
+            decode_bytes=self._weights + round(self._read(decode)),
+        )
+
+    def count_vision(self, prefill: Sequence[Call]) -> int:
+        """FLOPs of the towers; merged windows are not counted in the vision tower's later layers.
+
+        A frame's tower is of the images' shape, and projects the tokens that it gives.
+        """
+        vision, text = self._size.vision, self._text_tower
+        passes = [c.tokens for c in prefill if c.name == "vision"]
+        if isinstance(vision, NativeSize):
+            return sum(encode_flops(vision.of(tokens), 1) for tokens in passes)
+        whole = 0 if vision is None else vision.view_tokens
+        seen = sum(encode_flops(vision, 1, merged=max(0, whole - tokens)) for tokens in passes)
+        frames = [c.tokens for c in prefill if c.name == "video"]
+        seen += sum(encode_flops(vision and replace(vision, view_tokens=tokens), 1) for tokens in frames)
+        if text is None:
+            return seen
+        read = [text_tower_flops(text, c.tokens) for c in prefill if c.name == "text_tower"]
+        projected = 2 * text.width * (0 if vision is None else vision.hidden)
+        return seen + sum(read) + sum(projected * c.tokens for c in prefill if c.name == "vision")
+
+    def _read(self, decode: Sequence[Call]) -> float:
+        """Bytes of KV cache that a token reads on average."""
+        tokens = sum(call.name == "head" for call in decode)
+        slots = sum(self._stages[c.stage].layers * (c.filled + c.tokens) for c in decode if c.stage is not None)
+        return self._slot_bytes * slots / tokens
+
+
+def weights_read(bundle: Bundle, float_bytes: int) -> int:
+    """Bytes of the decoder's and the head's weights, each of which a token reads once.
+
+    Floating-point weights count `float_bytes` a number, integers and their scales as they are stored.
+    """
+    stored = [bundle.header(file).tensors for file in bundle.manifest.files if file.startswith("weights/")]
+    tensors = {name: info for of_file in stored for name, info in of_file.items() if not SEEING.search(name)}
+    tied = not any(HEAD.search(name) for name in tensors)
+    return sum(
+        info.nbytes if name.endswith(SCALES) or info.dtype not in FLOATING else float_bytes * math.prod(info.shape)
+        for name, info in tensors.items()
+        if tied or not EMBEDDING.search(name)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Arithmetic of tower and prefill as a share of the best matrix product, reading of a token as one of memory's.
+
+    None: nothing of it ran, or it took no time that could be measured.
+    """
+
+    vision: float | None
+    prefill: float | None
+    decode: float | None
+
+
+def shares(work: WorkCount, ms: Mapping[str, Series | None], ceilings: MeasuredCeilings) -> Shares:
+    """How near the measured times come to the ceilings."""
+    prefill = ceilings.gemm.flops_per_s.max
+    vision = ceilings.vision_gemm.flops_per_s.max if ceilings.vision_gemm else prefill
+
+    def share(amount: int, phase: str, ceiling: float) -> float | None:
+        series = ms[phase]
+        return 1000 * amount / series.median / ceiling if amount and series and series.median else None
+
+    return Shares(
+        vision=share(work.vision_flops, "vision", vision),
+        prefill=share(work.prefill_flops, "prefill", prefill),
+        decode=share(work.decode_bytes, "decode_per_token", ceilings.read.bytes_per_s.max),
+    )

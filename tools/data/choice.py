@@ -1,0 +1,51 @@
+"""A K that a calibration chose, what it keeps of the answers, and the consent that it needs below the limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vtx.runtime.errors import RequestError
+from vtx.tools.data.intervals import CONFIDENCE, ShareInterval
+
+KEPT = 0.9  # share of unchanged answers, lower end of the interval, below which a K needs consent
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChoice:
+    """The K of a calibration as an export records it: the rule, the data and its items, and the answers kept.
+
+    `kept` is the share of answers equal to those without withdrawal; None where answers were not compared.
+    """
+
+    k: int
+    rule: str
+    data: str
+    items: int
+    kept: ShareInterval | None
+
+    @property
+    def warning(self) -> str | None:
+        """What is wrong with the K; None where enough answers stay the same."""
+        return changed_answers(self.k, self.kept)
+
+    def check(self, *, allowed: bool) -> None:
+        """Raise RequestError where too few answers stay the same, or nobody knows, unless that is `allowed`."""
+        if self.warning and not allowed:
+            raise RequestError(
+                f"{self.warning}; calibrate with more --samples or choose K yourself (--k N), or take this K with "
+                "--allow-changed-answers"
+            )
+
+
+def changed_answers(k: int, kept: ShareInterval | None) -> str | None:
+    """The sentence on a K at which it is not certain that `KEPT` of the answers stay the same, else None."""
+    if kept is None:
+        return (
+            f"K = {k} was chosen without comparing answers, so it is unknown whether {KEPT:.0%} of them stay the same"
+        )
+    if kept.low >= KEPT:
+        return None
+    return (
+        f"at K = {k}, {kept.share:.1%} of {kept.count} answers stay the same, {kept.low:.1%} at the lower end of the "
+        f"{CONFIDENCE:.0%} interval, where the limit is {KEPT:.0%}"
+    )

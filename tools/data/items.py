@@ -1,0 +1,235 @@
+"""Questions about images to calibrate and train on: a JSONL file, LLaVA's conversations, or drawn scenes.
+
+A data file is untrusted: its size is bounded, and its images lie inside one directory. Items that cannot be used are
+skipped and reported; when they exceed `MAX_SKIPPED` of all items, nothing is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vtx.runtime.bundle.files import read_named
+from vtx.runtime.bundle.safetensors import parse_json, shown
+from vtx.runtime.errors import ImageError, RequestError
+from vtx.runtime.vision.image import ImageSource, image_size, load_image
+from vtx.runtime.vision.layout import Layout, placed
+from vtx.runtime.vision.tokens import MarkedImage
+
+SCENES = "scenes"
+SCENES_SEED = 7_000_000_001  # training draws from small seeds
+MAX_FILE = 256 << 20
+MAX_LIST_FILE = 128 << 20  # a JSON list is parsed as a whole and takes many times its size
+MAX_LINE = 1 << 20
+MAX_IMAGES = 64
+MAX_SKIPPED = 0.2
+_MARKER = "<image>"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question about images, and the right answer where it is known."""
+
+    images: tuple[ImageSource, ...]
+    question: str
+    answer: str | None = None
+
+    def digest(self) -> str:
+        """A sha256 that changes with the texts, and with the content, or size and time, of the images.
+
+        Raises ImageError for a file that has been removed.
+        """
+        digest = hashlib.sha256(repr((self.question, self.answer)).encode("utf-8", "surrogatepass"))
+        for image in self.images:
+            if isinstance(image, Image.Image):
+                digest.update(repr(image.size).encode() + image.tobytes())
+            elif isinstance(image, Path):
+                status = _stat(image)
+                digest.update(f"{image}\0{status.st_size}\0{status.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Usable items, and one line for each item that is not."""
+
+    source: str
+    items: tuple[Item, ...]
+    skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        total = len(self.items) + len(self.skipped)
+        if self.skipped and (not self.items or len(self.skipped) > MAX_SKIPPED * total):
+            raise RequestError(
+                f"{len(self.skipped)} of {total} items of {self.source} cannot be used, the limit is "
+                f"{MAX_SKIPPED:.0%}; fix the data, or give the image directory with --images. First: {self.skipped[0]}"
+            )
+        if not self.items:
+            raise RequestError(f"{self.source} is empty; give at least one question about an image")
+
+
+def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> Data:
+    """At most `samples` items, drawn by `seed` and kept in order, of a file, a directory with one, or "scenes".
+
+    A JSONL file has lines {"image": name or list, "question", "answer"?}; LLaVA's format is a list of {"image",
+    "conversations"}, of which the first question and answer count. Names are relative to `images`, by default the
+    file's directory. Every image is decoded once here, so that a bad one stops the work before it starts.
+
+    Raises:
+        RequestError: the source is missing or empty, or too many of its items cannot be used.
+
+    """
+    if samples < 1:
+        raise RequestError(f"--samples is {samples}; it must be at least 1")
+    if source == SCENES:
+        return Data("the drawn scenes", scene_items(samples))
+    file = _data_file(Path(source).expanduser())
+    folder = (file.parent if images is None else images.expanduser()).resolve()
+    if not folder.is_dir():
+        raise RequestError(f"the image path {folder} is not a directory; give one with --images")
+    items, skipped = list[Item](), list[str]()
+    for label, record in _drawn(_records(file), samples, seed):
+        try:
+            items.append(_item(record if not isinstance(record, bytes) else parse_line(record), folder))
+        except (RequestError, ImageError) as e:
+            skipped.append(f"{label}: {e}")
+    return Data(file.name, tuple(items), tuple(skipped))
+
+
+def scene_items(count: int) -> tuple[Item, ...]:
+    """`count` drawn scenes with a question each: always the same ones, and none that the demo model was trained on."""
+    from vtx.tools.data.scene_questions import ask_some
+    from vtx.tools.data.scenes import photograph, random_scene
+
+    rng, items = random.Random(SCENES_SEED), list[Item]()
+    for _ in range(count):
+        scene = random_scene(rng)
+        drawn = ask_some(scene, 1, rng)[0]
+        items.append(Item((photograph(scene, rng),), drawn.question, drawn.answer))
+    return tuple(items)
+
+
+def placed_images(layout: Layout, item: Item) -> list[int | MarkedImage]:
+    """What stands in a prompt for each image of an item."""
+    layout = layout.among(len(item.images))
+    return [placed(layout, *image_size(image)) for image in item.images]
+
+
+def image_tokens(layout: Layout, item: Item) -> int:
+    """How many image tokens the images of an item give."""
+    layout = layout.among(len(item.images))
+    return sum(layout.count(*image_size(image)) for image in item.images)
+
+
+def plain(answer: str) -> str:
+    """An answer normalised for comparison: case, spaces and the last full stop are ignored."""
+    return " ".join(answer.casefold().split()).rstrip(" .!")
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as e:
+        raise ImageError(f"image {path} was removed after it was first read ({e.strerror}); restore it") from e
+
+
+def _data_file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = sorted(p for p in path.iterdir() if p.suffix == ".jsonl")
+    if len(files) != 1:
+        raise RequestError(f"{path} holds {len(files)} .jsonl files, and there must be one; name the file itself")
+    return files[0]
+
+
+def _records(file: Path) -> list[tuple[str, Any]]:
+    """(label, parsed record) of a JSON list, or (label, raw line) of a JSONL file."""
+    raw = read_named(file, MAX_FILE, error=RequestError)
+    if raw.lstrip()[:1] != b"[":
+        return [(f"line {n}", line) for n, line in enumerate(raw.splitlines(), 1) if line.strip()]
+    if len(raw) > MAX_LIST_FILE:
+        raise RequestError(f"{file.name} holds {len(raw):,} bytes of JSON, the limit is {MAX_LIST_FILE:,}; split it")
+    return [(f"item {n}", record) for n, record in enumerate(parse_json(raw, file.name, error=RequestError), 1)]
+
+
+def _drawn(records: Sequence[tuple[str, Any]], samples: int, seed: int) -> Iterable[tuple[str, Any]]:
+    if len(records) <= samples:
+        return records
+    return [records[i] for i in sorted(random.Random(seed).sample(range(len(records)), samples))]
+
+
+def parse_line(raw: bytes) -> Any:
+    """The value of a line of a JSONL file. Raises RequestError."""
+    if len(raw) > MAX_LINE:
+        raise RequestError(f"the line has {len(raw):,} bytes, the limit is {MAX_LINE:,}")
+    return parse_json(raw, "the line", error=RequestError)
+
+
+def _item(record: Any, folder: Path) -> Item:
+    """Raises RequestError or ImageError for a record that cannot be used."""
+    if not isinstance(record, dict):
+        raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
+    if record.get("video") is not None:
+        raise RequestError("it names a video, and models are measured on images; give frames of it as images")
+    names = record.get("image")
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise RequestError("it names no image")
+    if len(names) > MAX_IMAGES:
+        raise RequestError(f"it names {len(names)} images, the limit is {MAX_IMAGES}")
+    question, answer = _turns(record)
+    if not isinstance(question, str) or not question.strip():
+        raise RequestError("it has no question")
+    answer = answer.strip() if isinstance(answer, str) else None
+    paths = [inside(folder, name) for name in names]
+    for path in paths:
+        load_image(path)
+    return Item(tuple(paths), question.strip(), answer or None)
+
+
+def named_files(record: Mapping[str, Any], kind: str, folder: Path) -> tuple[Path, ...]:
+    """The files inside `folder` that a record names under its `kind`, "image" or "video". Raises RequestError."""
+    names = record.get(kind, [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise RequestError(f"its {kind} must be a file name, or a list of them")
+    if len(names) > MAX_IMAGES:
+        raise RequestError(f"it names {len(names)} {kind}s, the limit is {MAX_IMAGES}")
+    return tuple(inside(folder, name) for name in names)
+
+
+def _turns(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The fields question and answer, or those of the first two turns of a conversation."""
+    turns = record.get("conversations")
+    if turns is None:
+        return record.get("question"), record.get("answer")
+    by_role: dict[str, str] = {}
+    for turn in turns if isinstance(turns, list) else ():
+        role, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        if isinstance(role, str) and isinstance(text, str):
+            by_role.setdefault(role, text.replace(f"{_MARKER}\n", "").replace(f"\n{_MARKER}", "").replace(_MARKER, ""))
+    return by_role.get("human"), by_role.get("gpt")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of `name`, which must lie inside of a resolved `folder`. Raises RequestError."""
+    try:
+        path = (folder / name).resolve()
+        if path.is_relative_to(folder):
+            return path
+    except (OSError, ValueError, RuntimeError) as e:
+        raise RequestError(f"image {shown(name)} is not a file name") from e
+    raise RequestError(f"image {shown(name)} lies outside {folder}")
+
+
+__all__ = [
+    "SCENES", "Data", "Item", "image_tokens", "inside", "named_files", "parse_line", "plain", "read_data",
+    "scene_items",
+]  # fmt: skip

@@ -1,0 +1,94 @@
+"""Which models fit into a device's memory, in which precision, and up to which K."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vtx.runtime.backends.engines import ENGINES, EXPANDED
+from vtx.runtime.host.device import Device
+from vtx.runtime.host.machine import available_memory
+from vtx.runtime.host.profiles import Profile, load_profile
+from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.sizes import KNOWN, ModelSize
+
+PRECISIONS = ("fp16", "int8", "int4")
+WORK = (64, 256)  # text tokens beside one image, and tokens of the answer
+EXPORTED = ("llava-1.5-7b", "llava-1.5-13b")  # the known models that vtx-export can export
+GPU_SHARE = 0.9  # of a GPU's memory, where no profile gives the share of the system
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One model in one precision: `deepest` is the largest K that fits, None where all or none fits."""
+
+    model: str
+    precision: str
+    fits: bool
+    deepest: int | None
+
+    def __str__(self) -> str:
+        if not self.fits:
+            return "no"
+        return f"K up to {self.deepest}" if self.deepest else "yes"
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """Every model that exports, in every precision, against `usable` bytes of one device."""
+
+    device: str
+    usable: int
+    models: dict[str, tuple[Fit, ...]]
+
+    def to_dict(self) -> dict[str, Any]:
+        models = {name: [asdict(fit) for fit in fits] for name, fits in self.models.items()}
+        return {"place": self.device, "usable_bytes": self.usable, "models": models}
+
+
+def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
+    """What fits into the memory of this machine's GPU, and of its CPU where one of its devices answers.
+
+    A Jetson's memory is shared, so it counts once, with the engines of its GPU.
+    """
+    profile = load_profile(device.profile) if device.profile else None
+    fits = []
+    if device.gpus or device.jetson:
+        memory = int(GPU_SHARE * device.gpus[0].memory) if device.gpus else 0
+        name = device.gpus[0].name if device.gpus else "the Jetson"
+        usable = profile.usable_bytes if profile else memory
+        fits.append(Fits(profile.name if profile else name, usable, what_fits(profile, usable)))
+    free = available_memory()
+    if not device.jetson and cpu_device and free is not None:
+        cpu = load_profile("cpu")
+        cpu_name = f"this CPU with --device {cpu_device}"
+        fits.append(Fits(cpu_name, free, what_fits(cpu, free, floats=ENGINES[cpu_device].compute["f32"])))
+    return [entry for entry in fits if entry.usable]
+
+
+def what_fits(
+    profile: Profile | None,
+    usable: int | None = None,
+    precisions: Sequence[str] = PRECISIONS,
+    models: Sequence[str] = EXPORTED,
+    *,
+    floats: Mapping[str, int] = EXPANDED,
+) -> dict[str, tuple[Fit, ...]]:
+    """Some models in some precisions, against `usable` bytes (the profile's own when left out).
+
+    No profile: a GPU, which holds weights as they are stored. `floats`: bytes of a float in a CPU's memory.
+    """
+    free = usable if usable is not None or profile is None else profile.usable_bytes
+    assert free is not None
+    return {name: tuple(_fit(KNOWN[name], p, profile, free, floats) for p in precisions) for name in models}
+
+
+def _fit(model: ModelSize, precision: str, profile: Profile | None, usable: int, floats: Mapping[str, int]) -> Fit:
+    image = model.vision.image_tokens if model.vision else 0
+    ks = (None, *range(model.decoder.layers, 1, -1))
+    plan = make_plan(model, Workload(WORK[0], image, WORK[1]), ks, [precision], profile, floats=floats)
+    for depth in plan.depths:  # from no withdrawal to the earliest
+        if depth.precisions[precision].peak_bytes <= usable:
+            return Fit(model.name, precision, True, depth.k)
+    return Fit(model.name, precision, False, None)

@@ -1,0 +1,291 @@
+"""The cost of a model before anything is built: arithmetic, weights, caches, memory, and an estimate of the time.
+
+Sizes come from a table of known models, from a checkpoint's `config.json` or from a bundle; formulas from
+`vtx.tools.estimate.flops`, devices from `vtx.profiles`. `docs/plan.md` lists the assumptions and the JSON fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from vtx.runtime.backends.engines import EXPANDED
+from vtx.runtime.backends.memory import RUN_BASE
+from vtx.runtime.bundle.spec.stored import Precisions
+from vtx.runtime.errors import RequestError
+from vtx.runtime.host.profiles import Profile, load_profile
+from vtx.runtime.policies.base import Reduction
+from vtx.runtime.precision import KV_DTYPES, PRECISIONS
+from vtx.tools.estimate.flops import (
+    MAX_TOKENS,
+    calflops,
+    encode_flops,
+    kv_bytes,
+    make_schedule,
+    total_flops,
+    withdrawal_schedule,
+)
+from vtx.tools.estimate.reduced import Reduced, reduce_counts
+from vtx.tools.estimate.roofline import ESTIMATE, Phase, latency, widens
+from vtx.tools.estimate.sizes import ModelSize
+from vtx.tools.estimate.weights import (
+    all_weights,
+    precisions_of,
+    resident,
+    stored_bytes,
+)
+
+SPREAD = 8  # rows of the table over K
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A question: `text` and `vision` tokens of the prompt, and the tokens of the answer.
+
+    `views` are the passes of the tower that the vision tokens take; None: those of as many whole images.
+    """
+
+    text: int
+    vision: int
+    new_tokens: int
+    views: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > MAX_TOKENS:
+            raise RequestError(
+                f"{self.text} text, {self.vision} vision and {self.new_tokens} new tokens are outside the limits "
+                f"(1 text token at least, {MAX_TOKENS} tokens in all); "
+                "--sequence counts text and vision tokens, --text the text tokens alone"
+            )
+
+    @property
+    def slots(self) -> int:
+        return self.text + self.vision + self.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionCost:
+    """Memory of one precision at one K; and, on a device, whether it fits and what each phase takes.
+
+    `phases` are `vision`, `prefill` and `decode_per_token`. `spare_bytes` is negative where it does not fit.
+    """
+
+    kv_bytes_per_layer: tuple[int, ...]
+    resident_weights_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    spare_bytes: int | None = None
+    phases: Mapping[str, Phase] | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(self.kv_bytes_per_layer)
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.spare_bytes is None else self.spare_bytes >= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "kv_bytes": self.kv_bytes,
+            "kv_bytes_per_layer": list(self.kv_bytes_per_layer),
+            "resident_weights_bytes": self.resident_weights_bytes,
+            "activation_bytes": self.activation_bytes,
+            "peak_bytes": self.peak_bytes,
+        }
+        if self.phases is not None:
+            values |= {"fits": self.fits, "spare_bytes": self.spare_bytes}
+            values["latency_ms"] = {name: phase.ms for name, phase in self.phases.items()}
+            values["bound"] = {name: phase.bound for name, phase in self.phases.items()}
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class DepthCost:
+    """Cost at one K (None: no withdrawal): arithmetic of the prompt in FLOPs and as a share of K = none's."""
+
+    k: int | None
+    full_layers: int
+    calflops: int
+    calflops_ratio: float
+    total_flops: int
+    total_ratio: float
+    kv_slots: tuple[int, ...]
+    precisions: Mapping[str, PrecisionCost]
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["kv_slots"] = list(self.kv_slots)
+        return values | {"precisions": {name: cost.to_dict() for name, cost in self.precisions.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class CostPlan:
+    """What a model costs for a workload, per K and precision; `reduced` is None without a reduction."""
+
+    model: ModelSize
+    workload: Workload
+    vision_views: int
+    parts: Mapping[str, Precisions]
+    weights_bytes: Mapping[str, int]
+    vision_flops: int
+    depths: tuple[DepthCost, ...]
+    profile: Profile | None
+    reduced: Reduced | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `vtx-plan --json` prints."""
+        return {
+            "model": self.model.to_dict(),
+            "sequence": self.workload.text + self.workload.vision,
+            "text_tokens": self.workload.text,
+            "vision_tokens": self.workload.vision,
+            "vision_views": self.vision_views,
+            "reduced": None if self.reduced is None else asdict(self.reduced),
+            "max_new_tokens": self.workload.new_tokens,
+            "parameters": self.model.parameters,
+            "parts": {name: asdict(p) for name, p in self.parts.items()},
+            "weights_bytes": dict(self.weights_bytes),
+            "vision_flops": self.vision_flops,
+            "depths": [depth.to_dict() for depth in self.depths],
+            "profile": None if self.profile is None else _profile(self.profile),
+            "estimate": None if self.profile is None else ESTIMATE,
+        }
+
+
+def find_profile(name: str) -> Profile:
+    """The profile called `name`.
+
+    Raises:
+        RequestError: no such profile, or its file is damaged; the message lists the known ones.
+
+    """
+    return load_profile(name)
+
+
+def spread_ks(layers: int) -> tuple[int | None, ...]:
+    """None, and some K at even distances."""
+    step = max(1, layers // SPREAD)
+    return (None, *(full + 1 for full in range(layers - step, 0, -step)))
+
+
+def make_plan(
+    model: ModelSize,
+    workload: Workload,
+    ks: Sequence[int | None] = (),
+    precisions: Sequence[str] = tuple(PRECISIONS),
+    profile: Profile | None = None,
+    vision_precision: str | None = None,
+    head_precision: str | None = None,
+    *,
+    floats: Mapping[str, int] = EXPANDED,
+    reductions: Sequence[Reduction] = (),
+) -> CostPlan:
+    """What `model` costs. `ks` empty: no withdrawal and a spread of K.
+
+    `precisions` are those of the decoder; tower and head have vtx-export's defaults beside each unless given. `floats`
+    are the bytes of a float in a CPU's memory, by its type: they differ by engine.
+
+    Raises:
+        RequestError: a K is outside 2..layers, a precision is unknown, or it differs from the tied head's; a
+            reduction that this model cannot have.
+
+    """
+    model = model.seeing(workload.vision)
+    views = model.views(workload.vision) if workload.views is None else workload.views
+    reduced = reduce_counts(reductions, model, workload.vision)
+    parts = {p: precisions_of(model, p, vision_precision, head_precision) for p in precisions}
+    depths = (
+        _depth(model, workload, views, k, parts, profile, floats, reduced)
+        for k in ks or spread_ks(model.decoder.layers)
+    )
+    return CostPlan(
+        model=model,
+        workload=workload,
+        vision_views=views,
+        parts=parts,
+        weights_bytes={name: stored_bytes(all_weights(model), p) for name, p in parts.items()},
+        vision_flops=encode_flops(model.vision, views, whole=True),
+        depths=tuple(depths),
+        profile=profile,
+        reduced=reduced if reductions else None,
+    )
+
+
+def _depth(
+    model: ModelSize,
+    work: Workload,
+    views: int,
+    k: int | None,
+    parts: Mapping[str, Precisions],
+    profile: Profile | None,
+    floats: Mapping[str, int],
+    reduced: Reduced,
+) -> DepthCost:
+    size = model.decoder
+    withdrawn = withdrawal_schedule(size.layers, k, text=work.text, vision=work.vision)
+    slots = tuple(map(min, withdrawn, make_schedule(reduced.vision_tokens, text=work.text)))
+    full = withdrawal_schedule(size.layers, None, text=work.text, vision=work.vision)
+    total, whole = (total_flops(size, s, model.vision, views) for s in (slots, full))
+    return DepthCost(
+        k=k,
+        full_layers=size.layers if k is None else k - 1,
+        calflops=round(calflops(size, slots)),
+        calflops_ratio=calflops(size, slots) / calflops(size, full),
+        total_flops=total,
+        total_ratio=total / whole,
+        kv_slots=tuple(slots),
+        precisions={name: _cost(model, work, views, slots, p, profile, floats) for name, p in parts.items()},
+    )
+
+
+def _cost(
+    model: ModelSize,
+    work: Workload,
+    views: int,
+    slots: Sequence[int],
+    precisions: Precisions,
+    profile: Profile | None,
+    floats: Mapping[str, int],
+) -> PrecisionCost:
+    element = KV_DTYPES[precisions.kv_dtype].bytes
+    cache = tuple(kv_bytes(model.decoder, slots, element))
+    later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
+    on_cpu = widens(profile)
+    weights = resident(model, precisions, floats) if on_cpu else stored_bytes(all_weights(model), precisions)
+    activations = activation_bytes(model, slots, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
+    peak = weights + sum(cache) + later + activations + RUN_BASE
+    if profile is None:
+        return PrecisionCost(cache, weights, activations, peak)
+    phases = latency(model, views, slots, precisions, profile)
+    return PrecisionCost(cache, weights, activations, peak, profile.usable_bytes - peak, phases)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int) -> int:
+    """The larger of prefill's and the vision graph's intermediate values, and the fp32 logits of one token.
+
+    A layer holds two residual vectors a token, and q, k, v and their product or the three vectors of the feed-forward
+    block; no square of attention scores, which fused kernels never write.
+    """
+    size, vision = model.decoder, model.vision
+    attention = size.head_dim * (2 * size.heads + 2 * size.kv_heads)
+    prefill = max(tokens) * (2 * size.hidden + max(attention, 3 * size.ffn))
+    encode = 0
+    if vision is not None:
+        encode = views * vision.tower_tokens * (2 * vision.hidden + max(4 * vision.hidden, 2 * vision.ffn))
+    return element_bytes * max(prefill, encode) + 4 * size.vocab
+
+
+def _profile(profile: Profile) -> dict[str, Any]:
+    figures = ("memory_gib", "system_gib", "bandwidth", "fp32", "fp16", "int8", "int4")
+    values = {name: getattr(profile, name) for name in figures}
+    return {
+        "name": profile.name,
+        "power_mode": profile.power_mode,
+        "usable_bytes": profile.usable_bytes,
+        "figures": {n: None if f is None else {"value": f.value, "source": f.source} for n, f in values.items()},
+    }

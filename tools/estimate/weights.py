@@ -1,0 +1,136 @@
+"""A model's weights as an export stores them: which ones, and their bytes in each precision.
+
+`vtx.exporter.weights.precision` decides what is quantised, and how, for exports and plans alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from vtx.runtime.backends.engines import EXPANDED
+from vtx.runtime.backends.memory import resident_bytes
+from vtx.runtime.bundle.safetensors import DTYPES
+from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
+from vtx.tools.estimate.flops import DecoderSize, VisionSize
+from vtx.tools.estimate.native import NativeSize
+from vtx.tools.estimate.sizes import ModelSize
+
+SCALE_BYTES = 2
+SOURCE = "F16"  # of the checkpoint; bfloat16 takes as much
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """`count` weights of one `shape`, by a canonical name that stands for all of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    count: int = 1
+
+
+def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, head: str | None = None) -> Precisions:
+    """The precisions that an export of `model` stores, with the defaults of vtx-export.
+
+    Raises:
+        RequestError: no such precision, or a tied head in another precision than its table.
+
+    """
+    precisions = Precisions.choose(decoder, vision, head, None)
+    if not model.decoder.tied:
+        return precisions
+    table, _ = precisions.stored(EMBEDDING, (model.decoder.vocab, model.decoder.hidden), SOURCE)
+    return replace(precisions, head=tied_head(head, table))
+
+
+def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
+    """Every weight that an export writes."""
+    size = model.decoder
+    yield WeightGroup(EMBEDDING, (size.vocab, size.hidden))
+    yield from layer_weights(size)
+    yield WeightGroup("text.norm.weight", (size.small_parameters,))
+    if not size.tied:
+        yield from head_weights(size)
+    if model.vision is not None:
+        yield from vision_weights(model.vision)
+
+
+def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
+    """The matrices of all decoder layers."""
+    q, kv, n = size.heads * size.head_dim, size.kv_heads * size.head_dim, size.layers
+    for name, shape, count in (
+        ("self_attn.q_proj", (q, size.hidden), n),
+        ("self_attn.k_proj", (kv, size.hidden), 2 * n),
+        ("self_attn.o_proj", (size.hidden, q), n),
+        ("mlp.up_proj", (size.ffn, size.hidden), 2 * n),
+        ("mlp.down_proj", (size.hidden, size.ffn), n),
+    ):
+        yield WeightGroup(f"text.layers.0.{name}.weight", shape, count)
+
+
+def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
+    """The output matrix, which may be the embedding table."""
+    yield WeightGroup(EMBEDDING if size.tied else "head.weight", (size.vocab, size.hidden))
+
+
+def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
+    """The exported part of the towers, and the projector."""
+    hidden, layers = size.hidden, size.towers * size.used
+    matrices = (
+        _merged_weights(size)
+        if isinstance(size, NativeSize)
+        else (
+            WeightGroup("vision.encoder.layers.0.self_attn.q_proj.weight", (hidden, hidden), 4 * layers),
+            WeightGroup("vision.encoder.layers.0.mlp.fc1.weight", (size.ffn, hidden), layers),
+            WeightGroup("vision.encoder.layers.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+            WeightGroup("projector.linear_1.weight", (size.out, size.features * hidden)),
+            WeightGroup("projector.linear_2.weight", (size.out, size.out)),
+        )
+    )
+    yield from matrices
+    yield WeightGroup("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
+
+
+def _merged_weights(size: NativeSize) -> tuple[WeightGroup, ...]:
+    """The matrices of a tower of images at their own resolution, and of its merger."""
+    hidden, layers = size.hidden, size.layers
+    return (
+        WeightGroup("vision.blocks.0.attn.proj.weight", (hidden, hidden), 4 * layers),
+        WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + size.gated) * layers),
+        WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+        WeightGroup("vision.merger.mlp.0.weight", (size.wide, size.wide)),
+        WeightGroup("vision.merger.mlp.2.weight", (size.out, size.wide)),
+    )
+
+
+def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:
+    """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32."""
+    return sum(group.count * _stored(group, precisions, wide) for group in weights)
+
+
+def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:
+    """Bytes that a CPU engine holds; the embedding table stays in its file unless it is the head.
+
+    `floats` are the bytes of a float in its memory, by type: `EXPANDED` for onnxruntime, `KEPT` for OpenVINO.
+    """
+    total = 0
+    for group in all_weights(model):
+        if group.name == EMBEDDING and not model.decoder.tied:
+            continue
+        dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
+        total += group.count * resident_bytes(dtype, group.shape, _scales(group, scheme) if scheme else 0, floats)
+    return total
+
+
+def _stored(group: WeightGroup, precisions: Precisions, wide: bool) -> int:
+    dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
+    if scheme is None:
+        return prod(group.shape) * (4 if wide else DTYPES[dtype][0] // 8)
+    rows, width = group.shape
+    return rows * scheme.nbytes(width) + SCALE_BYTES * _scales(group, scheme)
+
+
+def _scales(group: WeightGroup, scheme: Scheme) -> int:
+    rows, width = group.shape
+    return rows * scheme.scales(width)

@@ -1,0 +1,214 @@
+"""The files of POPE, MME, ScienceQA, VQAv2 and TextVQA as their authors give them, and plain questions and answers.
+
+All of it is untrusted: sizes are bounded, images lie inside one directory, a bad record costs itself only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.bundle.files import read_named
+from vtx.runtime.bundle.safetensors import parse_json, shown
+from vtx.runtime.errors import RequestError
+from vtx.tools.data.items import MAX_FILE, inside, named_files, parse_line
+from vtx.tools.evaluation.questions import Format, Record, TaskQuestion, Where, is_there
+
+MAX_CHOICES = 26
+MAX_ANSWERS = 64
+FEWEST_ANSWERS = 4  # of annotators; with fewer no answer would count fully
+SHORT = "Answer the question using a single word or phrase."
+LETTER = "Answer with the option's letter from the given choices directly."
+IMAGE_ENDINGS = (".jpg", ".png", ".jpeg")
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _lines(where: Where) -> Iterator[Record]:
+    """The lines of a JSONL file, unparsed."""
+    raw = read_named(where.data, MAX_FILE, error=RequestError)
+    return ((f"line {n}", line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip())
+
+
+def _object(path: Path) -> dict[str, Any]:
+    value = parse_json(read_named(path, MAX_FILE, error=RequestError), path.name, error=RequestError)
+    if not isinstance(value, dict):
+        raise RequestError(f"{path.name} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _list(holder: dict[str, Any], key: str, path: Path) -> list[Any]:
+    value = holder.get(key)
+    if not isinstance(value, list):
+        raise RequestError(f"{path.name} has no list {key!r}; it is not a file of this benchmark")
+    return value
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    record = parse_line(record) if isinstance(record, bytes) else record
+    if not isinstance(record, dict):
+        raise RequestError(f"a JSON {type(record).__name__} is not an object")
+    return record
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise RequestError(f"it has no {key}")
+    return value.strip()
+
+
+def _image_number(record: dict[str, Any]) -> int:
+    number = record.get("image_id")
+    if not isinstance(number, int) or not 0 <= number < 10**12:
+        raise RequestError("its image_id is not a number of at most 12 digits")
+    return number
+
+
+def _texts(value: Any, least: int, most: int, what: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not least <= len(value) <= most or not all(isinstance(v, str) for v in value):
+        raise RequestError(f"its {what} are not a list of {least} to {most} texts")
+    return tuple(value)
+
+
+def _yes_or_no(value: str) -> tuple[str]:
+    answer = value.strip().rstrip(".").lower()
+    if answer not in ("yes", "no"):
+        raise RequestError(f"its answer is {shown(value)}, neither yes nor no")
+    return (answer,)
+
+
+# --- POPE, and plain questions --------------------------------------------------------------------
+
+
+def _pope(record: Any, where: Where) -> TaskQuestion:
+    """{"question_id", "image", "text", "label"}, a line each."""
+    fields = _fields(record)
+    name = _text(fields, "image")
+    return TaskQuestion(
+        (inside(where.images, name),), _text(fields, "text"), _yes_or_no(_text(fields, "label")), name,
+        str(fields.get("category", "")),
+    )  # fmt: skip
+
+
+def _exact(record: Any, where: Where) -> TaskQuestion:
+    """{"image": name or list, "video": the same, "question", "answer"}, a line each; images as vtx-calibrate takes."""
+    fields = _fields(record)
+    images, videos = (named_files(fields, kind, where.images) for kind in ("image", "video"))
+    question, about = _text(fields, "question"), "\0".join(str(path) for path in (*images, *videos))
+    return TaskQuestion(images, question, (_text(fields, "answer"),), about or question, videos=videos)
+
+
+# --- MME ------------------------------------------------------------------------------------------
+
+
+def _mme_lines(where: Where) -> Iterator[Record]:
+    """(category, image's stem, line) of every text file of every category's directory."""
+    if not where.data.is_dir():
+        raise RequestError(f"{where.data} is not a directory; give MME's, which holds one for each category")
+    for category in sorted(path for path in where.data.iterdir() if path.is_dir()):
+        answers = category / "questions_answers_YN"
+        for file in sorted((answers if answers.is_dir() else category).glob("*.txt")):
+            content = read_named(file, MAX_FILE, error=RequestError).decode("utf-8", "replace")
+            for number, line in enumerate(content.splitlines(), 1):
+                if line.strip():
+                    yield f"{category.name}/{file.name}, line {number}", (category.name, file.stem, line)
+
+
+def _mme(record: tuple[str, str, str], where: Where) -> TaskQuestion:
+    category, stem, line = record
+    question, tab, answer = line.rpartition("\t")
+    if not tab:
+        raise RequestError("question and answer are not apart by a tab")
+    folders = [f"{category}/images", category]
+    names = [f"{folder}/{stem}{ending}" for folder in folders for ending in IMAGE_ENDINGS]
+    paths = [inside(where.images, name) for name in names]
+    found = next((path for path in paths if is_there(path)), None)
+    if found is None:
+        raise RequestError(f"no image {shown(stem)} in {category}")
+    return TaskQuestion((found,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
+
+
+# --- ScienceQA ------------------------------------------------------------------------------------
+
+
+def _science_problems(where: Where) -> Iterator[Record]:
+    """The problems of one split of problems.json, or of the directory that holds it."""
+    path = where.data / "problems.json" if where.data.is_dir() else where.data
+    for number, problem in _object(path).items():
+        if isinstance(problem, dict) and problem.get("split") == where.split:
+            yield f"problem {number}", {**problem, "number": number}
+
+
+def _science(record: dict[str, Any], where: Where) -> TaskQuestion:
+    choices = _texts(record.get("choices"), 2, MAX_CHOICES, "choices")
+    right = record.get("answer")
+    if not isinstance(right, int) or not 0 <= right < len(choices):
+        raise RequestError(f"its answer is {right!r}, not the index of one of {len(choices)} choices")
+    name, hint, number = record.get("image"), record.get("hint"), record["number"]
+    paths = (inside(where.images, f"{where.split}/{number}/{name}"),) if isinstance(name, str) and name else ()
+    options = [f"{letter(n)}. {choice}" for n, choice in enumerate(choices)]
+    context = [f"Context: {hint}"] if isinstance(hint, str) and hint else []
+    text = "\n".join([*context, _text(record, "question"), *options])
+    return TaskQuestion(paths, text, (letter(right),), number, str(record.get("subject", "")), len(choices))
+
+
+def letter(index: int) -> str:
+    """A, B, C ... of a choice."""
+    return chr(ord("A") + index)
+
+
+# --- VQAv2 and TextVQA ----------------------------------------------------------------------------
+
+
+def _vqa_records(where: Where) -> Iterator[Record]:
+    """Each question beside its annotation, of the two files of a release."""
+    if where.annotations is None:
+        raise RequestError("VQAv2's answers lie in a file of their own; give it with --annotations")
+    held, answered = _object(where.data), _object(where.annotations)
+    notes = {
+        note["question_id"]: note
+        for note in _list(answered, "annotations", where.annotations)
+        if isinstance(note, dict) and isinstance(note.get("question_id"), int)
+    }
+    subtype = str(held.get("data_subtype", ""))
+    for number, question in enumerate(_list(held, "questions", where.data), 1):
+        known = isinstance(question, dict) and isinstance(question.get("question_id"), int)
+        note = notes.get(question["question_id"]) if known else None
+        yield f"question {number}", {"question": question, "annotation": note, "subtype": subtype}
+
+
+def _vqa(record: dict[str, Any], where: Where) -> TaskQuestion:
+    question, note = record["question"], record["annotation"]
+    if note is None:
+        raise RequestError("it has no annotation")
+    fields = _fields(question)
+    name = f"COCO_{record['subtype']}_{_image_number(fields):012d}.jpg"
+    answers = note.get("answers")
+    given = [a.get("answer") if isinstance(a, dict) else a for a in answers] if isinstance(answers, list) else None
+    humans = _texts(given, FEWEST_ANSWERS, MAX_ANSWERS, "answers")
+    path, kind = inside(where.images, name), str(note.get("answer_type", ""))
+    return TaskQuestion((path,), _text(fields, "question"), humans, name, kind)
+
+
+def _text_records(where: Where) -> Iterable[Record]:
+    return [(f"question {n}", record) for n, record in enumerate(_list(_object(where.data), "data", where.data), 1)]
+
+
+def _text_vqa(record: Any, where: Where) -> TaskQuestion:
+    fields = _fields(record)
+    name = f"{_text(fields, 'image_id')}.jpg"
+    answers = _texts(fields.get("answers"), FEWEST_ANSWERS, MAX_ANSWERS, "answers")
+    return TaskQuestion((inside(where.images, name),), _text(fields, "question"), answers, name)
+
+
+FORMATS: dict[str, Format] = {
+    "pope": Format(_lines, _pope, SHORT),
+    "mme": Format(_mme_lines, _mme),
+    "scienceqa": Format(_science_problems, _science, LETTER),
+    "vqav2": Format(_vqa_records, _vqa, SHORT),
+    "textvqa": Format(_text_records, _text_vqa, SHORT),
+    "exact": Format(_lines, _exact),
+}

@@ -1,0 +1,179 @@
+"""What an answer is worth in each benchmark, and the figures of many.
+
+Answers become counts, a row per image; a figure is a function of the rows' sum, so that images can be resampled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.tools.data.items import plain
+from vtx.tools.evaluation.normalize import agreement, normalize, normalize_text
+from vtx.tools.evaluation.questions import TaskQuestion
+
+Counts = NDArray[np.float64]
+Judge = Callable[[TaskQuestion, str], tuple[str, float]]  # what was understood, and its score from 0 to 1
+Figure = Callable[[Counts], Counts]  # [..., columns] to [...]
+PERCEPTION = (
+    "existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR",
+)  # fmt: skip
+COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
+LETTER = re.compile(r"\(?([A-Z])(?:\)|[.:)](?=\s|$)|$)")
+SENTENCE = re.compile(r"answer is \(?([A-Z])\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Counts [images, columns] of a benchmark, the stratum of each image, and the figures of their sum.
+
+    `main` is the figure that methods are compared by; `shares` are figures from 0 to 1. `answered` [images, 2] counts
+    right answers and questions; None where answers are not just right or wrong.
+    """
+
+    counts: Counts
+    strata: NDArray[np.int64]
+    figures: Mapping[str, Figure]
+    main: str
+    shares: frozenset[str]
+    answered: Counts | None
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """How answers are judged and their scores counted."""
+
+    judge: Judge
+    tally: Callable[[Sequence[TaskQuestion], Sequence[tuple[str, float]]], Tally]
+
+
+# --- one answer -----------------------------------------------------------------------------------
+
+
+def judge_pope(question: TaskQuestion, text: str) -> tuple[str, float]:
+    """As POPE's evaluation: "no" or "not" as a word of the first sentence is a no, anything else a yes."""
+    words = text.split(".")[0].replace(",", "").lower().split()
+    parsed = "no" if {"no", "not"} & set(words) else "yes"
+    return parsed, float(parsed == question.answers[0])
+
+
+def judge_mme(question: TaskQuestion, text: str) -> tuple[str, float]:
+    """As MME's evaluation: yes or no among the first four letters; else "other", which is wrong."""
+    given = text.lower().strip().replace(".", "")
+    start = {"y": "yes", "n": "no"}.get(given, given[:4])
+    parsed = next((word for word in ("yes", "no") if word in start), "other")
+    return parsed, float(parsed == question.answers[0])
+
+
+def judge_choice(question: TaskQuestion, text: str) -> tuple[str, float]:
+    """A letter alone, before a full stop, colon or bracket, or after "answer is"; an answer without one is wrong."""
+    given = text.strip()
+    alone = given.upper() if len(given) == 1 else given
+    found = LETTER.match(alone) or SENTENCE.search(given)
+    parsed = found[1] if found and ord(found[1]) - ord("A") < question.choices else ""
+    return parsed, float(parsed == question.answers[0])
+
+
+def judge_vqa(question: TaskQuestion, text: str) -> tuple[str, float]:
+    parsed = normalize(text)
+    return parsed, agreement(parsed, [normalize(human) for human in question.answers])
+
+
+def judge_text_vqa(question: TaskQuestion, text: str) -> tuple[str, float]:
+    parsed = normalize_text(text)
+    return parsed, agreement(parsed, [normalize_text(human) for human in question.answers])
+
+
+def judge_exact(question: TaskQuestion, text: str) -> tuple[str, float]:
+    """Equal but for case, spaces around and the last full stop."""
+    parsed = plain(text)
+    return parsed, float(parsed == plain(question.answers[0]))
+
+
+# --- many answers ---------------------------------------------------------------------------------
+
+
+def ratio(over: Counts, under: Counts) -> Counts:
+    """Elementwise; 0 where nothing is counted."""
+    made: Counts = np.divide(over, under, out=np.zeros_like(over, np.float64), where=under > 0)
+    return made
+
+
+def _summed(keys: Sequence[Any], rows: Counts) -> tuple[list[Any], Counts]:
+    """The distinct keys in their order, and the sum of each one's rows."""
+    order = list(dict.fromkeys(keys))
+    index = {key: n for n, key in enumerate(order)}
+    sums = np.zeros((len(order), rows.shape[1]))
+    np.add.at(sums, [index[key] for key in keys], rows)
+    return order, sums
+
+
+def tally_mean(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]]) -> Tally:
+    """Accuracy: the mean score of the questions."""
+    rows = np.array([[score, 1.0] for _, score in scores])
+    order, counts = _summed([question.image for question in questions], rows)
+    whole = all(score in (0.0, 1.0) for _, score in scores)
+    return Tally(
+        counts, np.zeros(len(order), np.int64), {"accuracy": lambda c: ratio(c[..., 0], c[..., 1])}, "accuracy",
+        frozenset({"accuracy"}), counts if whole else None,
+    )  # fmt: skip
+
+
+def tally_pope(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]]) -> Tally:
+    """True and false positives, false and true negatives, "yes" being positive."""
+    cells = [("yes", 1.0), ("yes", 0.0), ("no", 0.0), ("no", 1.0)]
+    rows = np.array([[float(score == cell) for cell in cells] for score in scores])
+    order, counts = _summed([question.image for question in questions], rows)
+    figures: dict[str, Figure] = {
+        "accuracy": lambda c: ratio(c[..., 0] + c[..., 3], c.sum(-1)),
+        "precision": lambda c: ratio(c[..., 0], c[..., 0] + c[..., 1]),
+        "recall": lambda c: ratio(c[..., 0], c[..., 0] + c[..., 2]),
+        "f1": lambda c: ratio(2 * c[..., 0], 2 * c[..., 0] + c[..., 1] + c[..., 2]),
+        "yes_ratio": lambda c: ratio(c[..., 0] + c[..., 1], c.sum(-1)),
+    }
+    answered = np.stack([counts[:, 0] + counts[:, 3], counts.sum(1)], 1)
+    return Tally(counts, np.zeros(len(order), np.int64), figures, "accuracy", frozenset(figures), answered)
+
+
+def tally_mme(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]]) -> Tally:
+    """Accuracy over questions and over pairs: "plus" counts images of which both questions are answered right.
+
+    A category's score is 100 for each of the two, so at most 200; the whole is the sum over categories.
+    """
+    rows = np.array([[score, 1.0] for _, score in scores])
+    images, sums = _summed([(question.group, question.image) for question in questions], rows)
+    groups = list(dict.fromkeys(group for group, _ in images))
+    strata = np.array([groups.index(group) for group, _ in images])
+    paired = sums[:, 1] == 2
+    columns = np.stack([sums[:, 0], sums[:, 1], paired & (sums[:, 0] == 2), paired], 1)
+    counts = np.zeros((len(images), len(groups), 4))
+    counts[np.arange(len(images)), strata] = columns
+    figures: dict[str, Figure] = {"score": lambda c: _points(c, len(groups)).sum(-1)}
+    for name, members in (("perception", PERCEPTION), ("cognition", COGNITION)):
+        held = [n for n, group in enumerate(groups) if group in members]
+        if held:
+            figures[name] = lambda c, held=held: _points(c, len(groups))[..., held].sum(-1)  # type: ignore[misc]
+    figures["accuracy"] = lambda c: ratio(c[..., 0::4].sum(-1), c[..., 1::4].sum(-1))
+    figures["plus"] = lambda c: ratio(c[..., 2::4].sum(-1), c[..., 3::4].sum(-1))
+    return Tally(counts.reshape(len(images), -1), strata, figures, "score", frozenset({"accuracy", "plus"}), sums)
+
+
+def _points(counts: Counts, groups: int) -> Counts:
+    """MME's score of each category, [..., groups]."""
+    cells = counts.reshape(*counts.shape[:-1], groups, 4)
+    return 100 * (ratio(cells[..., 0], cells[..., 1]) + ratio(cells[..., 2], cells[..., 3]))
+
+
+METRICS: dict[str, Metric] = {
+    "pope": Metric(judge_pope, tally_pope),
+    "mme": Metric(judge_mme, tally_mme),
+    "scienceqa": Metric(judge_choice, tally_mean),
+    "vqav2": Metric(judge_vqa, tally_mean),
+    "textvqa": Metric(judge_text_vqa, tally_mean),
+    "exact": Metric(judge_exact, tally_mean),
+}

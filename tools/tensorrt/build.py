@@ -1,0 +1,263 @@
+"""Engines of a bundle for one target: planned, built one at a time, and recorded as soon as each is whole.
+
+An engine is kept while its graph, its weights, its profiles, the options and TensorRT stay the same.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.fingerprint import (
+    FOLDER,
+    FORMAT,
+    RECORD,
+    EngineRecord,
+    EngineSet,
+    Profile,
+    Range,
+    open_engine,
+    read_engines,
+)
+from vtx.runtime.bundle.seal import SigningKey, write_sealed
+from vtx.runtime.errors import BundleError, ExportError, RequestError
+from vtx.runtime.host.machine import available_memory
+from vtx.runtime.units import size
+from vtx.tools.common.lock import locked, open_directory
+from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
+from vtx.tools.tensorrt.graph import SeenGraph, load_graph
+from vtx.tools.tensorrt.lint import dialect_graphs, lint
+from vtx.tools.tensorrt.profiles import graph_profiles, input_shapes, used_sizes
+from vtx.tools.tensorrt.releases import RTX, Release
+from vtx.tools.tensorrt.targets import Target
+
+Report = Callable[[str, int, int], None]
+# Measured with TensorRT-RTX 1.7 on engines from 130 MB to 2 GB of weights: see docs/tensorrt.md.
+BUILDER_MEMORY = 500 << 20  # of the process, and of kernels
+MEMORY_PER_BYTE = 3.5  # for each byte of weights
+MEMORY_PER_PROFILE = 1.5  # and for each of a further profile
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """One engine to build: its graph, its profiles, the SHA-256 of the bundle's files it is built from.
+
+    `weights` are their bytes.
+    """
+
+    graph: SeenGraph
+    profiles: tuple[dict[str, Range], ...]
+    sources: dict[str, str]
+    weights: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the build is expected to take at its peak."""
+        share = MEMORY_PER_BYTE + MEMORY_PER_PROFILE * (len(self.profiles) - 1)
+        return BUILDER_MEMORY + int(share * self.weights)
+
+    @property
+    def file(self) -> str:
+        return self.graph.name.removesuffix(".onnx") + ".engine"
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """The engines of one dialect for one target, and the release of TensorRT that builds them."""
+
+    bundle: Bundle
+    target: Target
+    release: Release
+    version: str
+    dialect: str
+    workspace: int | None
+    timing_cache: Path | None
+    jobs: tuple[EngineJob, ...]
+    key: SigningKey | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.bundle.path(FOLDER) / self.target.name
+
+    @property
+    def memory(self) -> int:
+        return max(job.memory for job in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutcome:
+    """One engine and the cost of its build; `built` is None where the engine was kept."""
+
+    job: EngineJob
+    record: EngineRecord
+    built: BuiltEngine | None
+
+
+def plan_engines(
+    bundle: Bundle,
+    target: Target,
+    release: Release,
+    version: str,
+    dialect: str,
+    *,
+    workspace: int | None = None,
+    timing_cache: Path | None = None,
+    key: SigningKey | None = None,
+) -> EnginePlan:
+    """The engines to build, checked as far as possible before a builder runs; `key` signs the record of them.
+
+    Raises:
+        RequestError: the target does not support the bundle's precision, or TensorRT the model.
+        BundleError: no such dialect, or graphs that the release does not read.
+
+    """
+    m = bundle.manifest
+    lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
+    if lacking:
+        raise RequestError(
+            f"{target.name} ({target.machine}) does not compute with {lacking[0]} weights; export with --precision fp16"
+        )
+    graphs = [load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect)]
+    findings = [finding for graph in graphs for finding in lint(graph, release)]
+    if findings:
+        more = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
+        raise BundleError(f"{findings[0]}{more}")
+    apart = release.flavour != RTX
+    jobs = tuple(
+        _job(bundle, graph, graph_profiles(bundle.manifest, dialect, graph.name, apart=apart)) for graph in graphs
+    )
+    return EnginePlan(
+        bundle=bundle, target=target, release=release, version=version, dialect=dialect, workspace=workspace,
+        timing_cache=timing_cache, jobs=jobs, key=key,
+    )  # fmt: skip
+
+
+def check_memory(plan: EnginePlan) -> None:
+    """Raise ExportError where the largest engine is expected to need more memory than is free."""
+    free, largest = available_memory(), max(plan.jobs, key=lambda job: job.memory)
+    if free is not None and largest.memory > free:
+        raise ExportError(
+            f"building {largest.file} needs about {size(largest.memory)} of memory, {size(free)} is free; "
+            "use a machine with more, or export with more K or a smaller precision, so that the largest graph shrinks "
+            "(--force tries it anyway)"
+        )
+
+
+def build_engines(plan: EnginePlan, report: Report) -> Iterator[EngineOutcome]:
+    """Build what is missing or stale, one engine at a time; each is recorded as soon as it is whole."""
+    with _locked(plan.folder):
+        known = _known(plan)
+        for job in plan.jobs:
+            record = known.get(job.graph.name)
+            built = None
+            if record is None or not _is_current(plan, job, record):
+                record, built = _build_job(plan, job, report)
+                known[job.graph.name] = record
+                _write_record(plan, known)
+            report(job.file, 100, 100)
+            yield EngineOutcome(job, record, built)
+        _remove_unrecorded(plan, known)
+
+
+def _job(bundle: Bundle, graph: SeenGraph, wanted: tuple[Profile, ...]) -> EngineJob:
+    profiles = tuple(used_sizes(graph, profile) for profile in wanted)
+    unique = tuple(profile for number, profile in enumerate(profiles) if profile not in profiles[:number])
+    files = [graph.name, *sorted(graph.files)]
+    missing = [name for name in files if name not in bundle.manifest.files]
+    if missing:
+        raise BundleError(
+            f"{graph.name} takes weights from {missing[0]!r}, which is not a file of the bundle; do not use it"
+        )
+    return EngineJob(graph, unique, {name: bundle.manifest.files[name].sha256 for name in files}, graph.weights)
+
+
+def _known(plan: EnginePlan) -> dict[str, EngineRecord]:
+    """The engines that are recorded, unless another TensorRT or other options made them."""
+    try:
+        recorded = read_engines(plan.bundle, plan.target.name)
+    except BundleError:
+        return {}
+    return dict(recorded.engines) if replace(recorded, engines={}) == _engine_set(plan, {}) else {}
+
+
+def _is_current(plan: EnginePlan, job: EngineJob, record: EngineRecord) -> bool:
+    if record.sources != job.sources or record.profiles != job.profiles:
+        return False
+    try:
+        open_engine(plan.bundle, _engine_set(plan, {}), record).close()
+    except BundleError:
+        return False
+    return True
+
+
+def _build_job(plan: EnginePlan, job: EngineJob, report: Report) -> tuple[EngineRecord, BuiltEngine]:
+    partial = plan.folder / f".{job.file}.partial-{secrets.token_hex(4)}"
+    request = BuildRequest(
+        flavour=plan.release.flavour,
+        graph=plan.bundle.path(job.graph.name),
+        engine=partial,
+        capability=plan.target.capability,
+        profiles=tuple(input_shapes(job.graph, profile) for profile in job.profiles),
+        workspace=plan.workspace,
+        timing_cache=plan.timing_cache,
+    )
+    report(job.file, 0, 100)
+    try:
+        built = build(request, lambda phase, share: report(job.file, int(100 * share), 100))
+        partial.replace(plan.folder / job.file)
+    finally:
+        partial.unlink(missing_ok=True)
+    return EngineRecord(job.file, built.bytes, built.sha256, job.sources, job.profiles), built
+
+
+def _engine_set(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> EngineSet:
+    return EngineSet(
+        format=FORMAT,
+        target=plan.target.name,
+        flavour=plan.release.flavour,
+        version=plan.version,
+        capability=plan.target.capability,
+        dialect=plan.dialect,
+        precision=plan.bundle.manifest.precision,
+        workspace=plan.workspace,
+        engines=dict(engines),
+    )
+
+
+def _write_record(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None:
+    write_sealed(plan.folder / RECORD, _engine_set(plan, engines).to_json().encode(), plan.key)
+
+
+def _remove_unrecorded(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None:
+    """Engines that the record does not name, as another cut or a killed build left them."""
+    wanted = {record.file for record in engines.values()}
+    for path in [*plan.folder.glob("*.engine"), *plan.folder.glob(".*.partial-*")]:
+        if path.name not in wanted:
+            path.unlink()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other runs of vtx-build away from these engines meanwhile."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = open_directory(folder)
+    except OSError as e:
+        raise ExportError(
+            f"cannot write engines to {folder} ({e.strerror}); copy the bundle to a directory that you may write to"
+        ) from e
+    try:
+        if not locked(descriptor):
+            raise ExportError(f"another vtx-build works on {folder}; wait until it ends")
+        yield
+    except OSError as e:
+        raise ExportError(
+            f"cannot write engines to {folder} ({e.strerror}); engines that were already there are kept"
+        ) from e
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,118 @@
+"""One engine built in a child process, which is ended in every case."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from vtx.runtime.errors import ExportError
+from vtx.tools.tensorrt.profiles import Shapes
+
+GRACE = 10  # seconds that a builder gets to stop by itself
+WORKER = ("-m", "vtx.tools.tensorrt.worker")
+Watch = Callable[[str, float], None]  # the builder's phase, and the share that is done
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """What the child builds: `graph` to `engine`, for one compute capability."""
+
+    flavour: str
+    graph: Path
+    engine: Path
+    capability: tuple[int, int]
+    profiles: tuple[Shapes, ...]
+    workspace: int | None = None
+    timing_cache: Path | None = None
+
+    def to_json(self) -> str:
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps(fields, default=str) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The engine's size and SHA-256, and what the child took: seconds, and bytes of resident memory at the peak."""
+
+    bytes: int
+    sha256: str
+    seconds: float
+    memory: int
+
+
+def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER) -> BuiltEngine:
+    """Build one engine; `watch` is called with the progress. An interrupt ends the child first.
+
+    Raises:
+        ExportError: the builder refused, or its process ended without a result.
+
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(
+            [sys.executable, *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        try:
+            result = _listen(child, request, watch)
+        finally:
+            _end(child)
+        if result is None:
+            raise ExportError(_death_message(child.returncode, request, log))
+    if "error" in result:
+        raise ExportError(
+            f"TensorRT cannot build {request.graph.name}: {_short(result['error'])}; the bundle is as it was"
+        )
+    return BuiltEngine(**result)
+
+
+def _listen(child: subprocess.Popen[str], request: BuildRequest, watch: Watch) -> dict[str, Any] | None:
+    """The child's result or error, or None where it died before it sent one."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(request.to_json())
+        child.stdin.flush()
+    except BrokenPipeError:
+        return None
+    for line in child.stdout:
+        event: dict[str, Any] = json.loads(line)
+        if "phase" not in event:
+            return event
+        watch(event["phase"], event["share"])
+    return None
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Close the child's stdin, which asks it to stop, and see that it has."""
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        with suppress(BrokenPipeError):
+            pipe.close()
+    try:
+        child.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _death_message(code: int, request: BuildRequest, log: IO[str]) -> str:
+    log.seek(0)
+    last = log.read()[-2000:]
+    how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    fix = (
+        "the memory was probably too small: free some, or export with a smaller precision or with more K"
+        if code == -signal.SIGKILL
+        else "the bundle is as it was; try another --workspace or another release of TensorRT"
+    )
+    return f"the builder of {request.graph.name} died ({how}){': ' + _short(last) if last.strip() else ''}; {fix}"
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[-400:]

@@ -1,0 +1,84 @@
+"""Optimisation profiles: the sizes that an engine is built for, by the names of its graph's free sizes.
+
+embed    one profile: any number of tokens
+stage    for TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
+         specialises kernels for the tokens at run time, and stores most weights once per profile
+vision   one image
+head     a few tokens: only the last one is sampled
+gate     the tokens of a question
+text_tower   a question in the tower's own ids
+score    up to 256 tokens over a cache, which has a fixed size in the `trt` dialect
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vtx.runtime.bundle.fingerprint import Profile, Range
+from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.errors import BundleError
+from vtx.tools.tensorrt.graph import SeenGraph
+
+TOKENS, IMAGES, PAST, CAPACITY, MAX_CONTEXT = "tokens", "images", "past", "capacity", "max_context"
+HEAD_ROWS = 16
+SCORE_ROWS = 256
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+
+
+def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
+    """One profile for all, or with `apart` one for decode and one for prefill; likely: an image and a question."""
+    longest = m.max_context
+    likely = min(longest, m.layout.max_tokens + 64)
+    table: Profile = {MAX_CONTEXT: (longest,) * 3}
+    if not apart:
+        return ({**table, TOKENS: (1, likely, longest), PAST: (0, 0, longest - 1)},)
+    decode: Profile = {**table, TOKENS: (1, 1, 1), PAST: (0, min(likely, longest - 1), longest - 1)}
+    return decode, {**table, TOKENS: (2, likely, longest), PAST: (0, 0, longest - 2)}
+
+
+def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:
+    """The profiles of one of the dialect's graphs, by its file's name; `apart` as for stages."""
+    graphs = m.dialects[dialect]
+    if graph in graphs.stages:
+        return stage_profiles(m, apart=apart)
+    rows: Range = (1, min(64, m.max_context), m.max_context)
+    if graph == graphs.head:
+        rows = (1, 1, min(HEAD_ROWS, m.max_context))
+    if graph == graphs.text_tower and m.text_tower is not None:
+        rows = (1, min(16, m.text_tower.max_tokens), m.text_tower.max_tokens)
+    if graph == graphs.score:
+        most = min(SCORE_ROWS, m.max_context)
+        slots: Range = (1, min(m.max_context, m.layout.max_tokens + 64), m.max_context)
+        return ({TOKENS: (1, most, most), CAPACITY: slots},)
+    return ({IMAGES: (1, 1, 1), TOKENS: rows},)
+
+
+def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
+    """The smallest, likely and largest shape of every input with a free size.
+
+    Raises:
+        BundleError: a free size that the profile does not know.
+
+    """
+    shapes = {}
+    for name in graph.inputs:
+        dims = graph.shapes.get(name, ())
+        if all(isinstance(dim, int) for dim in dims):
+            continue
+        unknown = [dim for dim in dims if not isinstance(dim, int) and dim not in profile]
+        if unknown:
+            raise BundleError(
+                f"{graph.name}: size {unknown[0]!r} of {name} is in no profile ({', '.join(profile)}); "
+                "export the bundle again"
+            )
+        low, likely, high = (
+            tuple(dim if isinstance(dim, int) else profile[str(dim)][bound] for dim in dims) for bound in range(3)
+        )
+        shapes[name] = (low, likely, high)
+    return shapes
+
+
+def used_sizes(graph: SeenGraph, profile: Profile) -> dict[str, Range]:
+    """The part of a profile that the graph's inputs name."""
+    named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
+    return {size: bounds for size, bounds in profile.items() if size in named}

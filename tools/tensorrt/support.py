@@ -1,0 +1,116 @@
+"""Which engines of vtx answer a model on a device, by what exporter and runtime refuse: known before a bundle is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vtx.runtime.backends.engines import ENGINES
+from vtx.runtime.backends.ort.cuda import kv_obstacle
+from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
+from vtx.runtime.bundle.spec.stored import Precisions
+from vtx.runtime.errors import RequestError
+from vtx.runtime.host.profiles import JetPack, Profile
+from vtx.tools.estimate.native import NativeSize
+from vtx.tools.estimate.sizes import ModelSize
+from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
+from vtx.tools.tensorrt.targets import TARGETS, Target
+
+NO_CUDA_PACKAGE = "onnxruntime-gpu is published for x86-64 only, a Jetson is aarch64"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSupport:
+    """One engine on a device: `device` as --device names it, `software` what it runs on, the `dialect` that it reads.
+
+    `obstacles` say for each precision why it does not answer; None: it does.
+    """
+
+    device: str
+    software: str
+    dialect: str | None
+    obstacles: Mapping[str, str | None]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device, "software": self.software, "dialect": self.dialect,
+            "precisions": self.answered, "obstacles": self.refusals,
+        }  # fmt: skip
+
+    @property
+    def answered(self) -> list[str]:
+        """The precisions in which it answers."""
+        return [name for name, obstacle in self.obstacles.items() if obstacle is None]
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """The reason for each precision in which it does not."""
+        return {name: obstacle for name, obstacle in self.obstacles.items() if obstacle is not None}
+
+
+def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> tuple[EngineSupport, ...]:
+    """Every engine of the processor that the figures of `profile` are for, with what it answers of `model`.
+
+    Raises:
+        RequestError: none answers in any of the precisions; the message has each one's reason.
+
+    """
+    if profile.kind == "cpu":
+        found = [
+            EngineSupport(device, engine.module, engine.dialect, dict.fromkeys(parts))
+            for device, engine in ENGINES.items()
+            if not engine.gpu
+        ]
+    else:
+        found = [*_tensorrts(profile, model, parts), _cuda(profile, parts)]
+    if not any(engine.answered for engine in found):
+        by_reason: dict[str, dict[str, None]] = {}
+        for engine in found:
+            for reason in engine.refusals.values():
+                by_reason.setdefault(reason, {})[engine.software] = None
+        reasons = "; ".join(f"{', '.join(software)}: {reason}" for reason, software in by_reason.items())
+        raise RequestError(
+            f"no engine of vtx answers {model.name} on the GPU of {profile.name}: {reasons}; leave out --profile for "
+            "the memory alone, or answer on a CPU (--profile cpu)"
+        )
+    return tuple(found)
+
+
+def _tensorrts(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> list[EngineSupport]:
+    """TensorRT as each JetPack of a Jetson brings it, and TensorRT-RTX on a desktop card."""
+    if profile.kind == "jetson":
+        return [_of_jetpack(jetpack, model, parts) for jetpack in profile.jetpack]
+    capability = tuple(map(int, (profile.compute_capability or "0.0").split(".")))
+    targets = [target for target in TARGETS.values() if target.portable and target.capability == capability]
+    return [_tensorrt(target.release.name, target.release, target, model, parts) for target in targets]
+
+
+def _of_jetpack(jetpack: JetPack, model: ModelSize, parts: Mapping[str, Precisions]) -> EngineSupport:
+    software = f"TensorRT {jetpack.tensorrt} of JetPack {jetpack.version}"
+    try:
+        release = parse_release(TENSORRT, jetpack.tensorrt)
+    except RequestError as e:
+        return EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e)))
+    return _tensorrt(software, release, None, model, parts)
+
+
+def _tensorrt(
+    software: str, release: Release, target: Target | None, model: ModelSize, parts: Mapping[str, Precisions]
+) -> EngineSupport:
+    whole = NOT_BUILT if isinstance(model.vision, NativeSize) else None
+    if model.vision is not None and model.vision.towers > 1:
+        whole = NO_FRAMES
+
+    def obstacle(p: Precisions) -> str | None:
+        lacking = sorted({p.decoder, p.vision, p.head} & (target.lacks if target else frozenset()))
+        return f"it does not compute with {lacking[0]} weights" if lacking else None
+
+    obstacles = {name: whole or obstacle(p) for name, p in parts.items()}
+    return EngineSupport("tensorrt", software, release.dialect, obstacles)
+
+
+def _cuda(profile: Profile, parts: Mapping[str, Precisions]) -> EngineSupport:
+    whole = NO_CUDA_PACKAGE if profile.kind == "jetson" else None
+    obstacles = {name: whole or kv_obstacle(p.kv_dtype) for name, p in parts.items()}
+    return EngineSupport("cuda", "onnxruntime's CUDA provider", ENGINES["cuda"].dialect, obstacles)

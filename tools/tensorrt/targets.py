@@ -1,0 +1,139 @@
+"""The machines engines can be built for: their GPU, the TensorRT that runs there, and the libraries to build."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.host.gpu import Gpu, find_gpu
+from vtx.runtime.precision import PRECISIONS
+from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release, parse_release
+
+THIS = "this"
+_NONE = Gpu("none", (0, 0), 0, (0, 0))
+_NO_NARROW = frozenset({"bf16", *(row.name for row in PRECISIONS.values() if row.bits)})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of machine. `release` is the one that its system has, or the oldest that vtx supports."""
+
+    name: str
+    machine: str
+    capability: tuple[int, int]
+    release: Release
+    lacks: frozenset[str] = frozenset()
+
+    @property
+    def portable(self) -> bool:
+        """Whether engines for it can be built on a machine without its GPU."""
+        return self.release.flavour == RTX
+
+
+_RTX = Release(RTX, (1, 7))
+# Compute capabilities of TensorRT-RTX 1.7 (`ComputeCapability`), precisions by its support matrix; of the others by
+# NVIDIA's list of GPUs. JetPack 6.2 brings TensorRT 10.3, JetPack 7.2 brings 10.16.
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm75", "GeForce RTX 20", (7, 5), _RTX, _NO_NARROW),
+        Target("sm80", "A100", (8, 0), _RTX),
+        Target("sm86", "GeForce RTX 30", (8, 6), _RTX),
+        Target("sm89", "GeForce RTX 40", (8, 9), _RTX),
+        Target("sm120", "GeForce RTX 50", (12, 0), _RTX),
+        Target("sm121", "DGX Spark", (12, 1), _RTX),
+        Target("sm90", "H100, H200", (9, 0), Release(TENSORRT, (11, 0))),
+        Target("sm100", "B200", (10, 0), Release(TENSORRT, (11, 0))),
+        Target("jetson-orin", "Jetson Orin with JetPack 6", (8, 7), Release(TENSORRT, (10, 3))),
+        Target("jetson-orin-jp7", "Jetson Orin with JetPack 7", (8, 7), Release(TENSORRT, (10, 16))),
+        Target("jetson-thor", "Jetson Thor with JetPack 7", (11, 0), Release(TENSORRT, (10, 16))),
+    )
+}
+_JETSON_INSTALL = "sudo apt-get install tensorrt python3-libnvinfer (both are part of JetPack)"
+_JETSONS = frozenset(target.capability for target in TARGETS.values() if target.name.startswith("jetson"))
+_CHECKING = {"onnx": "onnx"}  # libraries: the module of each package that vtx-build --check needs
+_BUILDING = {**_CHECKING, "polygraphy": "polygraphy"}  # and of each that building needs besides TensorRT
+
+
+def find_target(name: str, gpu: Gpu | None = None) -> Target:
+    """The target of that name; `this` is the machine that this runs on, with `gpu` or the first one detected.
+
+    Raises:
+        RequestError: no such target.
+        DeviceError: `this`, and there is no GPU or no TensorRT for it.
+
+    """
+    if name == THIS:
+        return _this(gpu or find_gpu())
+    if name in TARGETS:
+        return TARGETS[name]
+    same = [t for t in TARGETS.values() if name == f"sm{t.capability[0]}{t.capability[1]}"]
+    if same:
+        raise RequestError(
+            f"TensorRT-RTX does not support {name}; use TensorRT itself: --target "
+            + " or ".join(f"{target.name} ({target.machine}, {target.release.name})" for target in same)
+        )
+    known = ", ".join(f"{target.name} ({target.machine})" for target in TARGETS.values())
+    raise RequestError(f"target {name!r} is unknown; the targets are: {THIS}, {known}")
+
+
+def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, Release]:
+    """The Python module that builds for a target here, and its release.
+
+    Raises:
+        DeviceError: another machine is needed, or TensorRT is not installed.
+
+    """
+    flavour = target.release.flavour
+    if not target.portable and (gpu or find_gpu() or _NONE).capability != target.capability:
+        raise DeviceError(
+            f"{FLAVOUR_NAMES[flavour]} builds engines on the machine that runs them: copy the bundle to the "
+            f"{target.machine} and run vtx-build --target this there (--check judges the graphs here)"
+        )
+    try:
+        module = importlib.import_module(flavour)
+        return module, parse_release(flavour, module.__version__)
+    except (ImportError, OSError, AttributeError) as e:  # a wheel can be there without its libraries
+        reason = "" if isinstance(e, ModuleNotFoundError) else f" ({type(e).__name__}: {e})"
+        raise DeviceError(
+            f"engines for {target.name} are built with {FLAVOUR_NAMES[flavour]}, which is not installed{reason}; "
+            f"{install(target)}"
+        ) from e
+
+
+def check_libraries(target: Target, *, building: bool) -> None:
+    """Raise DeviceError unless the libraries that read graphs, and with `building` that build engines, are there."""
+    needed = _BUILDING if building else _CHECKING
+    missing = [package for package, module in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise DeviceError(f"vtx-build needs {' and '.join(missing)}, not installed here; {_pip_install(target)}")
+
+
+def install(target: Target) -> str:
+    """The command that installs the TensorRT of a target on its machine."""
+    return _JETSON_INSTALL if target.capability in _JETSONS else _pip_install(target)
+
+
+def _pip_install(target: Target) -> str:
+    """The command that installs the Python packages for a target."""
+    extra = "jetson" if target.capability in _JETSONS else "rtx" if target.portable else "tensorrt"
+    return f'pip install "vtx-edge[{extra}]"'
+
+
+def _this(gpu: Gpu | None) -> Target:
+    if gpu is None:
+        raise DeviceError("no NVIDIA GPU was detected here; name a --target: " + ", ".join(TARGETS))
+    lacks = _NO_NARROW if gpu.capability == (7, 5) else frozenset()
+    portable = [t for t in TARGETS.values() if t.portable and t.capability == gpu.capability]
+    if portable and importlib.util.find_spec(RTX) is not None:
+        return Target(gpu.sm, gpu.name, gpu.capability, portable[0].release, lacks)
+    if importlib.util.find_spec(TENSORRT) is None:
+        target = portable[0] if portable else Target(gpu.sm, gpu.name, gpu.capability, Release(TENSORRT, (10, 3)))
+        raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {install(target)}")
+    import tensorrt
+
+    return Target(gpu.sm, gpu.name, gpu.capability, parse_release(TENSORRT, tensorrt.__version__), lacks)

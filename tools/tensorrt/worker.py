@@ -1,0 +1,180 @@
+"""Builds one engine with Polygraphy, in a process of its own: a crash of the builder ends this process only.
+
+One JSON object on stdin is the request; JSON lines on stdout answer, progress first, then the result or an error. When
+stdin ends before that, the build is given up. What TensorRT and Polygraphy log goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.bundle.bundle import sha256
+from vtx.tools.tensorrt.progress import BuildProgress
+
+_INTERVAL = 0.1  # seconds between two reports of progress
+_RTX = "tensorrt_rtx"
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # the builder prints there
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which closes our stdin
+    request = json.loads(sys.stdin.readline())
+    stopped = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(stopped,), daemon=True).start()
+
+    def send(**event: Any) -> None:
+        out.write(json.dumps(event) + "\n")
+
+    started = time.monotonic()
+    try:
+        _build(request, send, stopped)
+    except _BuildError as e:
+        send(error=str(e))
+        return
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    engine = Path(request["engine"])
+    seconds = time.monotonic() - started
+    send(seconds=seconds, memory=peak, bytes=engine.stat().st_size, sha256=sha256(engine))
+
+
+class _BuildError(Exception):
+    pass
+
+
+class _FirstError(logging.Handler):
+    """Keeps the first error that is logged: it is the reason, later ones are its consequences."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.message = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.message = self.message or record.getMessage()
+        print(record.getMessage(), file=sys.stderr)
+
+
+def _wait_for_end(stopped: threading.Event) -> None:
+    sys.stdin.read()
+    stopped.set()
+
+
+def _build(request: dict[str, Any], send: Callable[..., None], stopped: threading.Event) -> None:
+    poly, trt = _load(request["flavour"])
+    first_error = _log_errors()
+    from polygraphy.exception import PolygraphyException
+
+    config = _config(poly, trt, request, _monitor(trt, send, stopped))
+    cache = request["timing_cache"]
+    build = poly.EngineBytesFromNetwork(_network(poly, trt, request["graph"]), config, save_timing_cache=cache)
+    try:
+        engine = build()
+    except PolygraphyException as e:
+        reason = "given up" if stopped.is_set() else first_error.message or str(e)
+        raise _BuildError(reason) from e
+    if stopped.is_set():
+        raise _BuildError("given up")
+    with open(request["engine"], "wb") as file:
+        file.write(engine)
+        os.fsync(file.fileno())
+
+
+def _load(flavour: str) -> tuple[Any, Any]:
+    """Polygraphy's TensorRT loaders and the TensorRT that they use; Polygraphy chooses it when it is imported."""
+    import importlib
+
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if flavour == _RTX else "0"
+    return importlib.import_module("polygraphy.backend.trt"), importlib.import_module(flavour)
+
+
+def _log_errors() -> _FirstError:
+    from polygraphy.logger import G_LOGGER
+
+    handler = _FirstError()
+    G_LOGGER.use_python_logging_system, G_LOGGER.colors, G_LOGGER.letter = True, False, False
+    G_LOGGER.module_severity = G_LOGGER.ERROR
+    G_LOGGER.python_logger.addHandler(handler)
+    G_LOGGER.python_logger.propagate = False
+    return handler
+
+
+def _network(poly: Any, trt: Any, graph: str) -> Any:
+    """The loader of the parsed network. Precision stands in the graph, so the network is strongly typed."""
+    typed = hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # later releases know no other kind
+    network = poly.NetworkFromOnnxPath(graph, strongly_typed=typed)
+    if not hasattr(trt.LayerType, "ATTENTION_INPUT"):  # before 10.14
+        return network
+    # Attention without a fused kernel, as in float32, is computed from its parts instead of failing.
+    return poly.SetDecomposableAttentions(network)
+
+
+def _config(poly: Any, trt: Any, request: dict[str, Any], monitor: Any) -> Any:
+    """The loader of the builder's configuration."""
+    workspace = request["workspace"]
+    options = {
+        "profiles": [_profile(poly, shapes) for shapes in request["profiles"]],
+        "load_timing_cache": request["timing_cache"],
+        "profiling_verbosity": trt.ProfilingVerbosity.DETAILED,  # so that an inspector can name layers
+        "memory_pool_limits": {trt.MemoryPoolType.WORKSPACE: workspace} if workspace else None,
+        "progress_monitor": monitor,
+    }
+    if request["flavour"] != _RTX:
+        return poly.CreateConfig(**options, tf32=hasattr(trt.BuilderFlag, "TF32"))  # as TensorRT's own default
+    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+
+    config = CreateConfigRTX(**options, compute_capabilities=[tuple(request["capability"])])
+    return poly.PostprocessConfig(config, lambda builder, network, config: _allocate_ourselves(trt, config))
+
+
+def _allocate_ourselves(trt: Any, config: Any) -> None:
+    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # without it no stream can be captured
+
+
+def _profile(poly: Any, shapes: dict[str, Any]) -> Any:
+    profile = poly.Profile()
+    for name, (low, likely, high) in shapes.items():
+        profile.add(name, tuple(low), tuple(likely), tuple(high))
+    return profile
+
+
+def _monitor(trt: Any, send: Callable[..., None], stopped: threading.Event) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        """Sends how far the build is, at most every `_INTERVAL` seconds, and stops it when it is given up."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._progress = BuildProgress()
+            self._sent = 0.0
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self._progress.start(phase_name, parent_phase, num_steps)
+            self._send(phase_name)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            self._progress.step(phase_name, step)
+            self._send(phase_name)
+            return not stopped.is_set()
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._progress.finish(phase_name)
+
+        def _send(self, phase: str) -> None:
+            if time.monotonic() - self._sent >= _INTERVAL:
+                self._sent = time.monotonic()
+                send(phase=phase, share=self._progress.share)
+
+    return Monitor()
+
+
+if __name__ == "__main__":
+    main()
