@@ -118,6 +118,24 @@ def test_a_paused_stream_is_cancelled_at_once_and_keeps_what_had_come(model: Mod
     assert elsewhere(lambda: conversation.ask(QUESTIONS[1], 3, OPTIONS)).token_ids == fresh
 
 
+def test_a_step_during_which_the_stream_was_cancelled_ends_it(
+    model: Model, gated: Gated, fresh: tuple[int, ...]
+) -> None:
+    """The answer is complete, and the conversation free for others, without a further step."""
+    conversation = model.open(IMAGE)
+    stream = conversation.stream(QUESTIONS[2], 5, LONG)
+    stream.step()
+    stream.step()
+    hold = gated.before = Hold("head")
+    stepping = Other(stream.step)
+    hold.wait()
+    stream.cancel()
+    hold.release()
+    stepping.result()
+    assert stream.answer.stopped == "cancelled"
+    assert elsewhere(lambda: conversation.ask(QUESTIONS[1], 3, OPTIONS)).token_ids == fresh
+
+
 def test_a_stream_cancelled_before_it_is_read_runs_nothing(model: Model, gated: Gated) -> None:
     stream = model.open(IMAGE).stream(QUESTIONS[2], 5, LONG)
     stream.cancel()

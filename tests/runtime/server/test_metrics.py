@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vtx.runtime.server.metrics import Histogram
+from vtx.runtime.server.metrics import Histogram, Metrics
 
 
 def test_an_observation_counts_in_its_bucket_and_those_above() -> None:
@@ -12,3 +12,22 @@ def test_an_observation_counts_in_its_bucket_and_those_above() -> None:
     assert histogram.lines("x") == [
         'x_bucket{le="0.1"} 1', 'x_bucket{le="1.0"} 2', 'x_bucket{le="+Inf"} 3', "x_sum 2.600000", "x_count 3",
     ]  # fmt: skip
+
+
+def test_each_count_of_an_answer_is_added_to_its_own_total() -> None:
+    metrics, counts = Metrics(), {"prompt_tokens": 7, "reused_tokens": 5, "completion_tokens": 3, "withdrawn_tokens": 2}
+    metrics.answer(counts, 0.2, None)
+    metrics.answer(counts, 0.3, 0.01)
+    metrics.request(200)
+    metrics.request(429)
+    metrics.request(200)
+    metrics.cancelled()
+    lines = metrics.text({"models_loaded": 2, "conversation_hits_total": 4}).splitlines()
+    for name, count in counts.items():
+        assert f"vtx_{name}_total {2 * count}" in lines
+    for line in (
+        'vtx_requests_total{status="200"} 2', 'vtx_requests_total{status="429"} 1', "vtx_cancelled_total 1",
+        "vtx_first_token_seconds_sum 0.500000", "vtx_first_token_seconds_count 2", "vtx_token_seconds_count 1",
+        "# TYPE vtx_models_loaded gauge", "vtx_models_loaded 2", "# TYPE vtx_conversation_hits_total counter",
+    ):  # fmt: skip
+        assert line in lines, line

@@ -224,6 +224,33 @@ def test_after_passes_that_fail_in_a_row_no_more_are_tried(
     assert batching.obstacle == f"{FAILURES} passes in a row failed: out of luck"
 
 
+def test_passes_that_fail_now_and_then_do_not_end_decoding_together(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each second pass fails, more of them than may fail in a row."""
+    real, calls = type(model.backend).append_each, [0]  # type: ignore[attr-defined]
+
+    def failing(self: Any, number: int, *rest: Any) -> Any:
+        if number == 0:
+            calls[0] += 1
+        if calls[0] % 2:
+            raise DeviceError("out of luck")
+        return real(self, number, *rest)
+
+    batching = Batching(model, 4, 16)
+    monkeypatch.setattr(type(model.backend), "append_each", failing)
+    streams = [model.open().stream(question, max_new_tokens=60, ignore_eos=True) for question in ("red?", "blue?")]
+    for stream in streams:
+        stream.step()
+    while calls[0] < 3 * FAILURES:
+        batching.decode(streams)
+        for stream in streams:
+            stream.step()
+    for stream in streams:
+        stream.cancel()
+    assert (batching.obstacle, batching.passes) == (None, calls[0] // 2)
+
+
 def test_a_server_decodes_its_clients_together_and_says_so(model: Model) -> None:
     pytest.importorskip("uvicorn", reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
     with (

@@ -68,6 +68,23 @@ def test_the_bundle_that_nobody_uses_makes_room(bundles: dict[str, Path]) -> Non
         engines.acquire("tiny")
 
 
+def test_of_bundles_that_nobody_uses_the_least_recently_used_makes_room(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("vtx.runtime.server.compute.engines.time.monotonic", lambda: next(clock))
+    three = {name: copy(tiny_bundle, tmp_path / name) for name in ("one", "two", "three")}
+    engines = Engines(three, load_on_cpu, Limits(), memory=int(2.5 * needed({"tiny": tiny_bundle})))
+    try:
+        for name in ("one", "two", "one"):
+            with engines.use(engines.acquire(name)):
+                pass
+        with engines.use(engines.acquire("three")):
+            assert sorted(engine.name for engine in engines.loaded) == ["one", "three"]
+    finally:
+        engines.close()
+
+
 def test_a_bundle_that_can_never_fit_is_told_at_the_start(bundles: dict[str, Path]) -> None:
     with pytest.raises(DeviceError, match="--memory"):
         Engines(bundles, load_on_cpu, Limits(), memory=needed(bundles) - 1)
