@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.options import check_limits
 from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches, Scores
 
 
@@ -156,7 +158,12 @@ class Entry:
 
 
 class Reduction:
-    """A method that leaves out image tokens. Subclasses are frozen dataclasses of their options.
+    """A method that leaves out image tokens. Subclasses are frozen dataclasses of their options (`option`).
+
+    What it is, both runtimes read here: options, `presets`, `requires` and `conflicts` are data, from which libvtx's
+    register is made. `requires` gives `needs` by name: cuts, queries and shrinks the option that names the layers after
+    which tokens leave (0: none), all others the values of options at which they are needed, `Not(value)` for any
+    other value. `conflicts` are values that do not go together, each with the message that refuses them.
 
     `presets` are sets of options by name; `renumbers`: tokens that go on take new positions without gaps;
     `whole`: at its cuts all image tokens leave, or none; `fixed`: the same tokens leave whatever is asked, so that
@@ -167,16 +174,33 @@ class Reduction:
     __slots__ = ()
     name: ClassVar[str] = ""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    requires: ClassVar[dict[str, str | dict[str, Any]]] = {}
+    conflicts: ClassVar[tuple[tuple[dict[str, Any], str], ...]] = ()
     whole: ClassVar[bool] = False
     fixed: ClassVar[bool] = False
     thresholds: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_limits(self, self.name)
+        for values, message in self.conflicts:
+            if all(getattr(self, option) == value for option, value in values.items()):
+                raise RequestError(f"{self.name}: {message}")
 
     @property
     def renumbers(self) -> bool:
         return False
 
     def needs(self) -> Needs:
-        return Needs()
+        needs: dict[str, Any] = {}
+        for need, source in self.requires.items():
+            if isinstance(source, str):
+                value = getattr(self, source)
+                layers = value if isinstance(value, tuple) else (value,) if value else ()
+                cuts = tuple(layer + 1 for layer in layers)
+                needs[need] = min(layers, default=None) if need == "shrinks" else cuts if need == "cuts" else layers
+            else:
+                needs[need] = all(value == getattr(self, option) for option, value in source.items())
+        return Needs(**needs)
 
     def entry(self) -> Entry | None:
         """What it does to an image before the decoder."""

@@ -17,7 +17,7 @@ def reduction(name: str) -> Callable[[type[R]], type[R]]:
     """Register a method, a frozen dataclass, under its name; its fields are the options of its spec.
 
     A field is an int, a float, a float or None ("off"), a tuple of ints ("3/7/11") or a Literal of strings, and has
-    a default. Its `__post_init__` raises RequestError for values out of range.
+    a default. `option` says which values it may have.
     """
 
     def register(kind: type[R]) -> type[R]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import types
 import typing
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.modules import modules_of
 from vtx.runtime.policies.base import Reduction
+from vtx.runtime.policies.options import OFF, Option, option_text, options_of
 from vtx.runtime.policies.registry import registered
 
-OFF = "off"
 MAX_SPEC = 1000
 MAX_NUMBER = 10**9
 ENTRY_POINTS = "vtx.policies"
@@ -108,8 +106,7 @@ def _one(text: str) -> Reduction:
         raise RequestError(f"no reduction is called {name[:40]!r}; there are {', '.join(known)}, and none")
     kind = known[name]
     options: dict[str, Any] = {}
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, kind))}
+    fields = {option.name: option for option in options_of(cast(Any, kind))}
     for number, item in enumerate(rest.split(",") if rest else ()):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals and not number:
@@ -119,7 +116,7 @@ def _one(text: str) -> Reduction:
             raise RequestError(f"{name} has no option {key[:40]!r}; it has {', '.join(fields) or 'none'}")
         if any(other.partition("=")[0].strip() == key for other in rest.split(",")[:number]):
             raise RequestError(f"{name}: {key} is given twice; give it once")
-        options[key] = _value(fields[key], value, f"{name}: {key}")
+        options[key] = _option_value(fields[key], value, f"{name}: {key}")
     return kind(**options)
 
 
@@ -130,11 +127,15 @@ def _preset(kind: type[Reduction], name: str) -> dict[str, Any]:
     return kind.presets[name]
 
 
+def _option_value(option: Option, text: str, where: str) -> Any:
+    if not option.optional:
+        return _value(option.type, text, where)
+    return None if text == OFF else _value(option.type, text, f"{where} ({OFF} turns it off)")
+
+
 def _value(hint: Any, text: str, where: str) -> Any:
-    """`text` as the type that a field has."""
+    """`text` as the type that an option has."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return None if text == OFF else _value(args[0], text, f"{where} ({OFF} turns it off)")
     if origin is typing.Literal:
         if text not in args:
             raise RequestError(f"{where} is {text[:40]!r}; it is one of {', '.join(args)}")
@@ -148,22 +149,13 @@ def _value(hint: Any, text: str, where: str) -> Any:
         raise RequestError(f"{where} is {text[:40]!r}; give {_NUMBERS[hint]}") from e
     if not finite or (hint is int and abs(value) > MAX_NUMBER):
         raise RequestError(f"{where} is {text[:40]!r}; give {_NUMBERS[hint]}")
-    return value
+    return value or hint(0)  # never -0.0
 
 
 _NUMBERS = {int: f"a whole number up to {MAX_NUMBER:,}", float: "a number"}
 
 
 def _one_spec(part: Reduction) -> str:
-    fields = dataclasses.fields(typing.cast(Any, part))
-    options = ",".join(f"{field.name}={_text(getattr(part, field.name))}" for field in fields)
-    return f"{part.name}:{options}" if options else part.name
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return OFF
-    if isinstance(value, tuple):
-        return "/".join(map(_text, value))
-    # Without the plus of an exponent, which would join two words.
-    return repr(value).removesuffix(".0").replace("e+", "e") if isinstance(value, float) else str(value)
+    options = options_of(cast(Any, type(part)))  # mypy does not take a class for hashable
+    values = ",".join(f"{option.name}={option_text(getattr(part, option.name))}" for option in options)
+    return f"{part.name}:{values}" if values else part.name

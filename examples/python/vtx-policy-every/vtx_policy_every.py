@@ -10,12 +10,12 @@ Usage:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx import RequestError
-from vtx.runtime.policies import Boundary, Needs, Reduction, reduction
+from vtx.runtime.policies import Boundary, Reduction, option, reduction
 
 
 @reduction("every")
@@ -23,15 +23,10 @@ from vtx.runtime.policies import Boundary, Needs, Reduction, reduction
 class Every(Reduction):
     """After layer `k`, every `n`-th of the image tokens still there continues."""
 
-    n: int = 2
-    k: int = 2
+    n: int = option(2, "it must be at least 1", least=1)
+    k: int = option(2, "the layer after which tokens leave must be at least 1", least=1)
 
-    def __post_init__(self) -> None:
-        if self.n < 1 or self.k < 1:
-            raise RequestError(f"every: n is {self.n} and k is {self.k}; both must be at least 1")
-
-    def needs(self) -> Needs:
-        return Needs(cuts=(self.k + 1,))
+    requires: ClassVar[dict[str, Any]] = {"cuts": "k"}
 
     def keep_mask(self, boundary: Boundary) -> NDArray[np.bool_] | None:
         keep: NDArray[np.bool_] = np.arange(boundary.count) % self.n == 0

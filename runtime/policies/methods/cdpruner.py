@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec.names import CLIP_PATCHES
-from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
-from vtx.runtime.policies.count import check_keep, number_to_keep
+from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.policies.count import number_to_keep
+from vtx.runtime.policies.options import share_or_number
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
@@ -38,7 +39,7 @@ class CDPruner(Reduction, Entry):
     the image and rounded to float32. libvtx computes the same, and both runtimes choose alike.
     """
 
-    keep: float = 0.25
+    keep: float = share_or_number(0.25)
     text: Literal["embedding", "none", "tower"] = "embedding"
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -47,11 +48,7 @@ class CDPruner(Reduction, Entry):
         "64": {"keep": 64.0, "text": "tower"},
     }
 
-    def __post_init__(self) -> None:
-        check_keep("cdpruner", self.keep)
-
-    def needs(self) -> Needs:
-        return Needs(text_tower=self.text == "tower")
+    requires: ClassVar[dict[str, Any]] = {"text_tower": {"text": "tower"}}
 
     @property
     def uses_question(self) -> bool:

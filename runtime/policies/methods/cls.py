@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from vtx.runtime.bundle.spec.names import CLS_ATTENTION
-from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
+from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.policies.options import option
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, share
 
@@ -21,14 +22,9 @@ class Cls(Reduction, Entry):
     An image is one view, or in a layout of tiles each of them.
     """
 
-    keep: float = 0.25
+    keep: float = option(0.25, "give the share to keep, above 0 and up to 1", least=0, most=1, above=True)
 
-    def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise RequestError(f"cls: keep is {self.keep}; give the share to keep, above 0 and up to 1")
-
-    def needs(self) -> Needs:
-        return Needs(attention=True)
+    requires: ClassVar[dict[str, Any]] = {"attention": {}}
 
     def entry(self) -> Entry | None:
         return self

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Boundary, Entry, Needs, PromptText, Reduction
-from vtx.runtime.policies.count import check_keep, number_to_keep
+from vtx.runtime.policies.base import Boundary, Entry, PromptText, Reduction
+from vtx.runtime.policies.count import number_to_keep
+from vtx.runtime.policies.options import Not, option, share_or_number
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask
 
@@ -38,10 +38,10 @@ class Dart(Reduction, Entry):
     equal tokens are equally large and alike.
     """
 
-    keep: float = 0.25
-    k: int = 2
-    pivots: int = 4
-    text_pivots: int = 4
+    keep: float = share_or_number(0.25)
+    k: int = option(2, "give the layer after which tokens leave, or 0 for before layer 1", least=0)
+    pivots: int = option(4, "it must be at least 1", least=1)
+    text_pivots: int = option(4, "it must be at least 0", least=0)
     order: Literal["size", "code"] = "size"
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -50,21 +50,10 @@ class Dart(Reduction, Entry):
         "64": {"keep": 64.0, "order": "code"},
     }
 
-    def __post_init__(self) -> None:
-        check_keep("dart", self.keep)
-        if self.k < 0:
-            raise RequestError(f"dart: k is {self.k}; give the layer after which tokens leave, or 0 for before layer 1")
-        if self.pivots < 1 or self.text_pivots < 0:
-            raise RequestError(
-                f"dart: pivots is {self.pivots} and text_pivots {self.text_pivots}; give at least 1 and 0"
-            )
-        if self.order == "code" and not self.k:
-            raise RequestError(
-                "dart: order=code, which presets set, is that of the form after a layer; with k=0 use order=size"
-            )
-
-    def needs(self) -> Needs:
-        return Needs(cuts=(self.k + 1,), final_norm=True) if self.k else Needs()
+    requires: ClassVar[dict[str, Any]] = {"cuts": "k", "final_norm": {"k": Not(0)}}
+    conflicts: ClassVar[tuple[tuple[dict[str, Any], str], ...]] = (
+        ({"order": "code", "k": 0}, "order=code, which presets set, works only after a layer; with k=0 use order=size"),
+    )
 
     def number_kept(self, count: int, layer: int) -> int:
         """With as many text pivots as the options say: a question of fewer tokens keeps fewer behind layer `k`."""

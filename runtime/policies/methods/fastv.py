@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Boundary, Needs, Reduction
+from vtx.runtime.policies.base import Boundary, Reduction
+from vtx.runtime.policies.options import option
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Mask, highest
 
@@ -16,17 +17,10 @@ from vtx.runtime.vision.tokens import Mask, highest
 class FastV(Reduction):
     """After layer `k`, `ratio` of the image tokens leave, rounded down; positions are kept (FastV section 4.1)."""
 
-    k: int = 2
-    ratio: float = 0.5
+    k: int = option(2, "the layer after which tokens leave must be at least 1", least=1)
+    ratio: float = option(0.5, "give the share to leave out, from 0 to 1", least=0, most=1)
 
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise RequestError(f"fastv: k is {self.k}; the layer after which tokens leave must be at least 1")
-        if not 0 <= self.ratio <= 1:
-            raise RequestError(f"fastv: ratio is {self.ratio}; give the share to leave out, from 0 to 1")
-
-    def needs(self) -> Needs:
-        return Needs(cuts=(self.k + 1,), queries=(self.k,))
+    requires: ClassVar[dict[str, Any]] = {"cuts": "k", "queries": "k"}
 
     def number_kept(self, count: int, layer: int) -> int:
         return count - math.floor(round(self.ratio * count, 9))

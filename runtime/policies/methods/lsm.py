@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from vtx.runtime.bundle.spec.names import SIMILARITY, TAU
-from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Entry, Needs, PromptText, Reduction
+from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.policies.options import cosine
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
@@ -24,14 +24,10 @@ class Lsm(Reduction, Entry):
     the most similar window first, as in the code that came with the paper; of equal ones the earlier.
     """
 
-    tau: float = 0.8
+    tau: float = cosine(0.8)
     order: Literal["raster", "merged-first"] = "raster"
 
-    def __post_init__(self) -> None:
-        check_tau("lsm", self.tau)
-
-    def needs(self) -> Needs:
-        return Needs(merging=True)
+    requires: ClassVar[dict[str, Any]] = {"merging": {}}
 
     def entry(self) -> Entry | None:
         return self
@@ -46,8 +42,3 @@ class Lsm(Reduction, Entry):
         rank = np.where(patches.merged, -patches.signals[SIMILARITY], np.inf)
         rank[patches.indices < 0] = -np.inf  # the class token stays first
         return np.argsort(rank, kind="stable").astype(np.int64)
-
-
-def check_tau(name: str, tau: float) -> None:
-    if not -1 <= tau <= 1:
-        raise RequestError(f"{name}: tau is {tau}; give a cosine from -1 to 1")

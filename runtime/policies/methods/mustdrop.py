@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from vtx.runtime.bundle.spec.names import CLS_ATTENTION, CLS_ATTENTION_LAST
-from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Boundary, Entry, Needs, Reduction
-from vtx.runtime.policies.methods.lsm import Lsm, check_tau
+from vtx.runtime.policies.base import Boundary, Entry, Reduction
+from vtx.runtime.policies.methods.lsm import Lsm
+from vtx.runtime.policies.options import Not, cosine, option
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Mask, Patches, keys
 
+THRESHOLD = "a threshold must be at least 0"
 RELEASED = {"positions": "renumber", "order": "merged-first", "keys": "last-block"}
 SIGNALS = {"used-block": CLS_ATTENTION, "last-block": CLS_ATTENTION_LAST}
 
@@ -31,11 +31,11 @@ class MustDrop(Reduction):
     set them; without a preset they are off.
     """
 
-    gamma: float = 0.001
-    alpha: float = 0.001
-    tau: float | None = 0.8
-    key: float = 0.08
-    layers: tuple[int, ...] = (3, 7, 11, 15)
+    gamma: float = option(0.001, THRESHOLD, least=0)
+    alpha: float = option(0.001, THRESHOLD, least=0)
+    tau: float | None = cosine(0.8)
+    key: float = option(0.08, "give the share never to drop, from 0 to 1", least=0, most=1)
+    layers: tuple[int, ...] = option((3, 7, 11, 15), "give rising numbers of at least 1, e.g. 3/7/11/15", least=1)
     positions: Literal["keep", "renumber"] = "keep"
     order: Literal["raster", "merged-first"] = "raster"
     keys: Literal["used-block", "last-block"] = "used-block"
@@ -48,32 +48,18 @@ class MustDrop(Reduction):
         "vizwiz-64": {"gamma": 0.005, "alpha": 0.001, **RELEASED},
     }
 
-    def __post_init__(self) -> None:
-        if self.tau is not None:
-            check_tau("mustdrop", self.tau)
-        if not 0 <= self.key <= 1:
-            raise RequestError(f"mustdrop: key is {self.key}; give the share never to drop, from 0 to 1")
-        for name in ("gamma", "alpha"):
-            if getattr(self, name) < 0:
-                raise RequestError(f"mustdrop: {name} is {getattr(self, name)}; a threshold must be at least 0")
-        if not self.layers or self.layers[0] < 1 or any(a >= b for a, b in pairwise(self.layers)):
-            raise RequestError(
-                f"mustdrop: layers are {'/'.join(map(str, self.layers))}; give rising numbers, at least 1, as 3/7/11/15"
-            )
+    requires: ClassVar[dict[str, Any]] = {
+        "cuts": "layers",
+        "queries": "layers",
+        "shrinks": "layers",
+        "merging": {"tau": Not(None)},
+        "attention": {"key": Not(0), "keys": "used-block"},
+        "last_attention": {"key": Not(0), "keys": "last-block"},
+    }
 
     @property
     def renumbers(self) -> bool:
         return self.positions == "renumber"
-
-    def needs(self) -> Needs:
-        return Needs(
-            cuts=tuple(layer + 1 for layer in self.layers),
-            queries=self.layers,
-            shrinks=self.layers[0],
-            merging=self.tau is not None,
-            attention=self.key > 0 and self.keys == "used-block",
-            last_attention=self.key > 0 and self.keys == "last-block",
-        )
 
     def entry(self) -> Entry | None:
         return None if self.tau is None else Lsm(self.tau, self.order)

@@ -32,6 +32,11 @@ def test_the_names_and_limits_of_cpp_are_those_of_python() -> None:
     assert names.FILE.read_text(encoding="utf-8") == names.header(), "run python scripts/cpp_names.py"
 
 
+def test_the_register_of_methods_of_cpp_is_that_of_python() -> None:
+    methods = script("cpp_methods")
+    assert methods.FILE.read_text(encoding="utf-8") == methods.register(), "run python scripts/cpp_methods.py"
+
+
 def keys(kind: Any) -> Iterator[str]:
     """The names of a dataclass's fields, and of those of the dataclasses in it."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):

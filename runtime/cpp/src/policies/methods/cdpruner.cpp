@@ -55,18 +55,9 @@ Ids greedy(const Floats& cosines, const Doubles& relevance, size_t count) {
 // kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x; the relevance r is the cosine of x with the mean
 // input embedding of the text after the images, or CLIP's of patch and question (text=tower), scaled to 0..1. Sums are
 // those of policies/methods/cdpruner.py, which says why they are in double.
-class CdPruner : public Method, public Entry, public std::enable_shared_from_this<CdPruner> {
+class CdPruner : public EntryReduction {
  public:
-  CdPruner(double keep, std::string text) : keep_(keep), text_(std::move(text)) { check_keep("cdpruner", keep); }
-  std::string name() const override { return "cdpruner"; }
-  std::string spec() const override { return "cdpruner:keep=" + spec_number(keep_) + ",text=" + text_; }
-  std::string key() const override { return spec(); }
-  std::shared_ptr<const Entry> entry() const override { return shared_from_this(); }
-  Needs needs() const override {
-    Needs needs;
-    needs.text_tower = text_ == "tower";
-    return needs;
-  }
+  using EntryReduction::EntryReduction;
   bool uses_question() const override { return text_ != "none"; }
 
   std::optional<Ids> select(const ImageTokens& image, const PromptText* question) const override {
@@ -114,15 +105,12 @@ class CdPruner : public Method, public Entry, public std::enable_shared_from_thi
     return out;
   }
 
-  double keep_;
-  std::string text_;
+  const double keep_ = options_.number("keep");
+  const std::string text_ = options_.text("text");
 };
 
-}  // namespace
+const Registered<CdPruner> kCdPruner("cdpruner");
 
-MethodPtr make_cdpruner(SpecOptions& options) {
-  double keep = options.number("keep", 0.25);
-  return std::make_shared<CdPruner>(keep, options.one_of("text", {"embedding", "none", "tower"}));
-}
+}  // namespace
 
 }  // namespace vtxcore

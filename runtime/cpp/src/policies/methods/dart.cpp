@@ -60,30 +60,10 @@ Rows weighted(Rows rows, const Floats& weight) {
 }
 
 // After layer `k`, or with k=0 before layer 1; policies/methods/dart.py says which tokens stay and why.
-class Dart : public Method, public Entry, public std::enable_shared_from_this<Dart> {
+class Dart : public EntryReduction {
  public:
-  Dart(double keep, int64_t k, int64_t pivots, int64_t text_pivots, std::string order)
-      : keep_(keep), k_(k), pivots_(pivots), text_pivots_(text_pivots), order_(std::move(order)) {
-    check_keep("dart", keep);
-    if (k < 0) fail(Kind::request, "dart: k is ", k, "; give the layer after which tokens leave, or 0 for before layer 1");
-    if (pivots < 1 || text_pivots < 0)
-      fail(Kind::request, "dart: pivots is ", pivots, " and text_pivots ", text_pivots, "; give at least 1 and 0");
-    if (order_ == "code" && k == 0)
-      fail(Kind::request, "dart: order=code, which presets set, is that of the form after a layer; with k=0 use order=size");
-  }
-  std::string name() const override { return "dart"; }
-  std::string spec() const override {
-    return cat("dart:keep=", spec_number(keep_), ",k=", k_, ",pivots=", pivots_, ",text_pivots=", text_pivots_,
-               ",order=", order_);
-  }
-  std::string key() const override { return spec(); }
-  Needs needs() const override {
-    Needs needs;
-    if (k_ > 0) needs.cuts = {k_ + 1};
-    needs.final_norm = k_ > 0;
-    return needs;
-  }
-  std::shared_ptr<const Entry> entry() const override { return k_ > 0 ? nullptr : shared_from_this(); }
+  using EntryReduction::EntryReduction;
+  std::shared_ptr<const Entry> entry() const override { return k_ > 0 ? nullptr : EntryReduction::entry(); }
   bool uses_question() const override { return text_pivots_ > 0; }
   bool keeps_positions() const override { return true; }
 
@@ -134,10 +114,12 @@ class Dart : public Method, public Entry, public std::enable_shared_from_this<Da
     return out;
   }
 
-  double keep_;
-  int64_t k_, pivots_, text_pivots_;
-  std::string order_;
+  const double keep_ = options_.number("keep");
+  const int64_t k_ = options_.whole("k"), pivots_ = options_.whole("pivots"), text_pivots_ = options_.whole("text_pivots");
+  const std::string order_ = options_.text("order");
 };
+
+const Registered<Dart> kDart("dart");
 
 }  // namespace
 
@@ -173,12 +155,6 @@ Ids set_order(const Ids& numbers) {
     table = std::move(larger);
   }
   return filled(table);
-}
-
-MethodPtr make_dart(SpecOptions& options) {
-  double keep = options.number("keep", 0.25);
-  int64_t k = options.whole("k", 2), pivots = options.whole("pivots", 4), text_pivots = options.whole("text_pivots", 4);
-  return std::make_shared<Dart>(keep, k, pivots, text_pivots, options.one_of("order", {"size", "code"}));
 }
 
 }  // namespace vtxcore
