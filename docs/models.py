@@ -16,7 +16,7 @@ from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
 from vtx.runtime.errors import VtxError
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layout_spec import spec_of
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -125,7 +125,12 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     if not file.exists():
         return f"no: the layout `{layout.name}` is refused by name"
     known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
-    fields = {*plain(spec.tower), *plain(spec.projector), *layout.parameters, *(["video"] if config.video else [])}
+    fields = {
+        *json_value(spec.tower),
+        *json_value(spec.projector),
+        *layout.parameters,
+        *(["video"] if config.video else []),
+    }
     fields |= {"seg_token_id"} if family.seg_token else set()
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     if later:

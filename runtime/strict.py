@@ -14,13 +14,13 @@ from typing import Any, TypeVar, cast
 from vtx.runtime.errors import BundleError, VtxError
 
 T = TypeVar("T")
-_LATER = "later"
+_OPTIONAL = "optional"
 DAMAGED = "the bundle was altered or made by another vtx, export again"
 
 
 @dataclass(frozen=True, slots=True)
 class Strict:
-    """A strict reader; what it raises is `error`, and says that `cure` fixes it."""
+    """A strict reader; it raises `error`, whose message ends with `cure`, the fix."""
 
     error: type[VtxError] = BundleError
     cure: str = DAMAGED
@@ -28,8 +28,8 @@ class Strict:
     def read(self, kind: type[T], data: Any, where: str) -> T:
         """`data`, as JSON gives it, as the dataclass `kind`.
 
-        Every field but those marked `later` must be there, and no other key. A tuple is a list in JSON, a float
-        may be a whole number.
+        Every field that is not `optional` must be there, and no other key. A tuple is a list in JSON, a float may be
+        a whole number.
 
         Raises:
             VtxError: of the class `error`, naming the key by its path from `where`.
@@ -38,7 +38,7 @@ class Strict:
         if not isinstance(data, dict):
             raise self.error(f"{where} is {type(data).__name__}, not an object; {self.cure}")
         hints = _hints(kind)
-        unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data) - set(_later(kind)))
+        unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data) - set(_optional(kind)))
         if unknown or missing:
             problem = f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing"
             raise self.error(f"{where}: {problem}; {self.cure}")
@@ -49,9 +49,17 @@ class Strict:
         """`data` as a value of the annotated type `hint`."""
         origin, args = typing.get_origin(hint), typing.get_args(hint)
         if origin is types.UnionType:
-            return self._one_of(args, data, where)
+            if data is None and type(None) in args:
+                return None
+            fits = next((kind for kind in args if kind is not type(None) and _has_form(kind, data)), None)
+            if fits is not None:
+                return self.value(fits, data, where)
         if origin is tuple and isinstance(data, list):
-            return self._tuple(args, data, where)
+            if args[-1] is Ellipsis:
+                return tuple(self.value(args[0], item, where) for item in data)
+            if len(args) != len(data):
+                raise self.error(f"{where} has {len(data)} items, not {len(args)}; {self.cure}")
+            return tuple(self.value(kind, item, where) for kind, item in zip(args, data, strict=True))
         if origin in (dict, Mapping) and isinstance(data, dict):
             return {key: self.value(args[1], item, f"{where}.{key}") for key, item in data.items()}
         if origin is typing.Literal and isinstance(data, str) and data in args:
@@ -59,70 +67,54 @@ class Strict:
         if dataclasses.is_dataclass(hint):
             return self.read(cast(type, hint), data, where)
         if hint is float and type(data) in (int, float):
-            return _float(data)
+            try:
+                return float(data)
+            except OverflowError:  # a whole number of hundreds of digits
+                return float("inf")
         if hint is Any or (isinstance(hint, type) and type(data) is hint):
             return data
-        raise self.error(f"{where} is {str(data)[:60]!r}, not {getattr(hint, '__name__', hint)}; {self.cure}")
-
-    def _one_of(self, kinds: tuple[Any, ...], data: Any, where: str) -> Any:
-        if data is None and type(None) in kinds:
-            return None
-        fits = [kind for kind in kinds if kind is not type(None) and _may_be(kind, data)]
-        if not fits:
-            names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-            raise self.error(f"{where} is {str(data)[:60]!r}, not {names}; {self.cure}")
-        return self.value(fits[0], data, where)
-
-    def _tuple(self, kinds: tuple[Any, ...], data: list[Any], where: str) -> tuple[Any, ...]:
-        if kinds[-1] is Ellipsis:
-            return tuple(self.value(kinds[0], item, where) for item in data)
-        if len(kinds) != len(data):
-            raise self.error(f"{where} has {len(data)} items, not {len(kinds)}; {self.cure}")
-        return tuple(self.value(kind, item, where) for kind, item in zip(kinds, data, strict=True))
+        kinds = args if origin is types.UnionType else (hint,)
+        names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        raise self.error(f"{where} is {str(data)[:60]!r}, not {names}; {self.cure}")
 
 
-def plain(value: Any) -> Any:
-    """A dataclass as JSON holds it: objects, lists and scalars."""
+def json_value(value: Any) -> Any:
+    """A dataclass as JSON's objects, lists and scalars, without the optional fields that have their default."""
     if dataclasses.is_dataclass(value):
         values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        unused = {name for name, default in _later(type(value)).items() if values[name] == default}
-        return {name: plain(item) for name, item in values.items() if name not in unused}
+        unused = {name for name, default in _optional(type(value)).items() if values[name] == default}
+        return {name: json_value(item) for name, item in values.items() if name not in unused}
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+        return {key: json_value(item) for key, item in value.items()}
+    return [json_value(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def later(default: Any) -> Any:
-    """A field that came after its file's format: where it has its default it is not written, and may be absent.
+def optional(default: Any) -> Any:
+    """Declare a field that may be absent from a file, and is not written when it has its default.
 
-    A reader that does not know it refuses files that use it, and reads all others.
+    Fields that were added to a format later are optional: a reader that does not know them reads all files that do not
+    use them, and refuses the others.
     """
-    return dataclasses.field(default=default, metadata={_LATER: True})
+    return dataclasses.field(default=default, metadata={_OPTIONAL: True})
 
 
 _hints: Callable[[Any], Mapping[str, Any]] = cache(typing.get_type_hints)
 
 
-def _later(kind: Any) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(kind) if _LATER in field.metadata}
+def _optional(kind: Any) -> dict[str, Any]:
+    """The optional fields of a dataclass with their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(kind) if _OPTIONAL in field.metadata}
 
 
 def write_json(value: Any) -> str:
     """A dataclass as the text of a JSON file, one value a line."""
-    return json.dumps(plain(value), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(json_value(value), indent=1, ensure_ascii=False) + "\n"
 
 
-def _may_be(kind: Any, data: Any) -> bool:
-    """Whether JSON's `data` has the outer form of `kind`."""
+def _has_form(kind: Any, data: Any) -> bool:
+    """Return True if JSON's `data` has the outer form of `kind`."""
     if dataclasses.is_dataclass(kind) or typing.get_origin(kind) in (dict, Mapping):
         return isinstance(data, dict)
     if typing.get_origin(kind) is tuple:
         return isinstance(data, list)
     return type(data) is kind or (kind is float and type(data) is int)
-
-
-def _float(number: float) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # a whole number of hundreds of digits
-        return float("inf")

@@ -1,6 +1,10 @@
-"""Quantities as a person reads them."""
+"""Quantities as a person reads them, and reports of progress."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]  # gets the name of the step, the units done, and the units in all
 
 
 def size(count: float) -> str:

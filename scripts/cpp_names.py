@@ -10,7 +10,7 @@ from pathlib import Path
 from vtx.runtime import checks
 from vtx.runtime.backends import memory
 from vtx.runtime.backends.openvino import backend as openvino
-from vtx.runtime.backends.openvino import cache, integers, paged, rows
+from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import library
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings, text_tower
@@ -50,7 +50,7 @@ def header() -> str:
     }
     words |= {f"FORM_{name}": getattr(text_settings, name) for name in ("START", "REPLY", "END")}
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
-    words |= {"PAGED_ROWS": rows.ROWS, "ORT_SILENCE": library.SILENCE}
+    words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),

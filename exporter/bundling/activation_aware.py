@@ -23,7 +23,7 @@ from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16, write_safetensors
 from vtx.runtime.bundle.spec.stored import scheme
 from vtx.runtime.errors import CheckpointError, ExportError
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.strict import Strict, json_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class Factors:
 
     def write(self, path: Path) -> None:
         tensors = {name: np.ascontiguousarray(factors) for name, factors in self.by_source.items()}
-        write_safetensors(path, tensors, {"record": json.dumps(plain(self.record))})
+        write_safetensors(path, tensors, {"record": json.dumps(json_value(self.record))})
 
     @classmethod
     def read(cls, path: Path) -> Factors:

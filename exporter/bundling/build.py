@@ -55,7 +55,7 @@ from vtx.runtime.bundle.tensors.newline import NEWLINE_TENSOR
 from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 from vtx.runtime.vision.fit import trained_fit
 from vtx.runtime.vision.layout_spec import spec_of
 from vtx.tools.common.files import sync_file
@@ -298,7 +298,7 @@ def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, An
         },
         **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
-        **({"calibration": plain(plan.options.calibration)} if plan.options.calibration else {}),
-        **({"activation_aware": plain(factors.record)} if factors else {}),
+        **({"calibration": json_value(plan.options.calibration)} if plan.options.calibration else {}),
+        **({"activation_aware": json_value(factors.record)} if factors else {}),
         "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from vtx.exporter.reference.attention import AttentionShares
 from vtx.runtime.errors import RequestError
-from vtx.runtime.strict import Strict, later, plain
+from vtx.runtime.strict import Strict, json_value, optional
 
 DAMAGED = "samples.jsonl is damaged, remove it"
 
@@ -26,7 +26,7 @@ class ItemResult:
     top1: tuple[bool, ...]
     agree: tuple[bool, ...] | None
     right: tuple[bool, ...] | None
-    attention: AttentionShares | None = later(None)
+    attention: AttentionShares | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Measurement:
 
 def written(result: ItemResult) -> dict[str, Any]:
     """As its line holds it."""
-    values: dict[str, Any] = plain(result)
+    values: dict[str, Any] = json_value(result)
     return values
 
 

@@ -15,7 +15,7 @@ from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.exporter.reference.attention import KINDS, Shares
 from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import RequestError
-from vtx.runtime.strict import Strict, later, plain
+from vtx.runtime.strict import Strict, json_value, optional
 from vtx.tools.common.files import write_json
 from vtx.tools.data.choice import RecordedChoice, changed_answers
 from vtx.tools.data.intervals import CONFIDENCE, ShareInterval, mean_intervals, share_interval
@@ -71,12 +71,12 @@ class CalibrationReport:
     min_kept: float
     choices: tuple[Choice, ...]
     curve: tuple[Point, ...]
-    attention: MeanAttention | None = later(None)
+    attention: MeanAttention | None = optional(None)
     samples: tuple[ItemResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """As report.json holds it; attention only where it was measured."""
-        return {"format": FORMAT, **plain(self)}
+        return {"format": FORMAT, **json_value(self)}
 
     @property
     def warning(self) -> str | None:

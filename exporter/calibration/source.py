@@ -23,7 +23,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt.text import Text
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 
 Report = Callable[[str, int, int], None]
 
@@ -77,7 +77,7 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
         if file.startswith("weights/"):
             stored = bundle.header(file).tensors
             tensors |= {canonical_name(name): info for name, info in stored.items()}
-    checkpoint, model = Checkpoint(bundle.folder, plain(manifest.model), tensors, None), config_of(manifest)
+    checkpoint, model = Checkpoint(bundle.folder, json_value(manifest.model), tensors, None), config_of(manifest)
     for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)):
         checkpoint.require(name, shape)
     recorded = manifest.record.get("source")

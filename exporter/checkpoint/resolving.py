@@ -21,7 +21,7 @@ from vtx.runtime.prompt.messages import PICTURES, Part
 from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import encode, parse_tokenizer, rust_errors
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 
 MAX_ADDED_IDS = 16  # that a tokenizer adds around a prompt
 _QUESTION = "What is this? {} 123 {}"
@@ -71,7 +71,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
     settings = with_forms(settings, request["template"])
     _try(Text(tokenizer, request["template"], settings))
-    return {"tokenizer": tokenizer.to_str(), "settings": plain(settings)}
+    return {"tokenizer": tokenizer.to_str(), "settings": json_value(settings)}
 
 
 def resolve_plain(request: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vtx.exporter.gates.fit import GateWeights, gate_odds
 from vtx.exporter.gates.measure import UNKNOWN
 from vtx.exporter.gates.workdir import WorkDirectory
-from vtx.runtime.strict import later, plain
+from vtx.runtime.strict import json_value, optional
 from vtx.tools.data.intervals import mean_intervals, share_interval
 from vtx.tools.estimate.flops import total_flops, withdrawal_schedule
 from vtx.tools.estimate.sizes import ModelSize
@@ -139,11 +139,11 @@ class GatesReport:
     training: Training
     skipped: tuple[str, ...]
     judgement: Judgement
-    plot: str | None = later(None)
+    plot: str | None = optional(None)
 
     def to_dict(self) -> dict[str, Any]:
         """As its file holds it."""
-        values: dict[str, Any] = plain(self)
+        values: dict[str, Any] = json_value(self)
         judgement: dict[str, Any] = values.pop("judgement")
         return values | judgement
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from vtx.runtime.bundle.spec.manifest import FileRecord
 from vtx.runtime.errors import RequestError, VtxError
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.strict import Strict, json_value
 from vtx.tools.common.journal import MAX_JOURNAL, as_line, read_lines
 
 JOURNAL = ".journal"
@@ -150,4 +150,4 @@ def _entries(path: Path) -> Iterator[Any]:
 
 def _append(path: Path, entry: Any) -> None:
     with path.open("ab") as file:
-        file.write(as_line(plain(entry)))
+        file.write(as_line(json_value(entry)))

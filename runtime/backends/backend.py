@@ -23,19 +23,19 @@ class StageCache(Protocol):
 
     length: int
     capacity: int
-    spares_rows: bool  # whether hidden states that `append` is not asked for cost less
+    selects_outputs: bool  # True if hidden states that `append` need not return cost less
 
     def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         """Run tokens [n] at their positions; their K/V fill the next n slots. Returns their hidden states [n, hidden].
 
-        Of the tokens' further inputs the stage reads those that the manifest lists for it.
-        `rows` [m], rising: return these rows' alone, [m, hidden], and not with `query`. Of the others the stage's last
-        layer needs K and V only, and an engine may leave out the rest of it.
-        Positions are [n], or [n, 3] where the manifest's rotary embedding has sections: time, row and column.
-        `query`: keep the queries of the stage's last layer for `attention`; only where the manifest says that the
-        stage gives them.
+        The stage reads the token inputs that the manifest lists for it.
+        `outputs` [m], rising: return the hidden states of these tokens only, [m, hidden]; not with `query`. The last
+        layer of the stage needs only K and V of the other tokens, so an engine may skip the rest of it for them.
+        Positions are [n], or [n, 3] if the manifest's rotary embedding has sections: time, row and column.
+        `query`: keep the queries of the stage's last layer for `attention`; only for a stage that has them by the
+        manifest.
         """
         ...
 

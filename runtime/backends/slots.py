@@ -13,19 +13,22 @@ class SlotCounter(ABC):
     Slots are forgotten by being counted no longer.
     """
 
-    spares_rows = False
+    selects_outputs = False
 
     def __init__(self, capacity: int) -> None:
         self.length, self.capacity = 0, capacity
 
     def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
-        """As `StageCache` says."""
+        """See `StageCache`."""
         count = len(tokens)
         if self.length + count > self.capacity:
             raise AssertionError(f"{self.length} + {count} tokens in a cache of {self.capacity} slots")
-        out = self._run(tokens, positions, query=query) if rows is None else self._run_for(rows, tokens, positions)
+        if outputs is None:
+            out = self._run(tokens, positions, query=query)
+        else:
+            out = self._run_for(outputs, tokens, positions)
         self.length += count
         return out
 
@@ -38,6 +41,6 @@ class SlotCounter(ABC):
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         """Run the stage; K/V go into the slots from `length` on, which are counted afterwards."""
 
-    def _run_for(self, rows: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
-        """`_run`, and of the hidden states those of `rows`; an engine that need not compute the others has its own."""
-        return self._run(tokens, positions, query=False)[rows]
+    def _run_for(self, outputs: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
+        """`_run`, for the hidden states of `outputs`. Overridden for engines that need not compute the others."""
+        return self._run(tokens, positions, query=False)[outputs]

@@ -65,7 +65,7 @@ class Bundle:
         return _folder(self.folder)
 
     def path(self, name: str) -> Path:
-        """Where a file lies, for messages and for writing; `read`, `header` and `lent` are for reading."""
+        """Where a file lies, for messages and for writing; `read`, `header` and `graph_path` are for reading."""
         return self.folder / name
 
     def read(self, name: str, limit: int) -> bytes:
@@ -92,7 +92,7 @@ class Bundle:
             return header_of(file, self.folder / name, error=BundleError)
 
     @contextmanager
-    def lent(self, name: str) -> Iterator[Path]:
+    def graph_path(self, name: str) -> Iterator[Path]:
         """The path of a graph for a library that opens it, and the weights it names, by itself.
 
         Before and after, all files must be the ones that were checked: the same inodes, sizes and times of change. Who
@@ -102,9 +102,9 @@ class Bundle:
             BundleError: a file is missing, or was replaced or written to since it was checked.
 
         """
-        self._still(name)
+        self._check_unchanged(name)
         yield self.folder / name
-        self._still(name)
+        self._check_unchanged(name)
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[tuple[str, str | None]]:
         """Hash every file: (name, None) where it is as exported, else (name, what is wrong)."""
@@ -133,7 +133,7 @@ class Bundle:
                 raise BundleError(_altered(name))
             self._checked[name] = Identity.of(os.fstat(file.fileno()))
 
-    def _still(self, graph: str) -> None:
+    def _check_unchanged(self, graph: str) -> None:
         for name in self.manifest.files:
             if name != graph and name.endswith(".onnx"):
                 continue

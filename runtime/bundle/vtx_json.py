@@ -7,14 +7,14 @@ from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.spec import interface
 from vtx.runtime.bundle.spec.manifest import FORMAT, Manifest
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import Strict, plain, write_json
+from vtx.runtime.strict import Strict, json_value, write_json
 
 INTERFACE = "interface"
 
 
 def write_manifest(manifest: Manifest) -> str:
     """The text of `vtx.json`."""
-    return write_json({**plain(manifest), INTERFACE: interface.declare(manifest)})
+    return write_json({**json_value(manifest), INTERFACE: interface.declare(manifest)})
 
 
 def parse_manifest(text: str | bytes, folder: str | None = None) -> Manifest:

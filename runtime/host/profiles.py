@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Literal
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.strict import Strict, later
+from vtx.runtime.strict import Strict, optional
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,16 +62,16 @@ class Profile:
     kind: Kind
     unified: bool
     power_mode: str
-    compute_capability: str | None = later(None)
+    compute_capability: str | None = optional(None)
     memory_gib: Figure
     system_gib: Figure
     bandwidth: Figure
     fp32: Figure
-    fp16: Figure | None = later(None)
-    int8: Figure | None = later(None)
-    int4: Figure | None = later(None)
-    jetpack: tuple[JetPack, ...] = later(())
-    modules: tuple[str, ...] = later(())
+    fp16: Figure | None = optional(None)
+    int8: Figure | None = optional(None)
+    int4: Figure | None = optional(None)
+    jetpack: tuple[JetPack, ...] = optional(())
+    modules: tuple[str, ...] = optional(())
 
     def __post_init__(self) -> None:
         if self.system_gib.value >= self.memory_gib.value:

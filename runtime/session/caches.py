@@ -143,7 +143,7 @@ class PrefixCaches:
         prefix, cache = self.prefix, self.full[number]
         if prefix.depth > number:
             return suffix.hidden[:0]
-        leaves = cache.spares_rows and self._spares and number + 1 == self._exit and number + 1 not in self._holding
+        leaves = cache.selects_outputs and self._spares and number + 1 == self._exit and number + 1 not in self._holding
         rows = np.flatnonzero(~prefix.is_vision) if leaves else None
         hidden, behind = _run_both(cache, prefix.tokens(prefix.boundaries[-1]), prefix.positions, slots, suffix, rows)
         self.prefix = prefix.deeper(hidden, hold=number in self._holding)
@@ -238,5 +238,5 @@ def _run_both(
     own = len(prefix) if rows is None else len(rows)
     if rows is not None:
         rows = np.concatenate([rows, len(prefix) + np.arange(len(suffix))])
-    hidden = cache.append(prefix.then(suffix), np.concatenate([positions, following]), rows=rows)
+    hidden = cache.append(prefix.then(suffix), np.concatenate([positions, following]), outputs=rows)
     return hidden[:own].copy(), hidden[own:]

@@ -9,7 +9,7 @@ from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.modules import modules_of
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision.layout import Layout, Resolving, registered
 from vtx.runtime.vision.layouts.frames import Frames
 
@@ -68,7 +68,7 @@ def read_frames(spec: LayoutSpec) -> Frames:
 def spec_of(layout: Layout | Frames) -> LayoutSpec:
     """A layout as a bundle declares it."""
     if isinstance(layout, Frames):
-        return LayoutSpec(FRAMES, layout.max_tokens, plain(layout))
+        return LayoutSpec(FRAMES, layout.max_tokens, json_value(layout))
     name = next(name for name, kind in layouts().items() if type(layout) is kind)
     least = layout.min_tokens if isinstance(layout, Resolving) else None
-    return LayoutSpec(name, layout.max_tokens, plain(layout), least)
+    return LayoutSpec(name, layout.max_tokens, json_value(layout), least)

@@ -14,11 +14,11 @@ from tests.runtime.prompt.test_template import EXPRESSIONS
 from tests.support.text import make_settings, make_tokenizer
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.host.confined import ChildLimits, confine
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 
 BATCH = 20  # templates a child
 LIMITS = ChildLimits(memory=2 << 30, cpu_seconds=60)
-SETTINGS = plain(make_settings(make_tokenizer("first")))
+SETTINGS = json_value(make_settings(make_tokenizer("first")))
 SOURCES = sorted([*REGULAR.values(), *(template for template, _ in IRREGULAR.values())])
 SNIPPETS = (
     *(

@@ -82,7 +82,7 @@ def _first(session: Any, inputs: Tensors) -> NDArray[np.float32]:
 class _Cache:
     """What the caches have in common: a run takes `_kv`, the pasts by name, and leaves the presents there."""
 
-    spares_rows = False
+    selects_outputs = False
 
     def __init__(self, backend: DialectBackend, spec: StageSpec, session: Any, capacity: int) -> None:
         self._backend, self._session, self.capacity = backend, session, capacity
@@ -105,7 +105,7 @@ class _Cache:
         raise NotImplementedError
 
     def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         hidden = tokens.hidden
         assert self.length + len(hidden) <= self.capacity
@@ -124,7 +124,7 @@ class _Cache:
             self._query = found[names.QUERY]
         self.length += len(hidden)
         out: HiddenStates = found[names.HIDDEN_OUT]
-        return out if rows is None else out[rows]
+        return out if outputs is None else out[outputs]
 
     def attention(self, *, last_only: bool = False) -> Scores:
         query = self._query[-1:] if last_only else self._query

@@ -57,15 +57,15 @@ class FusedCache:
         return self._cache.capacity
 
     @property
-    def spares_rows(self) -> bool:
-        return self._cache.spares_rows
+    def selects_outputs(self) -> bool:
+        return self._cache.selects_outputs
 
     def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         before = self._cache.length
         found: HiddenStates = self._backend.fuse.run(
-            lambda: self._cache.append(tokens, positions, query=query, rows=rows),
+            lambda: self._cache.append(tokens, positions, query=query, outputs=outputs),
             lambda: self._cache.keep(before),
         )
         return found

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 from vtx.tools.bench.ladder import Best, Ladder, find_best, verdict
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
@@ -114,7 +114,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """As its file holds it."""
-        return {"format": FORMAT, **plain(self)}
+        return {"format": FORMAT, **json_value(self)}
 
 
 def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequence[float] = ()) -> Comparison:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 from vtx.tools.bench.ceilings.ceilings import MeasuredCeilings
 from vtx.tools.bench.machine import Machine
 from vtx.tools.bench.measure import Bench, BenchResult, K, Turn
@@ -87,7 +87,7 @@ class BenchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As its file holds it."""
-        return {"format": FORMAT, **plain(self)}
+        return {"format": FORMAT, **json_value(self)}
 
 
 def make_report(bench: Bench, result: BenchResult) -> BenchReport:

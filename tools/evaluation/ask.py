@@ -15,7 +15,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision.video import video
 from vtx.tools.bench.methods import NONE, Method
 from vtx.tools.bench.stopwatch import split, timed
@@ -93,7 +93,7 @@ def ask_all(
                 skipped.append(f"{data.questions[n].text[:40]!r}: {e}")
                 check_skipped(data.source, len(keys), skipped)
                 continue
-            held.add({missing[method]: plain(reply) for method, reply in answers.items()})
+            held.add({missing[method]: json_value(reply) for method, reply in answers.items()})
             if turn == 0:
                 predict((time.monotonic() - start) * len(left))
         report("questions", len(keys), len(keys))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.methods import Method
@@ -109,7 +109,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """As its file holds it."""
-        return {"format": FORMAT, **plain(self)}
+        return {"format": FORMAT, **json_value(self)}
 
 
 def make_report(

@@ -23,8 +23,7 @@ from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, Openv
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, Ports, StageGraph
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, letting_go
-from vtx.runtime.backends.openvino.paged import page_caches
-from vtx.runtime.backends.openvino.rows import choose_rows
+from vtx.runtime.backends.openvino.paged import page_caches, select_outputs
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
@@ -139,7 +138,7 @@ class OpenvinoBackend:
         return {"KV_CACHE_PRECISION": self._kv, **by_row}
 
     def _read(self, name: str, promised: contract.Contract) -> Any:
-        with self._bundle.lent(name) as path:
+        with self._bundle.graph_path(name) as path:
             try:
                 model = self._core.read_model(os.fspath(path))
             except RuntimeError as e:
@@ -192,7 +191,7 @@ class OpenvinoBackend:
     def _read_stage(self, spec: StageSpec, file: str) -> Any:
         model = self._read(file, contract.stage(self._manifest, spec, DIALECT))
         page_caches(model, spec.cached, self._manifest.model.heads)
-        choose_rows(model)
+        select_outputs(model)
         return model
 
     def _read_for_many(self, spec: StageSpec, file: str) -> tuple[Any, Sequence[NDArray[np.int8]]]:

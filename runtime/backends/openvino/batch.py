@@ -13,8 +13,7 @@ from vtx.runtime.backends.failures import run_failures
 from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.openvino.cache import KV_ARRAYS, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
-from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
-from vtx.runtime.backends.openvino.rows import ROWS
+from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -54,7 +53,7 @@ class OpenvinoStageBatch:
             BLOCKS: np.concatenate(blocks),
             BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
             FILLED: np.array(past.max() + 1, np.int32),
-            ROWS: np.arange(len(tokens), dtype=np.int32),
+            OUTPUTS: np.arange(len(tokens), dtype=np.int32),
         }
         with self._lock, run_failures(ENGINE, self._stage.name):
             for name, array in inputs.items():

@@ -15,8 +15,7 @@ from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.failures import run_failures
 from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request, run_row
-from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, PAST
-from vtx.runtime.backends.openvino.rows import ROWS
+from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST
 from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
@@ -78,7 +77,7 @@ class OpenvinoStageCache(SlotCounter):
     given that has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
     """
 
-    spares_rows = True
+    selects_outputs = True
 
     def __init__(
         self,
@@ -118,19 +117,19 @@ class OpenvinoStageCache(SlotCounter):
         self._bound: Any = None
 
     def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
-        """As `StageCache` says; many tokens in runs of nearly the same size, which gives the same hidden states."""
+        """See `StageCache`. Many tokens go in runs of nearly the same size, which gives the same hidden states."""
         runs = 1 if query or not self._context.most_rows else -(-len(tokens) // self._context.most_rows)
         if runs < 2:
-            return super().append(tokens, positions, query=query, rows=rows)
-        found, first = [], 0
+            return super().append(tokens, positions, query=query, outputs=outputs)
+        hidden, first = [], 0
         for at in np.array_split(positions, runs):
             end = first + len(at)
-            mine = None if rows is None else rows[(first <= rows) & (rows < end)] - first
-            found.append(super().append(tokens.part(first, end), at, rows=mine))
+            part = None if outputs is None else outputs[(first <= outputs) & (outputs < end)] - first
+            hidden.append(super().append(tokens.part(first, end), at, outputs=part))
             first = end
-        return np.concatenate(found)
+        return np.concatenate(hidden)
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         out = self._compute(tokens, positions, np.arange(len(tokens), dtype=np.int32))
@@ -138,12 +137,12 @@ class OpenvinoStageCache(SlotCounter):
             self._query = self._ran.get_tensor(names.QUERY).data.copy()
         return out
 
-    def _run_for(self, rows: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
-        one = rows if len(rows) else np.zeros(1, np.int64)  # where none is asked for: engines differ in empty products
-        return self._compute(tokens, positions, one.astype(np.int32))[: len(rows)]
+    def _run_for(self, outputs: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
+        computed = outputs if len(outputs) else np.zeros(1, np.int64)  # engines differ in empty products
+        return self._compute(tokens, positions, computed.astype(np.int32))[: len(outputs)]
 
-    def _compute(self, tokens: TokenStates, positions: Ids, rows: NDArray[np.int32]) -> HiddenStates:
-        """Run the stage; the hidden states of `rows`, at least one."""
+    def _compute(self, tokens: TokenStates, positions: Ids, outputs: NDArray[np.int32]) -> HiddenStates:
+        """Run the stage; the hidden states of the tokens `outputs`, at least one."""
         self._stage.check_open()
         count, rope = len(tokens), self._context.rope
         if positions.ndim > 1:
@@ -156,8 +155,8 @@ class OpenvinoStageCache(SlotCounter):
                 row[:] = tokens.inputs[name]
             tensors, out = self._row_tensors, self._row_out
         else:
-            out = np.empty((len(rows), tokens.hidden.shape[1]), np.float32)
-            tensors = self._tensors(tokens, positions[None].copy(), rows, out)
+            out = np.empty((len(outputs), tokens.hidden.shape[1]), np.float32)
+            tensors = self._tensors(tokens, positions[None].copy(), outputs, out)
         with run_failures(ENGINE, self._stage.name), self._rotating_by(rope):
             self._bind(tensors)
             self._place(count)
@@ -225,10 +224,11 @@ class OpenvinoStageCache(SlotCounter):
             self._for_many.set_tensor(name, tensor)
 
     def _tensors(
-        self, tokens: TokenStates, positions: NDArray[np.int64], rows: NDArray[np.int32], out: HiddenStates
+        self, tokens: TokenStates, positions: NDArray[np.int64], outputs: NDArray[np.int32], out: HiddenStates
     ) -> tuple[tuple[str, Any], ...]:
         """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""
-        arrays = [(names.HIDDEN, tokens.hidden), (names.POSITIONS, positions), (ROWS, rows), (names.HIDDEN_OUT, out)]
+        arrays: list[tuple[str, NDArray[Any]]] = [(names.HIDDEN, tokens.hidden), (names.POSITIONS, positions)]
+        arrays += [(OUTPUTS, outputs), (names.HIDDEN_OUT, out)]
         arrays += [(names.token_input(name), tokens.inputs[name]) for name in self._reads]
         return tuple((name, self._context.shared(np.ascontiguousarray(array))) for name, array in arrays)
 

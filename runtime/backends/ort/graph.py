@@ -38,7 +38,7 @@ class OrtLoader:
             BundleError: onnxruntime does not load it, or it is not the graph that the manifest promises.
 
         """
-        with self.bundle.lent(name) as path:
+        with self.bundle.graph_path(name) as path:
             try:
                 with returning_memory(at_once=not self.roomy):
                     session = self.ort.InferenceSession(os.fspath(path), self.options, providers=list(self.providers))

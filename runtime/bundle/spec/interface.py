@@ -10,7 +10,7 @@ from typing import Any
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 
 # How K and V of a stage are kept: one buffer that a graph reads and writes, or an output that is the next input.
 CACHES = {"ort": "in place", "trt": "in place", "plain": "grows"}
@@ -54,7 +54,7 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
     if m.token_inputs:
         reading = graphs.stage(m, dialect, query=False, reads=[each.name for each in m.token_inputs]).inputs
         entries["token_inputs"] = {name: tensor for name, tensor in reading.items() if name not in stage.inputs}
-    declared: dict[str, Any] = plain(entries)
+    declared: dict[str, Any] = json_value(entries)
     return declared
 
 

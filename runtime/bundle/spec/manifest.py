@@ -14,7 +14,7 @@ from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
-from vtx.runtime.strict import later
+from vtx.runtime.strict import optional
 
 FORMAT = 4
 MAX_BYTES = 4 << 20
@@ -35,7 +35,7 @@ class LayoutSpec:
     name: str
     max_tokens: int
     parameters: dict[str, Any]
-    min_tokens: int | None = later(None)
+    min_tokens: int | None = optional(None)
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 1 << 31:
@@ -79,8 +79,8 @@ class StageSpec:
     first: int
     last: int
     query: bool = False
-    inputs: tuple[str, ...] = later(())
-    caches: tuple[str, ...] = later(())
+    inputs: tuple[str, ...] = optional(())
+    caches: tuple[str, ...] = optional(())
 
     @property
     def layers(self) -> int:
@@ -131,7 +131,7 @@ class Graphs:
     vision_attention: bool = False
     vision_last_attention: bool = False
     text_tower: str | None = None
-    video: str | None = later(None)
+    video: str | None = optional(None)
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -187,8 +187,8 @@ class Manifest:
     text: TextSettings
     files: dict[str, FileRecord]
     record: dict[str, Any]
-    video: VideoSpec | None = later(None)
-    token_inputs: tuple[TokenInput, ...] = later(())
+    video: VideoSpec | None = optional(None)
+    token_inputs: tuple[TokenInput, ...] = optional(())
 
     def __post_init__(self) -> None:
         parts = self.precision, self.vision_precision, self.head_precision

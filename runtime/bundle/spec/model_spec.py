@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import later
+from vtx.runtime.strict import optional
 
 MAX_LAYERS = 512
 MAX_SIZE = (1 << 31) - 1
@@ -26,8 +26,8 @@ class RopeSpec:
     kind: str
     theta: float
     frequencies: tuple[float, ...]
-    sections: tuple[int, ...] = later(())
-    scale: float = later(1.0)
+    sections: tuple[int, ...] = optional(())
+    scale: float = optional(1.0)
 
     def __post_init__(self) -> None:
         _check_sizes("model.rope", self)
@@ -66,13 +66,13 @@ class TowerSpec:
     select: str
     activation: str
     eps: float
-    qkv_bias: bool = later(True)
-    layer_scale: bool = later(False)
-    shuffle: int = later(1)
-    flags: tuple[str, ...] = later(())
-    position_grid: int | None = later(None)
-    window: int | None = later(None)
-    full_blocks: tuple[int, ...] = later(())
+    qkv_bias: bool = optional(True)
+    layer_scale: bool = optional(False)
+    shuffle: int = optional(1)
+    flags: tuple[str, ...] = optional(())
+    position_grid: int | None = optional(None)
+    window: int | None = optional(None)
+    full_blocks: tuple[int, ...] = optional(())
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
@@ -123,8 +123,8 @@ class ProjectorSpec:
     intermediate: int
     activation: str
     bias: bool
-    norm_eps: float | None = later(None)
-    layers: int = later(2)
+    norm_eps: float | None = optional(None)
+    layers: int = optional(2)
 
     def __post_init__(self) -> None:
         _check_sizes("model.projector", self)
@@ -156,7 +156,7 @@ class ModelSpec:
     rope: RopeSpec
     tower: TowerSpec
     projector: ProjectorSpec
-    flags: tuple[str, ...] = later(())
+    flags: tuple[str, ...] = optional(())
 
     def __post_init__(self) -> None:
         _check_sizes("model", self)

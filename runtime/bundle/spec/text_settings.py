@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import later
+from vtx.runtime.strict import optional
 
 START, REPLY, END = "start", "reply", "end"
 ROLES = ("system", "user", "assistant")
@@ -99,10 +99,10 @@ class TextSettings:
     """The chat template as data; null where it is not regular enough."""
     no_forms: str | None
     """Why there are no forms."""
-    video_token: str | None = later(None)
+    video_token: str | None = optional(None)
     """What the template prints for a video, the image token where its frames are images; null where it takes none."""
-    video_token_id: int | None = later(None)
-    seg_token_id: int | None = later(None)
+    video_token_id: int | None = optional(None)
+    seg_token_id: int | None = optional(None)
     """The token that stands for a segment of the image; answers give out the state that chose it. Null: none does."""
 
     def __post_init__(self) -> None:

@@ -61,8 +61,8 @@ class PositionedCache:
         return self._cache.capacity
 
     @property
-    def spares_rows(self) -> bool:
-        return self._cache.spares_rows
+    def selects_outputs(self) -> bool:
+        return self._cache.selects_outputs
 
     @property
     def positions(self) -> Ids:
@@ -70,12 +70,12 @@ class PositionedCache:
         return self._positions[: self.length].copy()
 
     def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, rows: Ids | None = None
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         self._use(self)
         of_text = positions.ndim < self._positions.ndim  # whose parts are equal
         self._positions[self.length : self.length + len(tokens)] = positions[:, None] if of_text else positions
-        return self._cache.append(tokens, positions, query=query, rows=rows)
+        return self._cache.append(tokens, positions, query=query, outputs=outputs)
 
     def attention(self, *, last_only: bool = False) -> Scores:
         return self._cache.attention(last_only=last_only)

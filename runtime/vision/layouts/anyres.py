@@ -18,7 +18,7 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
-from vtx.runtime.strict import later
+from vtx.runtime.strict import optional
 from vtx.runtime.vision.bilinear import nearest, resized
 from vtx.runtime.vision.fit import among_several
 from vtx.runtime.vision.image import to_rgb
@@ -48,8 +48,8 @@ class Anyres:
     grid: int
     resolutions: tuple[tuple[int, int], ...]
     rounded: bool
-    shrink: int = later(0)
-    padded: bool = later(False)
+    shrink: int = optional(0)
+    padded: bool = optional(False)
 
     def __post_init__(self) -> None:
         sound = self.tile >= 1 and self.grid >= 1 and len(self.resolutions) <= MAX_RESOLUTIONS

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import later
+from vtx.runtime.strict import optional
 from vtx.runtime.vision.bilinear import nearest, resized
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, MarkedImage, joined
@@ -30,10 +30,10 @@ class Frames:
 
     frames: int
     tokens: int
-    halved: bool = later(False)
-    newline: bool = later(False)
-    between: str = later("")
-    padded: bool = later(False)
+    halved: bool = optional(False)
+    newline: bool = optional(False)
+    between: str = optional("")
+    padded: bool = optional(False)
 
     def __post_init__(self) -> None:
         sound = 1 <= self.frames <= MAX_SAMPLED_FRAMES and 1 <= self.tokens <= MAX_FRAME_TOKENS

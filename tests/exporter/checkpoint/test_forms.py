@@ -22,7 +22,7 @@ from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.text import Text
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.strict import Strict, json_value
 
 DEMO = Path(__file__).parents[3] / "exporter" / "demo_model" / "chat_template.jinja"
 LLAMA2 = (
@@ -196,7 +196,7 @@ def test_what_the_forms_do_not_cover_goes_to_the_template() -> None:
 
 def test_forms_survive_the_manifest() -> None:
     for made in FORMS.values():
-        assert Strict().read(TextSettings, plain(made), "text") == made
+        assert Strict().read(TextSettings, json_value(made), "text") == made
 
 
 def test_with_forms_jinja2_is_not_imported() -> None:
@@ -212,7 +212,7 @@ text.prompt([{"role": "user", "content": [{"type": "image"}, {"type": "text", "t
 print("jinja2" in sys.modules)
 """
     for made, expected in ((FORMS["vicuna"], "False"), (without_forms(FORMS["vicuna"]), "True")):
-        values: list[Any] = [make_tokenizer("first").to_str(), VICUNA, plain(made)]
+        values: list[Any] = [make_tokenizer("first").to_str(), VICUNA, json_value(made)]
         child = subprocess.run(
             [sys.executable, "-c", code], input=json.dumps(values), capture_output=True, text=True, check=True
         )

@@ -8,7 +8,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from vtx.exporter.checkpoint.processor import image_settings, read_image_settings
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 
 CLASSES = {
     "CLIPImageProcessor": CLIPImageProcessorPil,
@@ -66,7 +66,7 @@ def test_old_and_new_forms_mean_what_they_mean_to_hf(kind, options):
 
 def test_an_old_configuration_is_read():
     settings = image_settings(OLD)
-    assert plain(settings) == {
+    assert json_value(settings) == {
         "pad": None,
         "resize": 336,
         "resample": "bicubic",

@@ -16,7 +16,7 @@ from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import config_of, model_spec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision.layout_spec import spec_of
 
 VARIANTS = (
@@ -45,8 +45,8 @@ def declared(config: ModelConfig, spec: ModelSpec) -> Any:
 @pytest.mark.parametrize("tiny", VARIANTS, ids=lambda tiny: str(tiny.family))
 def test_a_configuration_comes_back_from_the_manifest_as_it_was(tiny: Tiny, tmp_path: Path) -> None:
     config = configured(tmp_path, tiny)
-    spec = Strict().read(ModelSpec, json.loads(json.dumps(plain(model_spec(config, "it")))), "model")
-    assert "flags" not in plain(spec)
+    spec = Strict().read(ModelSpec, json.loads(json.dumps(json_value(model_spec(config, "it")))), "model")
+    assert "flags" not in json_value(spec)
     assert config_of(declared(config, spec)) == config
 
 

@@ -313,7 +313,7 @@ def test_rows_that_nobody_asks_for_fill_their_slots_alone(model: Model, monkeypa
         monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {("fp32", "f32"): most})
         with load(model.bundle.folder, device="openvino", threads=THREADS) as other:
             cache = other.backend.stage(1, 100)
-            found = cache.append(TokenStates(hidden), np.arange(90), rows=asked)
+            found = cache.append(TokenStates(hidden), np.arange(90), outputs=asked)
             assert found.shape == (5, 64)
             np.testing.assert_allclose(found, whole[asked], atol=SAME, rtol=0)
             assert np.array_equal(cache.read(np.arange(90)), usual.read(np.arange(90)))
@@ -321,7 +321,7 @@ def test_rows_that_nobody_asks_for_fill_their_slots_alone(model: Model, monkeypa
                 cache.append(TokenStates(hidden[:1]), np.arange(90, 91)), follows, atol=SAME, rtol=0
             )
             cache.keep(0)
-            assert cache.append(TokenStates(hidden), np.arange(90), rows=np.zeros(0, np.int64)).shape == (0, 64)
+            assert cache.append(TokenStates(hidden), np.arange(90), outputs=np.zeros(0, np.int64)).shape == (0, 64)
 
 
 def test_the_image_s_hidden_states_end_before_its_k_until_another_one_reads_them(

@@ -129,7 +129,7 @@ def test_weights_swapped_after_the_check_are_not_read(folder: Path) -> None:
     opened = Bundle.open(folder)
     name = next(name for name in opened.manifest.files if name.startswith("weights/"))
     turn_into(folder / name, "link", folder.parent / "outside" / Path(name).name)
-    with pytest.raises(BundleError, match=name), opened.lent("embed.ort.onnx"):
+    with pytest.raises(BundleError, match=name), opened.graph_path("embed.ort.onnx"):
         pass
 
 
@@ -146,7 +146,7 @@ def test_a_file_that_changes_while_a_library_reads_it_is_told(folder: Path, grap
         else:
             bundles.flip(folder / name)
 
-    with pytest.raises(BundleError, match=f"{name} was replaced or written to"), opened.lent("embed.ort.onnx"):
+    with pytest.raises(BundleError, match=f"{name} was replaced or written to"), opened.graph_path("embed.ort.onnx"):
         change()
 
 

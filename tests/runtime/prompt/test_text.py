@@ -37,7 +37,7 @@ from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, RequestError, TemplateError
 from vtx.runtime.prompt.messages import MAX_TEXT, Message
 from vtx.runtime.prompt.text import Text
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.strict import Strict, json_value
 
 
 def reference_ids(kind: str, template: str, messages: list[Message]) -> list[int]:
@@ -289,7 +289,7 @@ def test_half_a_character_shows_only_at_the_end() -> None:
 
 def test_settings_survive_the_manifest() -> None:
     settings = make_settings(make_tokenizer("first"), end_ids=(2, 7))
-    assert Strict().read(TextSettings, json.loads(json.dumps(plain(settings))), "text") == settings
+    assert Strict().read(TextSettings, json.loads(json.dumps(json_value(settings))), "text") == settings
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_settings_survive_the_manifest() -> None:
     ],
 )
 def test_wrong_settings_are_refused(change: dict[str, Any]) -> None:
-    values = plain(make_settings(make_tokenizer("first")))
+    values = json_value(make_settings(make_tokenizer("first")))
     with pytest.raises(BundleError, match=r"export (the bundle )?again"):
         Strict().read(TextSettings, {**values, **change}, "text")
     with pytest.raises(BundleError, match="is missing"):

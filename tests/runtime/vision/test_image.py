@@ -25,7 +25,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from vtx.exporter.checkpoint.processor import image_settings
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
-from vtx.runtime.strict import Strict, plain
+from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision import image as module
 from vtx.runtime.vision.files import source as source_module
 from vtx.runtime.vision.image import image_size, load_image
@@ -398,7 +398,7 @@ SETTINGS = ImageSettings((122, 116, 104), 336, "bicubic", (336, 300), 1 / 255, (
 
 
 def test_settings_survive_json():
-    assert Strict().read(ImageSettings, json.loads(json.dumps(plain(SETTINGS))), "image") == SETTINGS
+    assert Strict().read(ImageSettings, json.loads(json.dumps(json_value(SETTINGS))), "image") == SETTINGS
     assert (SETTINGS.height, SETTINGS.width) == (336, 300)
 
 
@@ -430,13 +430,13 @@ def test_settings_survive_json():
     ],
 )
 def test_settings_refuse_nonsense_by_name(key, value):
-    values = {**plain(SETTINGS), "pad": None, key: value}
+    values = {**json_value(SETTINGS), "pad": None, key: value}
     with pytest.raises(BundleError, match=f"image(:| setting) {key if value is not None else 'crop'} "):
         Strict().read(ImageSettings, values, "image")
 
 
 def test_settings_refuse_unknown_and_missing_keys():
-    values = plain(SETTINGS)
+    values = json_value(SETTINGS)
     with pytest.raises(BundleError, match="flip"):
         Strict().read(ImageSettings, {**values, "flip": True}, "image")
     del values["std"]

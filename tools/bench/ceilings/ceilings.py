@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.spec.stored import BLOCK
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
-from vtx.runtime.strict import later
+from vtx.runtime.strict import optional
 from vtx.runtime.units import counted, size
 from vtx.tools.bench.ceilings.products import Kind, Product
 from vtx.tools.bench.series import Series, spread
@@ -53,7 +53,7 @@ class MeasuredCeilings:
 
     gemm: ProductRate
     read: ReadRate
-    vision_gemm: ProductRate | None = later(None)
+    vision_gemm: ProductRate | None = optional(None)
 
 
 class Ceilings:

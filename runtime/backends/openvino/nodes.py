@@ -1,0 +1,33 @@
+"""Small steps by which graphs are rewritten for OpenVINO. A value is an openvino.Output, one output of a node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def kind_of(value: Any) -> str:
+    """The type of the node that gives a value."""
+    kind: str = value.get_node().get_type_name()
+    return kind
+
+
+def readers_of(value: Any) -> list[Any]:
+    """The nodes that read a value."""
+    return [reader.get_node() for reader in value.get_target_inputs()]
+
+
+def replace(old: Any, new: Any) -> None:
+    """Make every reader of `old` read `new`."""
+    for reader in old.get_target_inputs():
+        reader.replace_source_output(new)
+
+
+def add_parameter(model: Any, name: str, sizes: list[int], kind: str) -> Any:
+    """Add an input to the model; its node."""
+    from openvino import PartialShape, Type
+    from openvino import opset13 as ops
+
+    parameter = ops.parameter(PartialShape(sizes), getattr(Type, kind), name=name)
+    parameter.output(0).tensor.set_names({name})
+    model.add_parameters([parameter])
+    return parameter
