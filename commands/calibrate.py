@@ -109,9 +109,9 @@ def _measure(
     source: OpenedModel, data: str, images: Path | None, samples: int, seed: int, options: CalibrationOptions,
     choosing: Choosing, folder: Path,
 ) -> CalibrationReport:  # fmt: skip
-    """Measure with a forecast before and a bar during, and write the report into `folder`."""
+    """Measure with a prediction of memory before and a bar during, and write the report into `folder`."""
     from vtx.exporter.calibration.calibrate import calibrate as measure
-    from vtx.exporter.calibration.calibrate import forecast
+    from vtx.exporter.calibration.calibrate import predict_memory
     from vtx.exporter.calibration.report import make_report, write_report
     from vtx.exporter.reference.prompts import prepare
     from vtx.runtime.units import size
@@ -122,24 +122,14 @@ def _measure(
     asked, skipped = prepare(source, questions, options.max_new_tokens)
     for line in skipped:
         note(f"skipped {line}")
-    need = forecast(source, asked, options)
-    note(
-        f"{source.name}: {len(asked)} items of {questions.source}; predicted, roughly: {_duration(need.seconds)} and "
-        f"{size(need.memory)} of memory"
-    )
+    memory = predict_memory(source, asked, options)
+    note(f"{source.name}: {len(asked)} items of {questions.source}; predicted, roughly: {size(memory)} of memory")
     with bar() as report:
         measured = measure(source, questions, options, folder, report)
     note(f"measured: {size(peak() or 0)} of memory")
     made = make_report(source, questions.source, measured, choosing)
     write_report(made, folder)
     return made
-
-
-def _duration(seconds: float) -> str:
-    for limit, unit_seconds, unit in ((120, 1, "s"), (7200, 60, "min")):
-        if seconds < limit:
-            return f"{seconds / unit_seconds:.0f} {unit}"
-    return f"{seconds / 3600:.1f} h"
 
 
 def _show_calibration(report: CalibrationReport) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import click
 from vtx.commands.shared.libraries import exporter
 from vtx.commands.shared.options import allow_pickle_option, precision_type, tower_option
 from vtx.runtime.bundle.spec.names import DIALECTS
-from vtx.runtime.terminal.console import command, end_on_sigterm, note, say_json
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.depth import Depth, DepthType, joined
 from vtx.runtime.terminal.last import home, remember, remembered
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vtx.exporter.bundling.export import Plan
     from vtx.exporter.bundling.options import ActivationAware
     from vtx.exporter.bundling.retain import Retain
-    from vtx.exporter.weights.journal import ExportJournal
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.tools.data.items import Data
@@ -244,37 +243,20 @@ def _note_predicted(plan: Plan) -> None:
 
 
 def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, force: bool) -> Path:
-    """Export with a forecast before, a bar during, and the measured figures after."""
+    """Export with predicted disk and memory before, bars during, and the measured figures after."""
     import time
 
-    from vtx.commands.shared.progress import export_bars
-    from vtx.exporter.bundling.forecast import forecast as forecast_export
-    from vtx.runtime.units import duration, size
+    from vtx.runtime.units import duration
     from vtx.tools.common.memory import peak
 
-    predicted, expected, started = plan.prediction, 0.0, 0.0
+    predicted, started = plan.prediction, time.monotonic()
     _note_predicted(plan)
-    with export_bars() as bars:
-
-        def begun(folder: Path, journal: ExportJournal) -> None:
-            nonlocal expected, started
-            forecast = forecast_export(plan, folder, journal)
-            expected, started = forecast.seconds, time.monotonic()
-            parts = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in forecast.phases.items())
-            note(f"           about {duration(expected)} if the machine stays as busy as it is: {parts}")
-            bars.expect(forecast.phases)
-
-        try:
-            bundle = exporter().run_export(plan, out, force=force, report=bars, say=note, begun=begun, sign=sign)
-        except (KeyboardInterrupt, SystemExit):
-            if started:  # the work itself had begun
-                note(f"what is finished is kept in a hidden directory beside {out}; the same command resumes there")
-            raise
-    seconds = time.monotonic() - started
-    weighed = sum(record.bytes for record in bundle.manifest.files.values())
+    with bar(in_bytes=("weights", "checksums")) as progress:
+        bundle = exporter().run_export(plan, out, force=force, report=progress, say=note, sign=sign)
+    disk = sum(record.bytes for record in bundle.manifest.files.values())
     note(
-        f"measured:  {_beside(size, weighed, predicted.disk)} of disk, "
-        f"{_beside(size, peak() or 0, predicted.export_memory)} of memory, {_beside(duration, seconds, expected)}"
+        f"measured:  {_compared(disk, predicted.disk)} of disk, {_compared(peak() or 0, predicted.export_memory)} of "
+        f"memory, {duration(time.monotonic() - started)}"
     )
     if plan.options.retain is not None:
         _show_retained(bundle)
@@ -287,10 +269,12 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     return Path(bundle.folder)
 
 
-def _beside(shown: Callable[[float], str], measured: float, predicted: float) -> str:
-    """A measured figure with what had been predicted, and by how much that was too high or too low."""
-    off = f", {predicted / measured - 1:+.0%}" if measured else ""
-    return f"{shown(measured)} (predicted {shown(predicted)}{off})"
+def _compared(measured: int, predicted: int) -> str:
+    """Measured bytes with the prediction, and by how much that was too high or too low."""
+    from vtx.runtime.units import size
+
+    error = f", {predicted / measured - 1:+.0%}" if measured else ""
+    return f"{size(measured)} (predicted {size(predicted)}{error})"
 
 
 def _show_retained(bundle: Bundle) -> None:

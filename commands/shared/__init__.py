@@ -1,1 +1,1 @@
-"""What several commands use: options, progress bars, and the exporter's libraries."""
+"""What several commands use: options, and the exporter's libraries."""

@@ -27,7 +27,7 @@ from vtx.exporter.graphs.score import build_score
 from vtx.exporter.graphs.text_tower import build_text_tower
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.graphs.vision import build_vision, of_video
-from vtx.exporter.weights.journal import JOURNAL, PROBE, ExportJournal
+from vtx.exporter.weights.journal import JOURNAL, ExportJournal
 from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
@@ -120,7 +120,7 @@ def _write_graphs(folder: Path, plan: Plan, report: Report) -> None:
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
     text, precisions = plan.config.text, plan.precisions
-    kv = _kv_element(plan, dialect)
+    kv = ir.DataType.from_numpy(np.dtype(names.kv_type(dialect, plan.precisions.kv_dtype)))
 
     def write(
         name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None,
@@ -152,19 +152,6 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         write(graphs.score, precisions.decoder, lambda b: build_score(b, text, kv))
     for k, file in zip(plan.gated_ks, graphs.gates, strict=True):
         write(file, precisions.decoder, partial(build_gate, c=text, k=k))
-
-
-def write_first_layer(path: Path, plan: Plan, dialect: str) -> None:
-    """Write the graph of a stage of one layer, to time the writing of graphs."""
-    text, kv = plan.config.text, _kv_element(plan, dialect)
-    written = make_dialect(dialect, plan.precisions.decoder, plan.max_context, kv)
-    builder = Builder("stage", plan.weights.stored, path.parent, written)
-    build_stage(builder, text, first=1, last=1, kv_type=kv, query=False)
-    builder.write(path)
-
-
-def _kv_element(plan: Plan, dialect: str) -> ir.DataType:
-    return ir.DataType.from_numpy(np.dtype(names.kv_type(dialect, plan.precisions.kv_dtype)))
 
 
 def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
@@ -225,7 +212,7 @@ def _manifest(
     folder: Path, plan: Plan, weights: Mapping[str, FileRecord], record: dict[str, Any], report: Report
 ) -> Manifest:
     precisions = plan.precisions
-    others = {*weights, JOURNAL, PROBE, FACTORS}
+    others = {*weights, JOURNAL, FACTORS}
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
     total, done, records = sum(p.stat().st_size for p in paths), 0, dict(weights)
 

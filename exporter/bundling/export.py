@@ -37,12 +37,10 @@ def run_export(
     force: bool,
     report: Report,
     say: Callable[[str], None] = lambda _: None,
-    begun: Callable[[Path, ExportJournal], None] | None = None,
     sign: SigningKey | None = None,
 ) -> Bundle:
     """Write the bundle `out`. `report` gets (phase, done, total) as the work proceeds, `say` a line for the user.
 
-    `begun` is called with the staging directory and the journal before the work begins, for a forecast of its time.
     `sign` is the key that signs the manifest once it is complete.
 
     An interrupted export leaves its hidden staging directory beside `out`; the same export resumes there.
@@ -60,8 +58,6 @@ def run_export(
             say("resuming an interrupted export; its finished parts are kept")
         else:
             begin(folder, key)
-        if begun is not None:
-            begun(folder, journal)
         fill(folder, plan, journal, report)
         if plan.options.retain is not None:
             settle(folder, plan.options.retain, report)

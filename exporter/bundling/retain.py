@@ -20,7 +20,6 @@ from vtx.tools.data.items import Data
 Report = Callable[[str, int, int], None]
 SAMPLES = 20
 STEPS = 24  # the most specs that are tried
-USUAL_STEPS = 10
 CLOSE = 0.5  # tokens; the search stops when it is this near
 DIGITS = 4  # of a threshold
 OPEN, SHUT = 0.0, 2.0  # thresholds that drop no image token, and as many as possible

@@ -86,6 +86,8 @@ def building(out: Path, can_resume: Callable[[Path], bool], say: Callable[[str],
         yield folder
     except (KeyboardInterrupt, SystemExit):
         keep = True
+        if folder.is_dir():
+            say(f"what is finished is kept in a hidden directory next to {out}; the same command resumes there")
         raise
     except OSError as e:
         raise ExportError(

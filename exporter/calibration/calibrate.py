@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.bundling.predict import export_base
-from vtx.exporter.bundling.rates import LAYER_SECONDS, product_speed
 from vtx.exporter.calibration.measurement import ItemResult, Measurement, read_result, written
 from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.checkpoint.sizes import model_size
@@ -66,36 +65,19 @@ class CalibrationOptions:
         return tuple(range(first, layers + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationForecast:
-    """Estimated cost of a measurement: FLOPs, seconds and bytes of memory."""
-
-    flops: float
-    seconds: float
-    memory: int
-
-
-def forecast(source: Source, items: Sequence[PreparedItem], options: CalibrationOptions) -> CalibrationForecast:
-    """Estimate the cost of a measurement from its matrix products and the speed of one of them on this machine."""
+def predict_memory(source: Source, items: Sequence[PreparedItem], options: CalibrationOptions) -> int:
+    """Estimated bytes of memory of a measurement."""
     size, text = model_size(source.config, source.name), source.config.text
-    ks, macs, longest, longest_text = options.ks(text.layers), 0, 0, 0
-    for prepared in items:
-        tokens = len(prepared.ids) + options.max_new_tokens
-        image_tokens = int((prepared.ids == source.config.image_token_id).sum())
-        text_tokens = tokens - image_tokens
-        longest, longest_text = max(longest, tokens), max(longest_text, text_tokens)
-        withdrawn_layers = sum(text.layers - k + 1 for k in ks)
-        macs += size.decoder.layer_macs * (tokens * text.layers + text_tokens * withdrawn_layers)
-        macs += size.decoder.head_macs * (1 + options.max_new_tokens) * (1 + len(ks))
-        macs += (size.vision.parameters if size.vision else 0) * image_tokens
+    image_token = source.config.image_token_id
+    longest = max(len(prepared.ids) for prepared in items) + options.max_new_tokens
+    longest_text = max(int((prepared.ids != image_token).sum()) for prepared in items) + options.max_new_tokens
     largest = 4 * max(size.decoder.head_macs, size.decoder.layer_macs)
-    withdrawn = 4 * text.hidden * len(ks) * longest_text
+    withdrawn = 4 * text.hidden * len(options.ks(text.layers)) * longest_text
     batch = min(options.batch, len(items)) * (4 * text.hidden * longest + withdrawn)
     memory = export_base() + 2 * largest + batch + 4 * withdrawn * max(1, text.ffn // text.hidden) + 12 * LOGITS
     if options.max_new_tokens:
         memory += RUN_BASE + 4 * size.decoder.parameters + 8 * text.layers * text.kv_heads * text.head_dim * longest
-    seconds = 2 * macs / product_speed(text.hidden, text.ffn, longest) + 2 * LAYER_SECONDS * text.layers * len(items)
-    return CalibrationForecast(2 * macs, seconds, memory)
+    return memory
 
 
 def calibrate(

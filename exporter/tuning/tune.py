@@ -21,7 +21,6 @@ from vtx.exporter.checkpoint.sizes import model_size
 from vtx.exporter.tuning.card import model_card, versions
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
 from vtx.exporter.tuning.encoder import ImageEncoder
-from vtx.exporter.tuning.forecast import RowSize, TuneForecast, device_speed, forecast, learning_weights
 from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import TuneOptions, check_tunable
 from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, image_key, pack, read_questions
@@ -29,14 +28,19 @@ from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
-from vtx.runtime.units import duration, size
+from vtx.runtime.units import size
 from vtx.tools.common.files import write_json
 from vtx.tools.common.memory import peak
 from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, read_data
 from vtx.tools.data.journal import ResultJournal
 from vtx.tools.data.split import split_items
+from vtx.tools.estimate.sizes import ModelSize
 
 MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
+BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weight
+ADAM_BYTES = 16  # of a weight that learns: itself, its gradient and two moments in float32
+KEPT = 8  # hidden-sized and a few FFN-sized tensors that one layer keeps for its backward pass
+LOGITS = 4  # float32 tensors of the vocabulary's width in the loss, each with a gradient
 Report = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
@@ -83,9 +87,15 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Report, say: S
     own = _teacher_answers(work, decoder, encoder, options, out, report)
     rows = pack(work.questions, own, work.source.config.image_token_id, options.packing, work.source.context)
     trainer = Trainer(decoder, encoder, rows, options, work.accelerator, work.dtype)
-    need = _forecast(work, rows, options)
     if work.accelerator.is_main_process:
-        _say_forecast(work, rows, need, options, trainer.order.steps, say)
+        model = model_size(work.source.config, work.source.name)
+        memory = predict_memory(model, rows, options, 2 if work.dtype == torch.bfloat16 else 4)
+        say(
+            f"{work.source.name}: {len(work.questions)} questions in {len(rows)} rows of "
+            f"{sum(map(len, rows)) // len(rows)} tokens, {trainer.order.steps} steps on "
+            f"{work.accelerator.num_processes} x {work.accelerator.device.type}; {learning_weights(model, options):,} "
+            f"weights learn; predicted, roughly: at least {size(memory)} of memory a process"
+        )
     state = StateFile(out, _identity(work, rows, options))
     if state.step() < trainer.order.steps and work.accelerator.is_main_process:
         _clear_results(out)
@@ -199,24 +209,25 @@ def _identity(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> str
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _forecast(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> TuneForecast:
-    sizes = [RowSize(len(row), int(row.image.sum()), len(row.at)) for row in rows]
-    element = 2 if work.dtype == torch.bfloat16 else 4
-    return forecast(model_size(work.source.config, work.source.name), sizes, options, element=element)
+def predict_memory(model: ModelSize, rows: Sequence[Row], options: TuneOptions, element: int) -> int:
+    """Estimated bytes of memory of one process of a training; `element` is the bytes of a base weight."""
+    d, learns = model.decoder, len(options.learning.chosen(model.decoder.layers))
+    longest, answer = max(map(len, rows)), max(len(row.at) for row in rows)
+    kept = longest * (KEPT * d.hidden + 3 * d.ffn)
+    hidden = longest * d.hidden * d.layers + kept if options.checkpointing else kept * d.layers
+    memory = BASE + element * d.parameters + 4 * (model.vision.parameters if model.vision else 0)
+    memory += ADAM_BYTES * learning_weights(model, options) + element * hidden + 4 * LOGITS * answer * d.vocab
+    return memory + options.learning.full * element * learns * d.layer_macs  # the teacher's copy of these layers
 
 
-def _say_forecast(
-    work: Workspace, rows: Sequence[Row], need: TuneForecast, options: TuneOptions, steps: int, say: Say
-) -> None:
-    measured = model_size(work.source.config, work.source.name)
-    tokens = sum(map(len, rows)) // len(rows)
-    speed = device_speed(work.accelerator.device, work.dtype, measured, tokens) * work.accelerator.num_processes
-    say(
-        f"{work.source.name}: {len(work.questions)} questions in {len(rows)} rows of {tokens} tokens, {steps} steps on "
-        f"{work.accelerator.num_processes} x {work.accelerator.device.type}; {learning_weights(measured, options):,} "
-        f"weights learn; predicted, roughly: at least {duration(need.seconds(speed))} of training and "
-        f"{size(need.memory)} of memory a process"
-    )
+def learning_weights(model: ModelSize, options: TuneOptions) -> int:
+    """The number of weights that learn."""
+    d, layers = model.decoder, len(options.learning.chosen(model.decoder.layers))
+    if options.learning.full:
+        return layers * (d.layer_macs + d.small_parameters // d.layers)
+    q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
+    sides = 2 * (d.hidden + q) + 2 * (d.hidden + kv) + 3 * (d.hidden + d.ffn)
+    return layers * options.learning.rank * sides
 
 
 def _finish(

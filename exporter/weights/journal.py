@@ -18,7 +18,6 @@ from vtx.runtime.strict import Strict, json_value
 from vtx.tools.common.journal import MAX_JOURNAL, as_line, read_lines
 
 JOURNAL = ".journal"
-PROBE = ".probe"  # the file of the speed trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +110,8 @@ class ExportJournal:
         _append(self._path, _FactorsLine(factors=True))
 
     def remove(self) -> None:
-        """Remove the files that do not belong to the bundle."""
-        for path in (self._path, self._path.with_name(PROBE)):
-            path.unlink(missing_ok=True)
+        """Remove the journal, which does not belong to the bundle."""
+        self._path.unlink(missing_ok=True)
 
     def _take(self, entry: Any) -> None:
         match entry:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import click
 from vtx.runtime.errors import VtxError, printable
 from vtx.runtime.interrupts import INTERRUPTED, Interruptible
 from vtx.runtime.process import leave_on_success, own_process, succeed
+from vtx.runtime.units import size
 
 COLUMN_GAP = 3  # of blanks
 
@@ -134,19 +135,34 @@ require_signature_option = click.option(
 
 
 @contextmanager
-def bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr with the time that is left, one task a phase."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+def bar(in_bytes: Collection[str] = ()) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on stderr, one for each phase: amount, elapsed time, and time left at the pace so far.
 
-    columns = (TextColumn("{task.description:>10}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    `in_bytes` names the phases whose amounts are bytes.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskID,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     tasks: dict[str, TaskID] = {}
+    columns = (
+        TextColumn("{task.description:>10}"), BarColumn(24), TaskProgressColumn(), TextColumn("{task.fields[amount]}"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as progress:
 
         def report(phase: str, done: int, total: int) -> None:
             if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total)
-            progress.update(tasks[phase], completed=done)
+                tasks[phase] = progress.add_task(phase, amount="")
+            amount = f"{size(done)} of {size(total)}" if phase in in_bytes else f"{done} of {total}"
+            progress.update(tasks[phase], completed=done, total=total, amount=amount)
 
         yield report
 

@@ -28,7 +28,6 @@ ALLOWED = {
     "exporter/checkpoint/resolving.py": "copies in an empty folder of our own",
     "exporter/checkpoint/text.py": "copies in an empty folder of our own",
     "exporter/checkpoint/original/tokenizer.py": "a copy in an empty folder of our own, in the confined process",
-    "exporter/bundling/rates.py": "measures how fast the disk reads, and interprets nothing",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,18 +23,15 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling import activation_aware as measuring
 from vtx.exporter.bundling import build
-from vtx.exporter.bundling import forecast as forecasting
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ActivationAware, ExportOptions
-from vtx.exporter.bundling.rates import Pace
 from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import messages
 from vtx.exporter.weights import writing
 from vtx.exporter.weights.awq import factors_of
-from vtx.exporter.weights.journal import ExportJournal
 from vtx.exporter.weights.plan import plan_weights
 from vtx.exporter.weights.quantize import dequantise, quantise
 from vtx.exporter.weights.scaling import Scaling, channels, scalings
@@ -463,22 +459,3 @@ def test_the_forecast_of_memory_counts_a_layer_and_the_rows(tiny_checkpoint: Mak
     assert measured.export_memory > plain.export_memory
     assert measured.export_memory > layer + measuring.SAMPLES
     assert replace(measured, export_memory=0) == replace(plain, export_memory=0)
-
-
-def test_the_forecast_of_time_counts_the_reading_and_the_search_until_factors_are_found(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At a second an element read and one a source byte converted, products being free."""
-    plan = plan_export(options(tiny_checkpoint(GQA)))
-    monkeypatch.setattr(forecasting, "product_speed", lambda *_: 1e18)
-    monkeypatch.setattr(forecasting, "measure_paces", lambda *_: defaultdict(lambda: Pace(1.0, 1.0)))
-    elements = sum(np.prod(tensor.shape) for name, tensor in plan.weights.stored.items() if is_read(name))
-    phases = forecasting.forecast(plan, tmp_path, ExportJournal(tmp_path)).phases
-    assert phases["activations"] == pytest.approx(elements * (1 + 11 * writing.THREADS * 4), rel=1e-3)
-    journal = ExportJournal(tmp_path)
-    journal.add_factors()
-    assert "activations" not in forecasting.forecast(plan, tmp_path, journal).phases
-
-
-def is_read(name: str) -> bool:
-    return name.startswith("text.layers.") and name.endswith("proj.weight")

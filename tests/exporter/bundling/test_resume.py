@@ -43,8 +43,10 @@ def test_what_stops_an_export_leaves_what_was_there_and_at_most_a_hidden_folder(
         if name == phase and done > total // 2:
             raise error
 
+    said: list[str] = []
     with pytest.raises(error):
-        run(plan(tiny_checkpoint()), out, force=force, report=stop)
+        run_export(plan(tiny_checkpoint()), out, force=force, report=stop, say=said.append)
+    assert any("the same command resumes there" in line for line in said) == (error is not MemoryError)
     hidden = [path for path in tmp_path.iterdir() if path != out]
     assert len(hidden) == (error is not MemoryError)
     assert not any(opens(path) for path in hidden)

@@ -30,6 +30,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.host import gpu
 from vtx.runtime.report.compare import compare, first_difference
+from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import TokenStates
 from vtx.tools.tensorrt.releases import TENSORRT, Release
 
@@ -373,6 +374,16 @@ def test_too_little_device_memory_says_how_much_and_what_would_fit(bundle: Path,
         open_model(bundle)
     device.total = 10
     with pytest.raises(DeviceError, match="even the engines do not fit"):
+        open_model(bundle)
+
+
+def test_memory_that_others_use_on_the_gpu_is_not_free(bundle: Path, device: Gpu) -> None:
+    """A GPU that is large enough, but another program leaves less than the caches need."""
+    manifest = Bundle.open(bundle).manifest
+    caches = manifest.model.layers * manifest.max_context * manifest.kv_slot_bytes()
+    device.total = 4 * caches
+    device.device[1] = bytearray(device.total - caches // 2)
+    with pytest.raises(DeviceError, match=rf"{size(caches // 2)} of {size(device.total)} of the device is free"):
         open_model(bundle)
 
 

@@ -1,0 +1,114 @@
+"""Predictions compared with published numbers of weights, and with the disk and memory that 7B exports took."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import Tiny
+from vtx.exporter.bundling import predict
+from vtx.exporter.bundling.export import Plan, plan_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.calibration import calibrate
+from vtx.exporter.calibration.calibrate import CalibrationOptions
+from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.exporter.graphs.decoder import decoder_tensors
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.reference.prompts import PreparedItem
+from vtx.tools.data.items import Item
+from vtx.tools.estimate.flops import kv_bytes
+from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.sizes import KNOWN
+
+Make = Callable[..., Path]
+PUBLISHED = {  # parameters that the model cards on the hub state
+    "llava-1.5-7b": 7_063_427_072,
+    "llava-1.5-13b": 13_350_839_296,
+    "qwen2-vl-2b": 2_208_985_600,
+    "qwen2-vl-7b": 8_291_375_616,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "smolvlm2-500m": 507_482_304,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_weights_take_two_bytes_each_of_the_published_number(name: str) -> None:
+    costs = make_plan(KNOWN[name], Workload(64, 576, 256), [None], ["fp16", "fp32"])
+    assert costs.weights_bytes["fp16"] == pytest.approx(2 * PUBLISHED[name], rel=0.005)  # without unused layers
+    assert costs.weights_bytes["fp32"] == pytest.approx(4 * PUBLISHED[name], rel=0.005)
+
+
+def test_a_context_of_4096_tokens_takes_two_gibibytes_of_a_7b_llama() -> None:
+    decoder = KNOWN["llava-1.5-7b"].decoder
+    assert sum(kv_bytes(decoder, [4096] * 32, 2)) == 2 << 30
+    assert sum(kv_bytes(KNOWN["qwen2.5-vl-3b"].decoder, [1] * 36, 2)) == 36 * 2 * 2 * 128 * 2
+
+
+@pytest.fixture(scope="module")
+def seven(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in the shape of LLaVA-1.5-7B whose weights are a hole in a file: they take no disk."""
+    folder = tmp_path_factory.mktemp("seven") / "llava-7b"
+    shutil.copytree(tiny_checkpoint(Tiny()), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    settings = json.loads((folder / "config.json").read_text())
+    settings["text_config"] |= {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 4096, "vocab_size": 32064,
+    }  # fmt: skip
+    settings["vision_config"] |= {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "image_size": 336, "patch_size": 14,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings))
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).exists():
+            written = (folder / name).read_text()
+            side = json.loads((tiny_checkpoint(Tiny()) / "config.json").read_text())["vision_config"]["image_size"]
+            (folder / name).write_text(written.replace(f": {side}", ": 336"))
+    config = read_config(settings)
+    header, end = {}, 0
+    for name, shape in (*vision_tensors(config), *decoder_tensors(config.text)):
+        start, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "F16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def plan_7b(folder: Path, precision: str) -> Plan:
+    return plan_export(ExportOptions(str(folder), (17, 9), precision))
+
+
+# Measured while a random 7B model was exported and asked about an image (docs/precision.md).
+@pytest.mark.parametrize(("precision", "disk", "export_memory"), [("fp16", 14.1e9, 863e6), ("int4", 4.16e9, 890e6)])
+def test_predictions_of_a_7b_export_match_its_measurements(
+    seven: Path, monkeypatch: pytest.MonkeyPatch, precision: str, disk: float, export_memory: float
+) -> None:
+    monkeypatch.setattr(predict, "export_base", lambda: predict.EXPORT_BASE)  # of PyTorch's build for CPUs
+    predicted = plan_7b(seven, precision).prediction
+    assert predicted.disk == pytest.approx(disk, rel=0.02)
+    assert predicted.export_memory == pytest.approx(export_memory, rel=0.25)
+    assert predicted.kv_full == 524_288  # bytes of a slot
+    if precision == "int4":
+        assert predicted.run_memory == pytest.approx(5.79e9, rel=0.1)
+
+
+def test_the_predicted_memory_of_a_7b_calibration_matches_its_measurement(
+    seven: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two questions, 28 candidates, no answers: 2.52 GB measured (docs/choosing-k.md)."""
+    monkeypatch.setattr(calibrate, "export_base", lambda: predict.EXPORT_BASE)
+    plan, text, options = plan_7b(seven, "fp16"), 64, CalibrationOptions(max_new_tokens=0, batch=2)
+    ids = np.array([1] * text + [plan.config.image_token_id] * 576)
+    items = [PreparedItem(Item((), "?"), ids, None)] * 2
+    memory = calibrate.predict_memory(plan.source(), items, options)
+    assert memory == pytest.approx(2.52e9, rel=0.25)
+    assert memory < calibrate.predict_memory(plan.source(), items, replace(options, max_new_tokens=1)) - 26e9
