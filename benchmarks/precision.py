@@ -50,12 +50,12 @@ def export(folder: Path, precision: str, vision: str | None, kv: str | None, mea
 
 
 def answers(model: Model, item: Item) -> tuple[NDArray[np.float32], list[tuple[NDArray[np.float64], bool]]]:
-    """The image's rows; at each K the log-probabilities of the first token and whether the greedy answer is right."""
+    """The image tokens; at each K the log-probabilities of the first token and whether the greedy answer is right."""
     manifest, picture = model.manifest, model.prepare(item.images[0])
-    rows = model.backend.vision(picture.pixels[None])
+    tokens = model.backend.vision(picture.pixels[None])
     content: list[Any] = [{"type": "image"}, {"type": "text", "text": item.question}]
     ids = model.text.prompt([{"role": "user", "content": content}], picture.tokens)
-    prompt = Prompt(ids, ids == manifest.text.image_token_id, ((picture.key, lambda: rows),))
+    prompt = Prompt(ids, ids == manifest.text.image_token_id, ((picture.key, lambda: tokens),))
     session, found = Session(model.backend, manifest), []
     for k in KS:
         logits = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits.copy()
@@ -66,7 +66,7 @@ def answers(model: Model, item: Item) -> tuple[NDArray[np.float32], list[tuple[N
         right = tokens[-1] in ends and plain(text) == plain(item.answer or "")
         shifted = logits.astype(np.float64) - logits.max()
         found.append((shifted - np.log(np.exp(shifted).sum()), right))
-    return rows.rows, found
+    return tokens.hidden, found
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from vtx.runtime.backends.memory import answering_memory, resident_bytes
 from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.errors import ExportError
 from vtx.runtime.precision import KV_DTYPES
-from vtx.runtime.report.golden import SEEN_ROWS, SHOWN_ROWS, golden_image
+from vtx.runtime.report.golden import DECODED_TOKENS, FEATURE_TOKENS, golden_image
 from vtx.runtime.units import size
 
 EXPORT_BASE = 385 << 20  # what Python, PyTorch, transformers and onnx_ir take before any weight is touched
@@ -45,7 +45,7 @@ def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, tex
     `layers` are those of the decoder and the towers, counted once for each dialect.
     """
     text, vision = config.text, config.vision
-    golden = 3 * vision.image**2 + SHOWN_ROWS * text.hidden + (1 + ks) * text.vocab
+    golden = 3 * vision.image**2 + FEATURE_TOKENS * text.hidden + (1 + ks) * text.vocab
     return texts + LAYER_GRAPH * layers + 4 * max_context * text.head_dim + 4 * golden + OTHER_FILES
 
 
@@ -75,7 +75,7 @@ def predict(
     )
     disk = sum(file.size for file in plan.files) + small
     golden = config.layout.count(*golden_image().size)
-    tokens = golden + PASSAGE_TOKENS if kv_dtype == "int8" else SEEN_ROWS + QUESTION_TOKENS
+    tokens = golden + PASSAGE_TOKENS if kv_dtype == "int8" else DECODED_TOKENS + QUESTION_TOKENS
     return Prediction(
         disk=disk,
         linked=sum(file.size for file in plan.files if file.whole),

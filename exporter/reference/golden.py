@@ -17,14 +17,22 @@ from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
-from vtx.runtime.report.golden import QUESTION, SEEN_ROWS, SHOWN_ROWS, golden_image, golden_pixels, key_of, seen
-from vtx.runtime.vision.layout import Layout, placed
+from vtx.runtime.report.golden import (
+    DECODED_TOKENS,
+    FEATURE_TOKENS,
+    QUESTION,
+    decoded_ids,
+    golden_image,
+    golden_pixels,
+    key_of,
+)
+from vtx.runtime.vision.layout import Layout
 
 
 def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[np.int64]:
     """Token ids [tokens] of the golden picture and a question."""
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
-    return text.prompt([{"role": "user", "content": content}], placed(layout, *golden_image().size))
+    return text.prompt([{"role": "user", "content": content}], [layout.prompt_image(*golden_image().size)])
 
 
 def record_golden(
@@ -41,7 +49,7 @@ def record_golden(
     pixels = golden_pixels(config.layout.views(image, settings))
     with torch.inference_mode():
         features = reference.encode([image], settings)
-        logits = reference.logits(seen(ids, config.image_token_id), features.first(SEEN_ROWS), ks, report)
-    tensors = {"ids": ids, "pixels": pixels, "features": features.rows[:SHOWN_ROWS].numpy()}
+        logits = reference.logits(decoded_ids(ids, config.image_token_id), features.first(DECODED_TOKENS), ks, report)
+    tensors = {"ids": ids, "pixels": pixels, "features": features.rows[:FEATURE_TOKENS].numpy()}
     tensors |= {key_of(k): values.numpy() for k, values in logits.items()}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

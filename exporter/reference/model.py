@@ -101,19 +101,19 @@ class Reference:
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
         """The tokens of one prompt's images, one image after the other."""
-        layout, tokens = self.config.layout.among(len(images)), list[ImageTokens]()
+        layout, tokens = self.config.layout.for_images(len(images)), list[ImageTokens]()
         hidden = (0, self.config.text.hidden)
         newline = self._tensor(NEWLINE)[None].cpu().numpy() if layout.newline else np.zeros(hidden, np.float32)
         for source in images:
             image = load_image(source)
             views = layout.views(image, settings)
             rows = self.features(views).cpu().numpy()
-            encoded = [ImageTokens.plain(view) for view in np.split(rows, len(views))]
+            encoded = [ImageTokens.one_per_patch(view) for view in np.split(rows, len(views))]
             tokens.append(layout.arrange(encoded, *image.size, newline))
         if not tokens:
             return Encoded(torch.zeros(hidden))
         own = any(image.offsets is not None for image in tokens)
-        return Encoded(torch.from_numpy(np.concatenate([t.rows for t in tokens])), tuple(tokens) if own else ())
+        return Encoded(torch.from_numpy(np.concatenate([t.hidden for t in tokens])), tuple(tokens) if own else ())
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
         """Views [views, 3, height, width] to their tokens [views * tokens of each, hidden]."""

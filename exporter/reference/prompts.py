@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message, Part
-from vtx.tools.data.items import MAX_SKIPPED, Data, Item, placed_images
+from vtx.tools.data.items import MAX_SKIPPED, Data, Item, prompt_images
 
 MAX_REFERENCE = 32  # tokens; a longer answer is never matched word for word
 
@@ -65,7 +65,7 @@ def prompt_ids(source: Source, item: Item) -> NDArray[np.int64]:
 
     Raises RequestError for a question that cannot be asked, ImageError for a file that cannot be read.
     """
-    return source.text.prompt(messages(item), placed_images(source.config.layout, item))
+    return source.text.prompt(messages(item), prompt_images(source.config.layout, item))
 
 
 def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
@@ -75,7 +75,7 @@ def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np
     text, answer = source.text, [Part(type="text", text=item.answer)]
     try:
         turns: list[Message] = [*messages(item), {"role": "assistant", "content": answer}]
-        whole = text.prompt(turns, placed_images(source.config.layout, item), add_generation_prompt=False)
+        whole = text.prompt(turns, prompt_images(source.config.layout, item), add_generation_prompt=False)
     except (RequestError, TemplateError):
         return None
     if not np.array_equal(whole[: len(ids)], ids):

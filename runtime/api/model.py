@@ -47,7 +47,7 @@ from vtx.runtime.session.image_cache import ImageCache
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.fit import fitted, note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.layout import Resolving, limited_layout, placed, settings_for
+from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layout_spec import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 from vtx.runtime.vision.preprocess import preprocess
@@ -347,12 +347,11 @@ class Model:
         note_discarded(*sizes[0], settings)
         key = f"{hashlib.sha256(views.tobytes()).hexdigest()} of a video"
         arrange = partial(layout.arrange, newline=self._newline)
-        marked = layout.marked(len(views))
-        return PreparedImage(views, key, layout.count(len(views)), sizes[0], arrange, "video", marked)
+        return PreparedImage(views, key, layout.prompt_image(len(views)), sizes[0], arrange, "video")
 
     def prepare(self, source: ImageSource, fit: str | None = None, *, among: int = 1) -> PreparedImage:
         """Read and preprocess an image that is one of `among` images in a prompt."""
-        layout = self.layout.among(among)
+        layout = self.layout.for_images(among)
         settings = settings_for(self.layout, self.manifest.image, self.fit if fit is None else fit)
         image = load_image(source, self.image_formats)
         width, height = image.size
@@ -363,9 +362,7 @@ class Model:
         if len(views) > 1 or settings.own_size:
             key += f" of {width}x{height}"
         arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
-        stands = placed(layout, width, height)
-        marked = None if isinstance(stands, int) else stands
-        return PreparedImage(views, key, layout.count(width, height), image.size, arrange, marked=marked)
+        return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange)
 
     def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
         """Token ids of messages, each image standing as all its tokens, or as one where none are given.
@@ -374,21 +371,21 @@ class Model:
             RequestError: they cannot be asked.
 
         """
-        return self.text.prompt(messages, [image.placed for image in images] or 1)
+        return self.text.prompt(messages, [image.in_prompt for image in images] or 1)
 
     def check_room(self, ids: NDArray[np.int64], images: Sequence[PreparedImage]) -> None:
         """Raise ContextError where images or frames do not fit, with the tiles, pixels or frames that would."""
         room = self.manifest.max_context - 1
         videos = [image for image in images if image.kind == "video"]
-        if len(ids) <= room or (self.layout.max_views == 1 and not videos and not isinstance(self.layout, Resolving)):
+        if len(ids) <= room or (self.layout.max_views == 1 and not videos and self.layout.min_tokens is None):
             return
         vision = sum(image.tokens for image in images)
-        text = len(ids) - sum(self.text.size(image.placed) for image in images)
+        text = len(ids) - sum(self.text.size(image.in_prompt) for image in images)
         fewer = range(self.layout.max_views - 1, 0, -1)
         fitting = next((tiles for tiles in fewer if self._fits(tiles, text, images)), 0)
         cures = [f"--max-tiles {fitting} (max_tiles={fitting}) fits"] if fitting else []
         sizes = [image.size for image in images]
-        if isinstance(self.layout, Resolving) and (pixels := self.layout.fitting(sizes, room - text)):
+        if pixels := self.layout.fitting(sizes, room - text):
             cures.append(f"--max-pixels {pixels} (max_pixels={pixels}) fits")
         if videos and self.manifest.video is not None:
             layout, others = read_frames(self.manifest.video.layout), len(ids) - sum(video.tokens for video in videos)
@@ -401,8 +398,8 @@ class Model:
         )
 
     def _fits(self, max_tiles: int, text: int, images: Sequence[PreparedImage]) -> bool:
-        layout = self.layout.limited(max_tiles).among(sum(image.kind == "image" for image in images))
-        counts = (image.placed if image.kind == "video" else placed(layout, *image.size) for image in images)
+        layout = self.layout.limited(max_tiles).for_images(sum(image.kind == "image" for image in images))
+        counts = (image.in_prompt if image.kind == "video" else layout.prompt_image(*image.size) for image in images)
         return text + sum(map(self.text.size, counts)) < self.manifest.max_context
 
     def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ from vtx.runtime.policies.methods.gate import Decision, Gate, Odds
 from vtx.runtime.policies.methods.withdraw import Withdraw
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
-from vtx.runtime.vision.layout import Layout, MarkedLayout
+from vtx.runtime.vision.layout import Layout
 
 NOT_RENUMBERED = "positions of three parts, which cannot be renumbered; use positions=keep"
 TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a text tower"
@@ -87,7 +87,7 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
 def check_layout(reductions: Sequence[Reduction], layout: Layout) -> None:
     """Raise RequestError for reductions that leave out tokens before the decoder where text stands among them."""
     for part in reductions:
-        if isinstance(layout, MarkedLayout) and part.entry() is not None:
+        if layout.has_text and part.entry() is not None:
             raise RequestError(
                 f"{part.name} leaves out tokens before the decoder, and this model's tiles have text among them; use "
                 "fastv, dart behind a layer, or mustdrop:...,tau=off,key=0"

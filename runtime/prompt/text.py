@@ -16,7 +16,7 @@ from vtx.runtime.prompt.masking import Masking
 from vtx.runtime.prompt.messages import Message, check_messages, texts_of
 from vtx.runtime.prompt.rendering import Renderer
 from vtx.runtime.prompt.tokenizer import decode, encode, parse_tokenizer, rust_errors
-from vtx.runtime.vision.tokens import MarkedImage
+from vtx.runtime.vision.tokens import PromptImage
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 512 << 10
@@ -87,41 +87,40 @@ class Text:
     def prompt(
         self,
         messages: Sequence[Message],
-        image_tokens: int | MarkedImage | Sequence[int | MarkedImage],
+        images: int | Sequence[int | PromptImage],
         *,
         add_generation_prompt: bool = True,
     ) -> NDArray[np.int64]:
-        """Token ids [tokens], int64, of the conversation, each image standing as `image_tokens` image tokens.
+        """Token ids [tokens], int64, of the conversation, each image and video as image tokens.
 
-        One number goes for all images; several, one for each in the order of `order`. A video is an image here, whose
-        tokens are image tokens too. A `MarkedImage` brings text of its own.
+        `images`: the number of tokens of every image, or the numbers or forms of all images, in the order of `order`.
 
-        Special tokens that stand in the messages are text. Raises `RequestError` for messages that cannot be asked,
-        `ContextError` for those that cannot fit, `TemplateError` when the template fails or does not place every image
+        Special tokens in the messages are text. Raises `RequestError` for messages that cannot be asked,
+        `ContextError` for those that cannot fit, `TemplateError` when the template fails or does not print every image
         once, `BundleError` when the tokenizer gives a token that the model does not have.
         """
         kinds = check_messages(messages)
         self._check_length(messages, add_generation_prompt)
         ids = self._ids(messages, add_generation_prompt)
         self._check_printed(ids, kinds)
-        given = [image_tokens] * len(kinds) if isinstance(image_tokens, int | MarkedImage) else [*image_tokens]
-        images = [image if isinstance(image, MarkedImage) else MarkedImage((image,), ("", "")) for image in given]
-        if any(any(image.marks) for image in images):
-            ids = self._ids(messages, add_generation_prompt, images)
+        given = [images] * len(kinds) if isinstance(images, int) else images
+        forms = [PromptImage((image,)) if isinstance(image, int) else image for image in given]
+        if any(any(image.texts) for image in forms):
+            ids = self._ids(messages, add_generation_prompt, forms)
         is_image = np.isin(ids, self._pictures)
         ids[is_image] = self.settings.image_token_id
         counts = np.ones(len(ids), np.int64)
-        counts[is_image] = [tokens for image in images for tokens in image.spans]
+        counts[is_image] = [tokens for image in forms for tokens in image.spans]
         return np.repeat(ids, counts)
 
-    def size(self, image: int | MarkedImage) -> int:
-        """How many tokens of a prompt stand for an image, those of text among them counted."""
-        if isinstance(image, int):
-            return image
-        return sum(image.spans) - len(image.spans) + len(encode(self.tokenizer, image.text(self.settings.image_token)))
+    def size(self, image: PromptImage) -> int:
+        """Tokens of an image in a prompt, including those of its text."""
+        if not any(image.texts):
+            return image.tokens
+        return image.tokens - len(image.spans) + len(encode(self.tokenizer, image.text(self.settings.image_token)))
 
     def order(self, messages: Sequence[Message]) -> list[int]:
-        """In which order the template prints the images and videos of messages: their numbers there, from 0.
+        """The order in which the template prints the images and videos of messages: their numbers there, from 0.
 
         Raises as `prompt` does.
         """
@@ -136,22 +135,30 @@ class Text:
 
     @property
     def _pictures(self) -> list[int]:
-        """The ids that stand for an image or a video."""
+        """The ids of the tokens of images and videos."""
         video = self.settings.video_token_id
         return [self.settings.image_token_id, *([] if video is None else [video])]
 
     def _ids(
-        self, messages: Sequence[Message], add_generation_prompt: bool, images: Sequence[MarkedImage] = ()
+        self, messages: Sequence[Message], add_generation_prompt: bool, images: Sequence[PromptImage] = ()
     ) -> NDArray[np.int64]:
-        """The ids of messages, one for each image and video; of `images`, one for each span."""
+        """The ids of messages, one for each image and video; with `images` one for each span of theirs."""
         masked, marks = self._masking.mask(messages)
         rendered = self._renderer.render(masked, add_generation_prompt=add_generation_prompt)
         if images:
             first, *texts = rendered.split(self.settings.image_token)
             printed = (image.text(self.settings.image_token) for image in images)
             rendered = first + "".join(image + text for image, text in zip(printed, texts, strict=True))
-        ids = np.asarray(self._encode(rendered, marks), dtype=np.int64)
-        self._check_ids(ids)
+        bos = self.settings.bos_token
+        add = self.settings.add_special_tokens and not (bos and rendered.startswith(bos))
+        encoding = encode(self.tokenizer, rendered, add_special_tokens=add)
+        ids = np.asarray(self._masking.encode(rendered, marks, encoding) if marks else encoding.ids, dtype=np.int64)
+        highest = int(ids.max(initial=0))
+        if self._vocab is not None and highest >= self._vocab:
+            raise BundleError(
+                f"the tokenizer gives token {highest} ({self.tokenizer.id_to_token(highest)!r}), the model has "
+                f"{self._vocab:,} tokens, numbered from 0; export again with the tokenizer that belongs to the model"
+            )
         return ids
 
     def _check_printed(self, ids: NDArray[np.int64], kinds: Sequence[str]) -> None:
@@ -179,12 +186,6 @@ class Text:
         """A new detokenizer for one answer."""
         return Detokenizer(self.tokenizer, hidden=self._hidden, byte_tokens=self._bytes)
 
-    def _encode(self, rendered: str, marks: dict[str, str]) -> list[int]:
-        bos = self.settings.bos_token
-        add = self.settings.add_special_tokens and not (bos and rendered.startswith(bos))
-        encoding = encode(self.tokenizer, rendered, add_special_tokens=add)
-        return self._masking.encode(rendered, marks, encoding) if marks else list(encoding.ids)
-
     def _check_length(self, messages: Sequence[Message], add_generation_prompt: bool) -> None:
         """Refuse what has too many characters for the context, without tokenising it."""
         bound, context = self.settings.length_bound, self._max_context
@@ -201,14 +202,6 @@ class Text:
             raise ContextError(
                 f"the prompt has {len(text):,} characters, and at most {limit:,} can fit into this bundle's context of "
                 f"{context:,} tokens; shorten it{self._or_more_context}"
-            )
-
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
-        highest = int(ids.max(initial=0))
-        if self._vocab is not None and highest >= self._vocab:
-            raise BundleError(
-                f"the tokenizer gives token {highest} ({self.tokenizer.id_to_token(highest)!r}), the model has "
-                f"{self._vocab:,} tokens, numbered from 0; export again with the tokenizer that belongs to the model"
             )
 
 

@@ -19,7 +19,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
-from vtx.runtime.report.golden import SEEN_ROWS, read_golden, seen
+from vtx.runtime.report.golden import DECODED_TOKENS, decoded_ids, read_golden
 from vtx.runtime.report.graph_sources import (
     EMBED,
     GATE,
@@ -34,7 +34,7 @@ from vtx.runtime.report.graph_sources import (
     open_source,
 )
 
-HEAD_ROWS = 4  # of the prompt's end
+HEAD_TOKENS = 4  # of the prompt's end
 F16_TOLERANCE = 1e-2  # engines whose arithmetic is float16
 
 
@@ -136,8 +136,8 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
 
     vision = _GraphCase(GraphPart(VISION), {names.PIXELS: pixels}, vision_limit)
     yield vision
-    features = reference.run(vision.part, vision.inputs)[names.FEATURES][:SEEN_ROWS]
-    ids = embeddable(m, seen(stored["ids"], m.text.image_token_id, len(features)))
+    features = reference.run(vision.part, vision.inputs)[names.FEATURES][:DECODED_TOKENS]
+    ids = embeddable(m, decoded_ids(stored["ids"], m.text.image_token_id, len(features)))
     is_image = ids == m.text.image_token_id
     if not is_image.any():
         raise BundleError(f"{m.golden}: ids hold no image token; export the bundle again")
@@ -156,7 +156,7 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
             yield _GraphCase(GraphPart(SCORE, number), {names.HIDDEN: hidden}, limit)
         hidden = reference.run(GraphPart(STAGE, number), {names.HIDDEN: hidden})[names.HIDDEN_OUT]
     yield _GraphCase(
-        GraphPart(HEAD), {names.HIDDEN: hidden[-HEAD_ROWS:]}, max(limit, PRECISIONS[m.head_precision].tolerance)
+        GraphPart(HEAD), {names.HIDDEN: hidden[-HEAD_TOKENS:]}, max(limit, PRECISIONS[m.head_precision].tolerance)
     )
 
 

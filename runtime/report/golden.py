@@ -21,8 +21,8 @@ from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.fit import without_notes
 
 QUESTION = "What is in the picture?"
-SHOWN_ROWS = 8
-SEEN_ROWS = 128  # of the image, from its first on: what the decoder is checked with costs an export no more than that
+FEATURE_TOKENS = 8  # whose vision features are kept
+DECODED_TOKENS = 128  # the image's first ones, with which the decoder is checked: that bounds an export's cost
 PIXEL_TOLERANCE = 1e-5
 # Engines round what enters integer matrices each in their own way: tokens of nearly equal scores may change places.
 OTHER_CHOICES = 0.25
@@ -61,8 +61,8 @@ def key_of(k: int | None) -> str:
     return f"logits.{k or 'none'}"
 
 
-def seen(ids: NDArray[np.int64], image_token_id: int, count: int = SEEN_ROWS) -> NDArray[np.int64]:
-    """The golden prompt as the decoder gets it: of the image's tokens, only the first `count`."""
+def decoded_ids(ids: NDArray[np.int64], image_token_id: int, count: int = DECODED_TOKENS) -> NDArray[np.int64]:
+    """The golden prompt's ids for the decoder: of the image's tokens only the first `count`."""
     is_vision = ids == image_token_id
     kept: NDArray[np.int64] = ids[~is_vision | (is_vision.cumsum() <= count)]
     return kept
@@ -122,16 +122,16 @@ def check_golden(model: Model) -> Iterator[Check]:
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     with without_notes():
         prepared = model.prepare(golden_image())
-    own_ids = model.text.prompt([{"role": "user", "content": content}], prepared.placed)
+    own_ids = model.text.prompt([{"role": "user", "content": content}], [prepared.in_prompt])
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
     yield Check("image preprocessing", _distance(golden_pixels(prepared.views), pixels), PIXEL_TOLERANCE)
     computed = ARITHMETIC[model.backend.compute].tolerance
     encoded = prepared.encode(model.backend)
-    difference = _distance(encoded.rows[:SHOWN_ROWS], features)
+    difference = _distance(encoded.hidden[:FEATURE_TOKENS], features)
     yield Check("vision features", difference, max(computed, PRECISIONS[manifest.vision_precision].tolerance))
     limit = logits_limit(manifest, model.backend.compute)
-    prompt_ids = seen(own_ids, manifest.text.image_token_id)
-    rows = encoded.take(np.arange(min(SEEN_ROWS, len(encoded.rows))))
+    prompt_ids = decoded_ids(own_ids, manifest.text.image_token_id)
+    rows = encoded.take(np.arange(min(DECODED_TOKENS, len(encoded))))
     for k in ks:
         session = Session(model.backend, manifest)
         prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: rows),))

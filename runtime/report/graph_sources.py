@@ -119,7 +119,7 @@ class DialectSource:
             return self._score(part.number, inputs)
         if part.kind == VISION:
             extras = contract.vision_extras(self._manifest, self.dialect, {})
-            return {names.FEATURES: ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})).rows}
+            return {names.FEATURES: ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})).hidden}
         return self._session_run(graph_file(self._manifest, self.dialect, part), inputs)
 
     def _stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
@@ -191,7 +191,7 @@ class BackendSource:
         if part.kind == EMBED:
             return {names.HIDDEN: backend.embed(inputs[names.IDS]).hidden}
         if part.kind == VISION:
-            return {names.FEATURES: backend.vision(inputs[names.PIXELS]).rows}
+            return {names.FEATURES: backend.vision(inputs[names.PIXELS]).hidden}
         hidden = inputs[names.HIDDEN]
         if part.kind == HEAD:
             return {names.LOGITS: backend.head(hidden)}

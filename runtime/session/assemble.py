@@ -58,6 +58,6 @@ def make_prompt(
         for _, encode in encoders:
             check()
             images.append(encode())
-        ids = expand([len(image.rows) for image in images])
-        skipped = max(0, sum(image.positions - len(image.rows) for image in images))
+        ids = expand([len(image) for image in images])
+        skipped = max(0, sum(image.positions - len(image) for image in images))
     return Prompt(ids, ids == image_token_id, encoders, skipped)

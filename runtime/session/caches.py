@@ -64,7 +64,7 @@ class PrefixCaches:
             check()
             images.append(encode())
         hidden, inputs = embedded.hidden, self._with_zeros(embedded).inputs
-        hidden[is_vision] = np.concatenate([image.rows for image in images])
+        hidden[is_vision] = np.concatenate([image.hidden for image in images])
         for each in self._token_inputs:
             if each.of_images:
                 said = [image.patches.signals[names.token_input(each.name)] for image in images]

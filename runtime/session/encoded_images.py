@@ -15,7 +15,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, PromptText
 from vtx.runtime.session.image_cache import ImageCache, nbytes
 from vtx.runtime.session.prefix import ImageEncoders
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens, MarkedImage
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens, PromptImage
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
 Check = Callable[[], None]
@@ -28,25 +28,23 @@ def _never() -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """One preprocessed image: its `views` [views, 3, height, width] float32, a hash of them, and its number of tokens.
+    """One preprocessed image: its `views` [views, 3, height, width] float32, a hash of them, and its form in a prompt.
 
-    `size` is its width and height before that; `arrange` makes the image's tokens of those of its views. A video is
-    one too, of the `kind` "video": each frame is a view, and `size` that of the first. `marked`: how its tokens stand
-    in a prompt, where text stands among them.
+    `size` is its width and height before that; `arrange` makes the image's tokens from those of its views. A video is
+    one too, of the `kind` "video": each frame is a view, and `size` that of the first.
     """
 
     views: NDArray[np.float32]
     key: str
-    tokens: int
+    in_prompt: PromptImage
     size: tuple[int, int]
     arrange: Callable[[Sequence[ImageTokens]], ImageTokens]
     kind: Literal["image", "video"] = "image"
-    marked: MarkedImage | None = None
 
     @property
-    def placed(self) -> int | MarkedImage:
-        """What stands for the image in a prompt."""
-        return self.tokens if self.marked is None else self.marked
+    def tokens(self) -> int:
+        """Its number of tokens."""
+        return self.in_prompt.tokens
 
     @property
     def pixels(self) -> NDArray[np.float32]:

@@ -56,4 +56,4 @@ def nbytes(tokens: ImageTokens) -> int:
     """Bytes of an image's tokens, of what is known of their patches, and of what policies derived from them."""
     patches = tokens.patches
     known = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
-    return tokens.rows.nbytes + patches.indices.nbytes + sum(array.nbytes for array in known)
+    return tokens.hidden.nbytes + patches.indices.nbytes + sum(array.nbytes for array in known)

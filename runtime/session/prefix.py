@@ -119,7 +119,7 @@ def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Id
     """
     if all(image.offsets is None for image in images):  # text may stand among an image's tokens
         return np.arange(len(is_vision), dtype=np.int64), len(is_vision)
-    offsets = [np.arange(len(i.rows)) if i.offsets is None else i.offsets for i in images]
+    offsets = [np.arange(len(i)) if i.offsets is None else i.offsets for i in images]
     ends = [*(image.positions for image in images)]
     parts = offsets[0].shape[1:] if offsets else ()
     positions = np.zeros((len(is_vision), *parts), np.int64)

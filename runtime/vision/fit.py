@@ -62,7 +62,7 @@ def _mean_colour(settings: ImageSettings) -> tuple[int, ...]:
     return tuple(int(min(max(value / (255 * settings.rescale), 0.0), 1.0) * 255) for value in settings.mean)
 
 
-def among_several(settings: ImageSettings) -> ImageSettings:
+def square_settings(settings: ImageSettings) -> ImageSettings:
     """The settings by which LLaVA-OneVision squares one of several pictures, as transformers' processor has it.
 
     Its bars are int(255 * mean), whatever pixel values are scaled by. Raises RequestError where that is not a colour,

@@ -1,13 +1,14 @@
-"""How an image becomes views, passes of the tower, and tokens: the layout that a bundle declares, with parameters.
+"""Image layouts: how an image becomes views (passes of the tower) and tokens. A bundle declares one, with parameters.
 
 A layout is a frozen dataclass of plain values in a file of its own in `layouts/`, which registers it under a name.
-Whoever needs a number of tokens asks it with the image's size; nobody else knows how it comes about.
+All counts of an image's tokens come from it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,93 +16,99 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.fit import fitted
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, MarkedImage
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
 
-class Layout(Protocol):
-    """What is asked of a layout."""
+class Layout(ABC):
+    """A layout of images. The defaults are those of a layout with one view an image, without newlines or text."""
+
+    __slots__ = ()
+    newline = False  # a learned newline is among the tokens
+    has_text = False  # the prompt has text among the tokens of an image
 
     @property
+    @abstractmethod
     def max_tokens(self) -> int:
         """The most tokens that any image gives."""
-        ...
+
+    @property
+    def min_tokens(self) -> int | None:
+        """Tokens of the smallest image, if images are seen at their own resolution; else None."""
+        return None
 
     @property
     def max_views(self) -> int:
         """The most passes of the tower that any image takes."""
-        ...
+        return 1
 
-    @property
-    def newline(self) -> bool:
-        """Whether a learned newline stands among the tokens."""
-        ...
-
+    @abstractmethod
     def check(self, tower: TowerSpec) -> None:
-        """Raise BundleError where the tower cannot give these tokens."""
-        ...
+        """Raise BundleError if the tower cannot give these tokens."""
 
     def limited(self, max_views: int) -> Layout:
-        """The layout with at most so many views an image.
+        """The layout with at most `max_views` views an image.
 
         Raises:
             RequestError: fewer than 1, or images have one view anyway.
 
         """
-        ...
+        raise RequestError("max_tiles has no effect here: this model sees each image in one piece; leave it out")
 
-    def among(self, images: int) -> Layout:
-        """The layout of each of so many images in one prompt."""
-        ...
+    def within(self, max_pixels: int) -> Layout:
+        """The layout with images of at most `max_pixels` pixels after they are resized.
 
+        Raises:
+            RequestError: not even one token has so few, or images are not seen at their own resolution.
+
+        """
+        raise RequestError(
+            "max_pixels has no effect here: this model does not see images at their own resolution; leave it out"
+        )
+
+    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
+        """The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total."""
+        return None
+
+    def for_images(self, count: int) -> Layout:
+        """The layout of each of `count` images in one prompt."""
+        return self
+
+    @abstractmethod
     def count(self, width: int, height: int) -> int:
         """Tokens of an image of this size in pixels, as it is before any preprocessing."""
-        ...
+
+    def prompt_image(self, width: int, height: int) -> PromptImage:
+        """An image of this size in a prompt: its tokens, and the text among them."""
+        return PromptImage((self.count(width, height),))
 
     def passes(self, width: int, height: int) -> int:
         """Passes of the tower that an image of this size takes: the number of its `views`."""
-        ...
+        return 1
 
+    @abstractmethod
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        """What the tower gets for an image, one view at a time: float32 [views, 3, height, width]."""
-        ...
+        """The tower's inputs for an image, one view at a time: float32 [views, 3, height, width]."""
 
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         """The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if none."""
-        ...
+        return joined(views) if len(views) > 1 else views[0]
 
 
-@runtime_checkable
-class Resolving(Layout, Protocol):
-    """A layout of images at their own resolution, which may be limited."""
-
-    @property
-    def min_tokens(self) -> int:
-        """Tokens of the smallest image."""
-        ...
-
-    def within(self, max_pixels: int) -> Layout:
-        """The layout with images of at most so many pixels. Raises RequestError where no token has so few."""
-        ...
-
-    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
-        """The most pixels with which images of these sizes (width, height) have so many tokens; None: none do."""
-        ...
+def check_tiles(tower: TowerSpec, tile: int, tokens: int) -> None:
+    """Raise BundleError if the tower does not turn `tile` pixels a side into `tokens` tokens."""
+    if (tile, tokens) != (tower.image, tower.tokens):
+        raise BundleError(
+            f"vtx.json: the image layout has tiles of {tile} pixels and {tokens} tokens, the tower takes "
+            f"{tower.image} pixels and gives {tower.tokens} tokens; export the bundle again"
+        )
 
 
-@runtime_checkable
-class MarkedLayout(Protocol):
-    """A layout that puts text among the tokens of an image."""
-
-    def marked(self, width: int, height: int) -> MarkedImage:
-        """What stands in a prompt for an image of this size."""
-        ...
-
-
-def placed(layout: Layout, width: int, height: int) -> int | MarkedImage:
-    """What stands in a prompt for an image of this size: so many image tokens, or these with text among them."""
-    return layout.marked(width, height) if isinstance(layout, MarkedLayout) else layout.count(width, height)
+def check_max_tiles(max_tiles: int) -> None:
+    """Raise RequestError if an image may have no tile at all."""
+    if max_tiles < 1:
+        raise RequestError(f"max_tiles is {max_tiles}; it must be at least 1, the whole image in one tile")
 
 
 L = TypeVar("L", bound=Layout)
@@ -120,24 +127,18 @@ def image_layout(name: str) -> Callable[[type[L]], type[L]]:
 
 
 def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None) -> Layout:
-    """The layout with at most so many tiles or pixels of an image; None: no such limit.
+    """The layout with at most `max_tiles` tiles or `max_pixels` pixels an image; None: no such limit.
 
     Raises:
         RequestError: a limit that this layout does not have, or one too low.
 
     """
     layout = layout if max_tiles is None else layout.limited(max_tiles)
-    if max_pixels is None:
-        return layout
-    if not isinstance(layout, Resolving):
-        raise RequestError(
-            "max_pixels has no effect here: this model does not see images at their own resolution; leave it out"
-        )
-    return layout.within(max_pixels)
+    return layout if max_pixels is None else layout.within(max_pixels)
 
 
 def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
-    """`fit.fitted`, and a RequestError for a fit where images are seen in tiles or at their own resolution."""
+    """`fit.fitted`. Raises RequestError for a fit if images are seen in tiles or at their own resolution."""
     if fit is not None and (layout.max_views > 1 or settings.own_size):
         seen = "at their own resolution" if settings.own_size else "in tiles"
         raise RequestError(

@@ -10,7 +10,7 @@ from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.modules import modules_of
 from vtx.runtime.strict import Strict, json_value
-from vtx.runtime.vision.layout import Layout, Resolving, registered
+from vtx.runtime.vision.layout import Layout, registered
 from vtx.runtime.vision.layouts.frames import Frames
 
 FRAMES = "frames"  # the layout of videos
@@ -43,7 +43,7 @@ def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
             f"vtx.json: layout {spec.name!r} gives at most {layout.max_tokens} tokens, layout.max_tokens is "
             f"{spec.max_tokens}; export again"
         )
-    if spec.min_tokens != (layout.min_tokens if isinstance(layout, Resolving) else None):
+    if spec.min_tokens != layout.min_tokens:
         raise BundleError(f"vtx.json: layout.min_tokens {spec.min_tokens} is not that of {spec.name!r}; export again")
     layout.check(tower)
     return layout
@@ -70,5 +70,4 @@ def spec_of(layout: Layout | Frames) -> LayoutSpec:
     if isinstance(layout, Frames):
         return LayoutSpec(FRAMES, layout.max_tokens, json_value(layout))
     name = next(name for name, kind in layouts().items() if type(layout) is kind)
-    least = layout.min_tokens if isinstance(layout, Resolving) else None
-    return LayoutSpec(name, layout.max_tokens, json_value(layout), least)
+    return LayoutSpec(name, layout.max_tokens, json_value(layout), layout.min_tokens)

@@ -85,7 +85,7 @@ class Patches:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTokens:
-    """Hidden states `rows` [tokens, hidden] that the tower and projector made of one image, and their patches.
+    """The tokens of one image: their `hidden` states [tokens, hidden] from the tower and projector, and their patches.
 
     `idle` counts tokens that the vision graph computed beside these: of merged windows, where its sizes are fixed.
     `offsets` [tokens] are their positions behind the image's first one and `span` the positions that the image takes;
@@ -93,70 +93,78 @@ class ImageTokens:
     holds what policies work out of these tokens, for next time.
     """
 
-    rows: HiddenStates
+    hidden: HiddenStates
     patches: Patches
     idle: int = 0
     offsets: Ids | None = None
     span: int | None = None
     derived: dict[str, NDArray[Any]] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        return len(self.hidden)
+
     @classmethod
     def of(cls, outputs: Mapping[str, NDArray[Any]]) -> ImageTokens:
         """The outputs of a vision graph for one image, by name; tokens that say they are gone are left out."""
         features = outputs[names.FEATURES]
-        rows: HiddenStates = features.reshape(-1, features.shape[-1])
-        plain = cls.plain(rows).patches
-        indices, merged = outputs.get(names.PATCH_INDEX, plain.indices), outputs.get(names.MERGED, plain.merged)
+        hidden: HiddenStates = features.reshape(-1, features.shape[-1])
+        patches = cls.one_per_patch(hidden).patches
+        indices, merged = outputs.get(names.PATCH_INDEX, patches.indices), outputs.get(names.MERGED, patches.merged)
         there = np.flatnonzero(merged != names.GONE)
         signals = {name: x for name, x in outputs.items() if name in names.VISION_SIGNALS}
         signals |= {name: x for name, x in outputs.items() if name.startswith(names.TOKEN_INPUT)}
         patches = Patches(indices, merged == names.WINDOW, signals)
-        if len(there) == len(rows):
-            return cls(rows, patches)
-        return cls(rows[there], patches.take(there), len(rows) - len(there))
+        if len(there) == len(hidden):
+            return cls(hidden, patches)
+        return cls(hidden[there], patches.take(there), len(hidden) - len(there))
 
     @classmethod
-    def plain(cls, rows: HiddenStates) -> ImageTokens:
+    def one_per_patch(cls, hidden: HiddenStates) -> ImageTokens:
         """Tokens of a vision graph that does not merge: one a patch of a square, in raster order.
 
         One token more than a square is the class token, first.
         """
-        count = len(rows)
+        count = len(hidden)
         indices = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
-        return cls(rows, Patches(indices, np.zeros(count, bool)))
+        return cls(hidden, Patches(indices, np.zeros(count, bool)))
 
     @classmethod
-    def newlines(cls, rows: HiddenStates) -> ImageTokens:
+    def newlines(cls, hidden: HiddenStates) -> ImageTokens:
         """Tokens that come from no patch: learned newlines."""
-        return cls(rows, Patches(np.full(len(rows), NEWLINE), np.zeros(len(rows), bool)))
+        return cls(hidden, Patches(np.full(len(hidden), NEWLINE), np.zeros(len(hidden), bool)))
 
     @property
     def positions(self) -> int:
         """How many positions the image takes."""
-        return len(self.rows) if self.span is None else self.span
+        return len(self) if self.span is None else self.span
 
     def take(self, which: Ids, *, keep_positions: bool = False) -> ImageTokens:
         """Some of the tokens; once positions have been kept, they are."""
-        rows, patches = self.rows[which], self.patches.take(which)
+        hidden, patches = self.hidden[which], self.patches.take(which)
         if not keep_positions and self.offsets is None:
-            return ImageTokens(rows, patches)
-        offsets = np.arange(len(self.rows), dtype=np.int64) if self.offsets is None else self.offsets
-        return ImageTokens(rows, patches, offsets=offsets[which], span=self.positions)
+            return ImageTokens(hidden, patches)
+        offsets = np.arange(len(self), dtype=np.int64) if self.offsets is None else self.offsets
+        return ImageTokens(hidden, patches, offsets=offsets[which], span=self.positions)
 
 
 @dataclass(frozen=True, slots=True)
-class MarkedImage:
-    """An image in a prompt, in `spans` of so many image tokens each, with text of its layout among them.
+class PromptImage:
+    """An image in a prompt: the number of image tokens in each of its `spans`, and the layout's text among them.
 
-    `marks` stand before, between and after the spans: one more than these.
+    `texts` come before, between and after the spans: one more than these.
     """
 
     spans: tuple[int, ...]
-    marks: tuple[str, ...]
+    texts: tuple[str, ...] = ("", "")
+
+    @property
+    def tokens(self) -> int:
+        """Image tokens, in total."""
+        return sum(self.spans)
 
     def text(self, image_token: str) -> str:
-        """What is printed for the image, one image token a span."""
-        return image_token.join(self.marks)
+        """The prompt's text for the image, one image token a span."""
+        return image_token.join(self.texts)
 
 
 def joined(views: Sequence[ImageTokens]) -> ImageTokens:
@@ -173,7 +181,7 @@ def joined(views: Sequence[ImageTokens]) -> ImageTokens:
     merged = np.concatenate([view.patches.merged for view in views])
     said = {name: np.concatenate(parts) for name, parts in signals.items()}
     patches = Patches(np.concatenate(indices), merged, said, np.concatenate(numbers))
-    return ImageTokens(np.concatenate([view.rows for view in views]), patches, sum(view.idle for view in views))
+    return ImageTokens(np.concatenate([view.hidden for view in views]), patches, sum(view.idle for view in views))
 
 
 def share(part: float, count: int) -> int:

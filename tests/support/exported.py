@@ -72,7 +72,7 @@ def prompt(model: Model, messages: Sequence[Message], images: Sequence[Picture])
     """The prompt as a session takes it, pixels and all."""
     prepared = model.prepare_all(images)
     pictures = [prepared[number] for number in model.text.order(messages)]
-    ids = model.text.prompt(messages, [picture.placed for picture in pictures])
+    ids = model.text.prompt(messages, [picture.in_prompt for picture in pictures])
     encoders = tuple((p.key, lambda p=p: p.encode(model.backend)) for p in pictures)
     return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)
 

@@ -107,12 +107,12 @@ class Talk:
         left, sizes, at = iter(encoded), iter(counts), 0
         while at < len(plain):
             image = plain[at] == token
-            ids += [token] * len(next(left).rows) if image else [int(plain[at])]
+            ids += [token] * len(next(left)) if image else [int(plain[at])]
             at += next(sizes) if image else 1
         key = f"{policy.entries} {question.key}"
         given = tuple((f"{p.key} {key}", lambda e=e: e) for p, e in zip(pictures, encoded, strict=True))
         array = np.array(ids, np.int64)
-        return Prompt(array, array == token, given, max(0, sum(image.positions - len(image.rows) for image in encoded)))
+        return Prompt(array, array == token, given, max(0, sum(image.positions - len(image) for image in encoded)))
 
     def _question(self, ids: NDArray[np.int64], token: int) -> PromptText:
         is_vision = ids == token

@@ -118,7 +118,7 @@ class Bench:
 
     def tokens(self, question: str) -> int:
         content = opening_parts([self._image], question)
-        return len(self.model.text.prompt([{"role": "user", "content": content}], self._image.placed))
+        return len(self.model.text.prompt([{"role": "user", "content": content}], [self._image.in_prompt]))
 
     def _check_room(self, tokens: int) -> None:
         room = self.model.manifest.max_context

@@ -45,7 +45,7 @@ class Stopwatch:
         start = time.perf_counter()
         result = call(*args, **named)
         ms = 1000 * (time.perf_counter() - start)
-        tokens = len(result.rows) + result.idle if name in ("vision", "video") else tokens
+        tokens = len(result) + result.idle if name in ("vision", "video") else tokens
         spared = tokens - len(result) if name == "append" and self._inner.selects_outputs else 0
         self._calls.append(Call(name, ms, self._stage, tokens, filled, spared))
         return Stopwatch(result, self._calls, args[0]) if name == "stage" else result

@@ -20,8 +20,8 @@ from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.image import ImageSource, image_size, load_image
-from vtx.runtime.vision.layout import Layout, placed
-from vtx.runtime.vision.tokens import MarkedImage
+from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.tokens import PromptImage
 
 SCENES = "scenes"
 SCENES_SEED = 7_000_000_001  # training draws from small seeds
@@ -116,15 +116,15 @@ def scene_items(count: int) -> tuple[Item, ...]:
     return tuple(items)
 
 
-def placed_images(layout: Layout, item: Item) -> list[int | MarkedImage]:
-    """What stands in a prompt for each image of an item."""
-    layout = layout.among(len(item.images))
-    return [placed(layout, *image_size(image)) for image in item.images]
+def prompt_images(layout: Layout, item: Item) -> list[PromptImage]:
+    """Each image of an item, as a prompt has it."""
+    layout = layout.for_images(len(item.images))
+    return [layout.prompt_image(*image_size(image)) for image in item.images]
 
 
 def image_tokens(layout: Layout, item: Item) -> int:
     """How many image tokens the images of an item give."""
-    layout = layout.among(len(item.images))
+    layout = layout.for_images(len(item.images))
     return sum(layout.count(*image_size(image)) for image in item.images)
 
 

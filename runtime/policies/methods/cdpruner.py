@@ -61,12 +61,12 @@ class CDPruner(Reduction, Entry):
         return min(count, number_to_keep(self.keep, count))
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        count = self.number_kept(len(image.rows), 1)
-        if count >= len(image.rows):
+        count = self.number_kept(len(image), 1)
+        if count >= len(image):
             return None
         if COSINES not in image.derived:
-            image.derived[LENGTHS] = lengths_of(image.rows)
-            image.derived[COSINES] = cosines_of(image.rows)  # last: conversations may share the image
+            image.derived[LENGTHS] = lengths_of(image.hidden)
+            image.derived[COSINES] = cosines_of(image.hidden)  # last: conversations may share the image
         cosines = image.derived[COSINES]
         if not self.uses_question:
             return greedy(cosines, np.ones(len(cosines)), count)
@@ -81,7 +81,7 @@ class CDPruner(Reduction, Entry):
             turned: Exact = -(np.einsum("nw,sw->ns", patches, texts, dtype=np.float64) / lengths).mean(1)
             return turned
         mean = question.hidden[question.after].mean(0, dtype=np.float64)
-        products: Exact = np.einsum("nw,w->n", image.rows, mean, dtype=np.float64)
+        products: Exact = np.einsum("nw,w->n", image.hidden, mean, dtype=np.float64)
         return products / (image.derived[LENGTHS] * lengths_of(mean))
 
 

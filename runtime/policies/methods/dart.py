@@ -103,7 +103,7 @@ class Dart(Reduction, Entry):
         return None if self.k else self
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        rows, count = image.rows, self.number_kept(len(image.rows), 1)
+        rows, count = image.hidden, self.number_kept(len(image), 1)
         if count == len(rows):
             return None
         image_pivots = _largest(_size(rows), min(self.pivots, count))

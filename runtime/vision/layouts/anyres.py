@@ -20,9 +20,9 @@ from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.bilinear import nearest, resized
-from vtx.runtime.vision.fit import among_several
+from vtx.runtime.vision.fit import square_settings
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import image_layout
+from vtx.runtime.vision.layout import Layout, check_max_tiles, check_tiles, image_layout
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, joined
 
@@ -33,7 +33,7 @@ CLEARLY_MORE = 1.1  # times the side of the grid that it is shrunk to
 
 @image_layout("anyres")
 @dataclass(frozen=True, slots=True)
-class Anyres:
+class Anyres(Layout):
     """Tiles of `tile` pixels a side with `grid` tokens a side; `resolutions` (width, height) that tiles may cover.
 
     Of equally good resolutions the first is taken, so their order counts. `rounded`: the rows and columns left after
@@ -44,6 +44,7 @@ class Anyres:
     tile shows the image so.
     """
 
+    newline = True
     tile: int
     grid: int
     resolutions: tuple[tuple[int, int], ...]
@@ -64,10 +65,6 @@ class Anyres:
             )
 
     @property
-    def newline(self) -> bool:
-        return True
-
-    @property
     def one_tile(self) -> int:
         """Tokens of one tile."""
         return self.grid**2
@@ -83,21 +80,16 @@ class Anyres:
         return 1 + max((width * height // self.tile**2 for width, height in self.resolutions), default=0)
 
     def check(self, tower: TowerSpec) -> None:
-        if (self.tile, self.grid, self.one_tile) != (tower.image, tower.grid, tower.tokens):
-            raise BundleError(
-                f"vtx.json: the image layout has tiles of {self.tile} pixels and {self.one_tile} tokens, the tower "
-                f"takes {tower.image} pixels and gives {tower.tokens} tokens; export the bundle again"
-            )
+        check_tiles(tower, self.tile, self.one_tile)
 
     def limited(self, max_views: int) -> Anyres:
-        """With resolutions of at most so many tiles, the squeezed image counted; with 1 that one alone."""
-        if max_views < 1:
-            raise RequestError(f"max_tiles is {max_views}; it must be at least 1, the whole image in one tile")
+        """With resolutions of at most `max_views` tiles, the squeezed image included; with 1 that one alone."""
+        check_max_tiles(max_views)
         most = (max_views - 1) * self.tile**2
         return replace(self, resolutions=tuple(size for size in self.resolutions if size[0] * size[1] <= most))
 
-    def among(self, images: int) -> Anyres:
-        return replace(self, resolutions=(), padded=True) if self.shrink and images > 1 else self
+    def for_images(self, count: int) -> Anyres:
+        return replace(self, resolutions=(), padded=True) if self.shrink and count > 1 else self
 
     def count(self, width: int, height: int) -> int:
         if not self.resolutions:
@@ -120,7 +112,7 @@ class Anyres:
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image = to_rgb(image)
         barred = self.padded and image.width != image.height
-        found = [preprocess(image, among_several(settings) if barred else settings)]
+        found = [preprocess(image, square_settings(settings) if barred else settings)]
         if self.resolutions:
             padded, side = self._padded(image, settings), self.tile
             for top in range(0, padded.height, side):
@@ -129,14 +121,14 @@ class Anyres:
         return np.stack(found)
 
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
-        if any(len(view.rows) != self.one_tile for view in views):
+        if any(len(view) != self.one_tile for view in views):
             raise RequestError(
                 "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out"
             )
         every = joined([*views, ImageTokens.newlines(newline)])
         whole = np.arange(self.one_tile)
         if len(views) == 1:
-            return every.take(np.append(whole, len(every.rows) - 1))
+            return every.take(np.append(whole, len(every) - 1))
         columns, rows = (side // self.tile for side in self._resolution(width, height))
         left, top, right, bottom = self._unpadded(width, height)
         # where each token of the grid stands among those of the tiles, which follow the squeezed image in raster order
@@ -145,11 +137,11 @@ class Anyres:
         across, down = self.shrunk(right - left, bottom - top)
         shrinks = (down, across) != grid.shape
         if shrinks:  # a token of four has the patch index of the nearest
-            grid, shrunk = _nearest(grid, down, across), resized(every.rows[grid], down, across)
-        ends = np.full((down, 1), len(every.rows) - 1)  # the one newline serves all rows
+            grid, shrunk = _nearest(grid, down, across), resized(every.hidden[grid], down, across)
+        ends = np.full((down, 1), len(every) - 1)  # the one newline serves all rows
         tokens = every.take(np.concatenate([whole, np.concatenate([grid, ends], 1).ravel()]))
         if shrinks:
-            tokens.rows[self.one_tile :].reshape(down, across + 1, -1)[:, :-1] = shrunk
+            tokens.hidden[self.one_tile :].reshape(down, across + 1, -1)[:, :-1] = shrunk
         return tokens
 
     def _resolution(self, width: int, height: int) -> tuple[int, int]:

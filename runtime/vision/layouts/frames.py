@@ -13,7 +13,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.bilinear import nearest, resized
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, MarkedImage, joined
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
 MAX_FRAME_TOKENS = 1 << 16
 MAX_BETWEEN = 64  # characters
@@ -62,14 +62,14 @@ class Frames:
         return math.ceil(self._side / 2)
 
     def count(self, frames: int) -> int:
-        """Tokens of so many frames."""
+        """Tokens of a video of `frames` frames."""
         return frames * (self._half**2 if self.halved else self.tokens) + self.newline
 
-    def marked(self, frames: int) -> MarkedImage | None:
-        """The prompt's text among the tokens of so many frames; None where there is none."""
+    def prompt_image(self, frames: int) -> PromptImage:
+        """A video of `frames` frames in a prompt: its tokens, and the text between frames."""
         if not self.between:
-            return None
-        return MarkedImage((self.count(1),) * frames, ("", *[self.between] * (frames - 1), ""))
+            return PromptImage((self.count(frames),))
+        return PromptImage((self.count(1),) * frames, ("", *[self.between] * (frames - 1), ""))
 
     def arrange(self, views: Sequence[ImageTokens], newline: HiddenStates) -> ImageTokens:
         """The tokens of a video from those of its frames; `newline` [1, hidden], [0, hidden] if none."""
@@ -80,5 +80,5 @@ class Frames:
         """A frame's tokens with each a mean of four, which has the patch index of the nearest."""
         side, half = self._side, self._half
         near = nearest(side, half)
-        rows = resized(view.rows.reshape(side, side, -1), half, half).reshape(half**2, -1)
+        rows = resized(view.hidden.reshape(side, side, -1), half, half).reshape(half**2, -1)
         return ImageTokens(rows, view.patches.take((near[:, None] * side + near).ravel()))

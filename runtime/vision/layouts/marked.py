@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -13,11 +12,11 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import image_layout
+from vtx.runtime.vision.layout import Layout, check_max_tiles, check_tiles, image_layout
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, MarkedImage, joined
+from vtx.runtime.vision.tokens import PromptImage
 
 MAX_SIDE = 8  # tiles: transformers resizes nothing beyond 4,096 pixels
 _FRAME, _WHOLE, _PLACE = "<fake_token_around_image>", "<global-img>", "<row_{}_col_{}>"
@@ -25,13 +24,14 @@ _FRAME, _WHOLE, _PLACE = "<fake_token_around_image>", "<global-img>", "<row_{}_c
 
 @image_layout("marked")
 @dataclass(frozen=True, slots=True)
-class MarkedTiles:
+class MarkedTiles(Layout):
     """Tiles of `tile` pixels a side and `tokens` each, up to `side` of them along the longer side, and the whole image.
 
     Images are resized to the largest size that gives at most `most` tiles, the whole image counted; where that is one
     tile, it is the only one.
     """
 
+    has_text = True
     tile: int
     tokens: int
     side: int
@@ -45,10 +45,6 @@ class MarkedTiles:
             )
 
     @property
-    def newline(self) -> bool:
-        return False
-
-    @property
     def max_views(self) -> int:
         """A square image has the most tiles, but where fewer are allowed a strip may come nearer to that number."""
         sides = product(range(1, self.side + 1), repeat=2)
@@ -59,20 +55,12 @@ class MarkedTiles:
         return self.tokens * self.max_views
 
     def check(self, tower: TowerSpec) -> None:
-        if (self.tile, self.tokens) != (tower.image, tower.tokens):
-            raise BundleError(
-                f"vtx.json: the image layout has tiles of {self.tile} pixels and {self.tokens} tokens, the tower takes "
-                f"{tower.image} pixels and gives {tower.tokens} tokens; export the bundle again"
-            )
+        check_tiles(tower, self.tile, self.tokens)
 
     def limited(self, max_views: int) -> MarkedTiles:
-        """With so many tiles at most, the whole image counted."""
-        if max_views < 1:
-            raise RequestError(f"max_tiles is {max_views}; it must be at least 1, the whole image in one tile")
+        """With at most `max_views` tiles, the whole image included."""
+        check_max_tiles(max_views)
         return replace(self, most=min(self.most, max_views))
-
-    def among(self, images: int) -> MarkedTiles:
-        return self
 
     def count(self, width: int, height: int) -> int:
         return self.tokens * self.passes(width, height)
@@ -80,15 +68,15 @@ class MarkedTiles:
     def passes(self, width: int, height: int) -> int:
         return self._views(*self._grid(width, height))
 
-    def marked(self, width: int, height: int) -> MarkedImage:
+    def prompt_image(self, width: int, height: int) -> PromptImage:
         """The prompt's text around the tokens of an image of this size, as transformers' processor prints it."""
         columns, rows = self._grid(width, height)
         if columns * rows == 1:
-            return MarkedImage((self.tokens,), (_FRAME + _WHOLE, _FRAME))
+            return PromptImage((self.tokens,), (_FRAME + _WHOLE, _FRAME))
         places = [_FRAME + _PLACE.format(row, column) for row, column in product(_from_1(rows), _from_1(columns))]
         places[columns::columns] = ["\n" + place for place in places[columns::columns]]
         spans = (self.tokens,) * (columns * rows + 1)
-        return MarkedImage(spans, (*places, f"\n\n{_FRAME}{_WHOLE}", _FRAME))
+        return PromptImage(spans, (*places, f"\n\n{_FRAME}{_WHOLE}", _FRAME))
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image, side = to_rgb(image), self.tile
@@ -101,9 +89,6 @@ class MarkedTiles:
         corners = [(column * side, row * side) for row, column in product(range(rows), range(columns))]
         tiles = [image.crop((x, y, x + side, y + side)) for x, y in corners]
         return np.stack([preprocess(tile, settings) for tile in (*tiles, image)])
-
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
-        return joined(views) if len(views) > 1 else views[0]
 
     @staticmethod
     def _views(columns: int, rows: int) -> int:

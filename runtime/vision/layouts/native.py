@@ -17,7 +17,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS, TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import image_layout
+from vtx.runtime.vision.layout import Layout, image_layout
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS
 from vtx.runtime.vision.preprocess import normalised
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, Patches
@@ -27,7 +27,7 @@ MAX_RATIO = 200  # of an image's sides
 
 @image_layout("native")
 @dataclass(frozen=True, slots=True)
-class Native:
+class Native(Layout):
     """A token is a square of `merge` x `merge` patches of `patch` pixels a side.
 
     Images are resized to whole squares, and to at least `min_pixels` and at most `max_pixels` where they are not.
@@ -53,10 +53,6 @@ class Native:
         return self.patch * self.merge
 
     @property
-    def newline(self) -> bool:
-        return False
-
-    @property
     def min_tokens(self) -> int:
         """Tokens of an image of `min_pixels`."""
         return -(-self.min_pixels // self.unit**2)
@@ -69,10 +65,6 @@ class Native:
         enlarged = max((side * math.ceil(fewest / max(1, side - 1)) for side in longest), default=1)
         return max(math.floor(most), math.floor(math.sqrt(MAX_RATIO * most)), enlarged)
 
-    @property
-    def max_views(self) -> int:
-        return 1
-
     def check(self, tower: TowerSpec) -> None:
         if (self.patch, self.merge) != (tower.patch, tower.shuffle) or "native" not in tower.flags:
             raise BundleError(
@@ -83,16 +75,10 @@ class Native:
     def limited(self, max_views: int) -> Native:
         raise RequestError(
             "max_tiles has no effect here: this model sees each image in one piece, at its own resolution; "
-            "take max_pixels (--max-pixels)"
+            "use max_pixels (--max-pixels)"
         )
 
     def within(self, max_pixels: int) -> Native:
-        """The layout with images of at most so many pixels, after they are resized.
-
-        Raises:
-            RequestError: not even one token has so few.
-
-        """
         if max_pixels < self.unit**2:
             raise RequestError(f"max_pixels is {max_pixels}; one token takes {self.unit} x {self.unit}; raise it")
         most = min(max_pixels, self.max_pixels)
@@ -106,15 +92,9 @@ class Native:
                 return each * area
         return None
 
-    def among(self, images: int) -> Native:
-        return self
-
     def count(self, width: int, height: int) -> int:
         columns, rows = self._grid(width, height)
         return columns * rows
-
-    def passes(self, width: int, height: int) -> int:
-        return 1
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image = to_rgb(image)
@@ -132,7 +112,7 @@ class Native:
         offsets = np.zeros((count, PARTS), np.int64)
         offsets[:, 1], offsets[:, 2] = np.divmod(np.arange(count), columns)
         patches = Patches(np.arange(count), np.zeros(count, bool), tokens.patches.signals)
-        return ImageTokens(tokens.rows, patches, offsets=offsets, span=max(columns, rows))
+        return ImageTokens(tokens.hidden, patches, offsets=offsets, span=max(columns, rows))
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tokens of an image of this size in pixels."""

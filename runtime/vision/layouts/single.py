@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +10,14 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import BundleError, RequestError
-from vtx.runtime.vision.layout import image_layout
+from vtx.runtime.errors import BundleError
+from vtx.runtime.vision.layout import Layout, image_layout
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens
 
 
 @image_layout("single")
 @dataclass(frozen=True, slots=True)
-class Single:
+class Single(Layout):
     """`tokens` an image."""
 
     tokens: int
@@ -38,32 +36,11 @@ class Single:
             )
 
     @property
-    def newline(self) -> bool:
-        return False
-
-    @property
     def max_tokens(self) -> int:
         return self.tokens
-
-    @property
-    def max_views(self) -> int:
-        return 1
-
-    def limited(self, max_views: int) -> Single:
-        raise RequestError("max_tiles has no effect here: this model sees each image in one piece; leave it out")
-
-    def among(self, images: int) -> Single:
-        return self
 
     def count(self, width: int, height: int) -> int:
         return self.tokens
 
-    def passes(self, width: int, height: int) -> int:
-        return 1
-
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         return preprocess(image, settings)[None]
-
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
-        (tokens,) = views
-        return tokens

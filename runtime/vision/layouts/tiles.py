@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,17 +10,16 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import image_layout
+from vtx.runtime.vision.layout import Layout, check_max_tiles, check_tiles, image_layout
 from vtx.runtime.vision.layouts.anyres import MAX_TILES
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, joined
 
 
 @image_layout("tiles")
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(Layout):
     """`fewest` to `most` tiles of `tile` pixels a side and `tokens` each, and where there are several, the whole image.
 
     That is squeezed into one more tile, the last.
@@ -40,10 +38,6 @@ class Tiles:
             )
 
     @property
-    def newline(self) -> bool:
-        return False
-
-    @property
     def max_tokens(self) -> int:
         return self.tokens * self.max_views
 
@@ -52,21 +46,13 @@ class Tiles:
         return self.most + (self.most > 1)
 
     def check(self, tower: TowerSpec) -> None:
-        if (self.tile, self.tokens) != (tower.image, tower.tokens):
-            raise BundleError(
-                f"vtx.json: the image layout has tiles of {self.tile} pixels and {self.tokens} tokens, the tower takes "
-                f"{tower.image} pixels and gives {tower.tokens} tokens; export the bundle again"
-            )
+        check_tiles(tower, self.tile, self.tokens)
 
     def limited(self, max_views: int) -> Tiles:
-        """With so many tiles at most, the whole image counted."""
-        if max_views < 1:
-            raise RequestError(f"max_tiles is {max_views}; it must be at least 1, the whole image in one tile")
+        """With at most `max_views` tiles, the whole image included."""
+        check_max_tiles(max_views)
         most = min(self.most, max(1, max_views - 1))
         return replace(self, fewest=min(self.fewest, most), most=most)
-
-    def among(self, images: int) -> Tiles:
-        return self
 
     def count(self, width: int, height: int) -> int:
         return self.tokens * self.passes(width, height)
@@ -82,9 +68,6 @@ class Tiles:
         corners = [(x * side, y * side) for y in range(rows) for x in range(columns)]
         tiles = [resized.crop((x, y, x + side, y + side)) for x, y in corners]
         return np.stack([preprocess(tile, settings) for tile in (tiles if len(tiles) == 1 else [*tiles, image])])
-
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
-        return joined(views) if len(views) > 1 else views[0]
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows: the nearest shape; of equal ones the largest whose tiles the image fills by half."""

@@ -129,7 +129,7 @@ def test_a_tower_gives_what_transformers_does(
     for seed in range(3):
         pixels = model.prepare(random_image(seed)).pixels[None]
         wanted = judge.model.model.get_image_features(pixel_values=torch.from_numpy(pixels)).pooler_output
-        found = model.backend.vision(pixels).rows
+        found = model.backend.vision(pixels).hidden
         np.testing.assert_allclose(
             found, torch.cat(list(wanted)).detach().numpy(), atol=FEATURE_TOLERANCES[precision], rtol=0
         )

@@ -103,14 +103,14 @@ def test_merged_rows_equal_the_statement(
         given, found = encode(vision, pixels.numpy(), tau)
         assert found.patches.indices.tolist() == wanted.places
         assert found.patches.merged.tolist() == wanted.merged
-        np.testing.assert_allclose(found.rows, wanted.rows, atol=2e-5, rtol=0)
+        np.testing.assert_allclose(found.hidden, wanted.rows, atol=2e-5, rtol=0)
         similarity = [value or 0.0 for value in wanted.similarity]
         np.testing.assert_allclose(found.patches.signals["similarity"], similarity, atol=2e-6, rtol=0)
         if clip:
             np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-6, rtol=0)
         rows = given["image_features"].shape[1]
         assert rows == (len(wanted.rows) if dialect == "ort" else judge.model.config.image_seq_length)
-        assert len(found.rows) + found.idle == rows
+        assert len(found) + found.idle == rows
         counts.add(sum(wanted.merged))
     windows = (tiny.image // tiny.patch // 3) ** 2
     assert {0, windows - (not clip and tiny.select == "default")} <= counts
@@ -141,7 +141,7 @@ def test_a_picture_of_one_colour_merges_as_far_as_positions_allow_and_stays_fini
     given, found = encode(vision, np.zeros((1, 3, 84, 84), np.float32), -1.0)
     assert found.patches.indices.tolist() == [0, 3, 18, 21]
     assert found.patches.merged.all()
-    assert len(found.rows) == 4
+    assert len(found) == 4
     assert np.isfinite(given["image_features"]).all()
 
 
@@ -189,7 +189,7 @@ def test_half_precision_merges_the_same_windows(
     assert 0 < sum(wanted.merged) < 9
     assert found.patches.indices.tolist() == wanted.places
     assert found.patches.merged.tolist() == wanted.merged
-    np.testing.assert_allclose(found.rows, wanted.rows, atol=1.5e-2, rtol=0)
+    np.testing.assert_allclose(found.hidden, wanted.rows, atol=1.5e-2, rtol=0)
     np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-3, rtol=0)
 
 

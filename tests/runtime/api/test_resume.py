@@ -194,7 +194,7 @@ def test_what_a_policy_works_out_of_an_image_counts_in_the_cache(model: Model) -
         cache.put(number, tokens)
     before = cache.bytes
     CDPruner(4, "none").select(images[1])
-    assert cache.bytes >= before + 4 * len(images[1].rows) ** 2
+    assert cache.bytes >= before + 4 * len(images[1]) ** 2
     assert cache.get(1) is images[1]
     assert cache.get(0) is None
     assert cache.bytes == nbytes(images[1]) <= cache.limit_bytes

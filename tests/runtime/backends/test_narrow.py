@@ -118,7 +118,7 @@ def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(mode
     with closing(OpenvinoBackend(model.bundle, 1, compute)) as backend:
         for shape in ((150, 60), (40, 90)):
             image = model.prepare(random_image(1, shape))
-            found, wanted = (image.encode(engine).rows for engine in (backend, model.backend))
+            found, wanted = (image.encode(engine).hidden for engine in (backend, model.backend))
             np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max(), rtol=0)
         hidden = np.ones((40, NATIVE.hidden), np.float32)
         ran = [engine.stage(0, 64).append(TokenStates(hidden), np.arange(40)) for engine in (backend, model.backend)]

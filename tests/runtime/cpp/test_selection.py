@@ -81,7 +81,7 @@ def test_tokens_kept_by_the_text_tower_are_those_of_python_and_of_the_statement(
             with model.open(tmp_path / "a.png") as conversation:
                 for question, answer in zip(QUESTIONS, found, strict=True):
                     texts = model.embed_question(prompt_messages(question))
-                    wanted = stated(image.rows, by_clip(patches, texts), keep)
+                    wanted = stated(image.hidden, by_clip(patches, texts), keep)
                     kept = conversation.ask(question, reduce=spec, max_new_tokens=1).to_dict()["kept"][0]["patches"][0]
                     assert [*kept] == wanted, (number, keep, question)
                     assert answer["kept"][0]["patches"][0] == wanted, (number, keep, question)

@@ -128,8 +128,8 @@ def test_merged_first_moves_the_most_alike_windows_to_the_front_behind_the_class
 
 
 def test_rows_without_merging_are_a_square_of_patches_and_maybe_a_class_token() -> None:
-    assert ImageTokens.plain(np.zeros((16, 2), np.float32)).patches.indices.tolist() == list(range(16))
-    assert ImageTokens.plain(np.zeros((17, 2), np.float32)).patches.indices.tolist() == list(range(-1, 16))
+    assert ImageTokens.one_per_patch(np.zeros((16, 2), np.float32)).patches.indices.tolist() == list(range(16))
+    assert ImageTokens.one_per_patch(np.zeros((17, 2), np.float32)).patches.indices.tolist() == list(range(-1, 16))
 
 
 def test_cdpruner_takes_the_most_relevant_row_first_and_then_what_is_unlike_it() -> None:
@@ -156,14 +156,14 @@ def test_cdpruner_takes_gains_that_differ_by_rounding_as_equal() -> None:
 def test_cdpruner_works_out_an_images_cosines_once_for_all_questions() -> None:
     """With others in their place, in which no two tokens are alike, relevance alone would decide."""
     random = np.random.default_rng(5)
-    image = ImageTokens.plain(random.standard_normal((36, 24)).astype(np.float32))
+    image = ImageTokens.one_per_patch(random.standard_normal((36, 24)).astype(np.float32))
     question = PromptText(np.zeros(1, np.int64), random.standard_normal((1, 24), np.float32), np.ones(1, bool))
     before = CDPruner(12).select(image, question)
     image.derived[COSINES] = np.eye(36, dtype=np.float32)
     found = CDPruner(12).select(image, question)
     assert found is not None
     assert before is not None
-    relevance = image.rows @ question.hidden[0] / np.linalg.norm(image.rows, axis=1)
+    relevance = image.hidden @ question.hidden[0] / np.linalg.norm(image.hidden, axis=1)
     assert found.tolist() == sorted(np.argsort(-relevance)[:12].tolist())
     assert found.tolist() != before.tolist()
 
@@ -206,7 +206,7 @@ def test_dart_keeps_pivots_and_what_is_least_like_each_in_turn() -> None:
 def test_dart_leaves_an_image_alone_that_is_no_longer_than_what_it_keeps() -> None:
     here = pivoting([[1, 0]] * 5, [[0, 1]], [1] * 5, [1])
     assert Dart(4, 2, 1, 1).keep_mask(here) is None
-    assert Dart(0.5, 0, 4, 0).select(ImageTokens.plain(np.ones((9, 2), np.float32))) is None
+    assert Dart(0.5, 0, 4, 0).select(ImageTokens.one_per_patch(np.ones((9, 2), np.float32))) is None
 
 
 def test_dart_before_layer_1_looks_at_text_before_the_image_too() -> None:
@@ -217,7 +217,7 @@ def test_dart_before_layer_1_looks_at_text_before_the_image_too() -> None:
     for sign in (1, -1):
         hidden = text * np.array([[sign], [1], [1]], np.float32)
         question = PromptText(np.arange(3), hidden, np.array([False, True, True]))
-        selected = Dart(6, 0, 1, 1).select(ImageTokens.plain(rows), question)
+        selected = Dart(6, 0, 1, 1).select(ImageTokens.one_per_patch(rows), question)
         assert selected is not None
         chosen.append(selected.tolist())
     assert len(chosen[0]) == len(chosen[1]) == 6
@@ -225,7 +225,7 @@ def test_dart_before_layer_1_looks_at_text_before_the_image_too() -> None:
 
 
 def test_tokens_that_keep_their_positions_go_on_keeping_them() -> None:
-    image = ImageTokens.plain(np.zeros((16, 2), np.float32))
+    image = ImageTokens.one_per_patch(np.zeros((16, 2), np.float32))
     assert image.take(np.array([3, 5])).positions == 2
     gaps = image.take(np.array([3, 5, 9]), keep_positions=True)
     assert (gaps.offsets is not None, gaps.positions) == (True, 16)

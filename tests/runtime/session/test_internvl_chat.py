@@ -116,7 +116,7 @@ def test_fused_matrices_are_stored_as_separate_ones_are(
         folder = export(tiny_checkpoint(tiny), tmp_path / name, (3,), precision, dialects=ORT).folder
         with load(folder, device="cpu", threads=1) as model:
             images, ids = [random_image(0, WIDE)], np.arange(4, 40)
-            answers.append(model.prepare(images[0]).encode(model.backend).rows)
+            answers.append(model.prepare(images[0]).encode(model.backend).hidden)
             hidden, cache = model.backend.embed(ids).hidden, model.backend.stage(0, 64)
             answers.append(cache.append(TokenStates(hidden), np.arange(len(ids))))
     np.testing.assert_array_equal(answers[0], answers[2])

@@ -216,9 +216,9 @@ def test_narrow_checkpoints_are_exported_at_either_precision(
 def test_several_images_are_encoded_as_one_by_one(models: Models, reference: Callable[..., Reference]) -> None:
     model: Model = models()
     pixels = [model.prepare(random_image(seed)).pixels[None] for seed in range(3)]
-    together = model.backend.vision(np.concatenate(pixels)).rows
+    together = model.backend.vision(np.concatenate(pixels)).hidden
     np.testing.assert_allclose(
-        together, np.concatenate([model.backend.vision(p).rows for p in pixels]), atol=1e-5, rtol=0
+        together, np.concatenate([model.backend.vision(p).hidden for p in pixels]), atol=1e-5, rtol=0
     )
     features = reference().model.model.get_image_features(pixel_values=torch.from_numpy(np.concatenate(pixels)))
     wanted = torch.cat(list(features.pooler_output)).detach().numpy()

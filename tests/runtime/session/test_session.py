@@ -50,7 +50,7 @@ def one_shot(backend: Backend, session: Session, asked: Prompt, k: int | None) -
     """The same graphs over the whole prompt at once: each stage once, no chunks."""
     rows = backend.embed(asked.ids).hidden
     if asked.encoders:
-        rows[asked.is_vision] = np.concatenate([encode().rows for _, encode in asked.encoders])
+        rows[asked.is_vision] = np.concatenate([encode().hidden for _, encode in asked.encoders])
     positions = np.arange(len(rows), dtype=np.int64)
     for number, stage in enumerate(session.caches.stages):
         if stage.first == k:

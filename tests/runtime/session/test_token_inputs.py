@@ -113,7 +113,7 @@ def stated(model: Model, asked: Prompt, k: int | None) -> NDArray[np.float32]:
     hidden: HiddenStates = backend.embed(asked.ids).hidden
     bias, seen = 0.5 * hidden, np.zeros_like(hidden)
     if images:
-        hidden[asked.is_vision] = np.concatenate([image.rows for image in images])
+        hidden[asked.is_vision] = np.concatenate([image.hidden for image in images])
         seen[asked.is_vision] = -2.0 * hidden[asked.is_vision]
     positions, here = np.arange(len(hidden)), np.ones(len(hidden), bool)
     for number, stage in enumerate(model.manifest.stages):
@@ -164,7 +164,7 @@ def test_a_reduction_leaves_out_the_inputs_of_the_tokens_that_it_leaves_out(mode
         kept[asked.is_vision] = done.cuts[0].kept
         hidden = model.backend.embed(asked.ids).hidden
         bias, seen = 0.5 * hidden, np.zeros_like(hidden)
-        hidden[asked.is_vision] = np.concatenate([encode().rows for _, encode in asked.encoders])
+        hidden[asked.is_vision] = np.concatenate([encode().hidden for _, encode in asked.encoders])
         seen[asked.is_vision] = -2.0 * hidden[asked.is_vision]
         here = np.ones(len(hidden), bool)
         for number, stage in enumerate(model.manifest.stages):

@@ -79,11 +79,11 @@ def test_tokens_stand_where_transformers_puts_them(theirs: tuple[Path, Any], sha
     count = 1 + len(layout.views(image, read_image_settings(folder, find_family(config).processors))[1:])
     rows = torch.arange(float(16 * count)).view(count, 16, 1)
     wanted, _ = model.pack_image_features([rows], torch.tensor([shape[::-1]]), "default", torch.tensor([-1.0]))
-    views = [ImageTokens.plain(view.numpy()) for view in rows]
+    views = [ImageTokens.one_per_patch(view.numpy()) for view in rows]
     found = layout.arrange(views, *shape, np.array([[-1.0]], np.float32))
-    np.testing.assert_array_equal(found.rows, wanted[0].numpy())
-    assert len(found.rows) == layout.count(*shape)
-    places = np.where(found.rows[:, 0] < 0, -2, found.rows[:, 0])
+    np.testing.assert_array_equal(found.hidden, wanted[0].numpy())
+    assert len(found) == layout.count(*shape)
+    places = np.where(found.hidden[:, 0] < 0, -2, found.hidden[:, 0])
     np.testing.assert_array_equal(found.patches.indices, places)
     assert found.patches.views is not None
     np.testing.assert_array_equal(found.patches.views, np.where(places < 0, -1, places // 16))
@@ -117,15 +117,16 @@ def test_onevisions_pixels_and_tokens_equal_transformers(
     views = layout.views(image, settings)
     np.testing.assert_array_equal(views, processor(images=image, return_tensors="np")["pixel_values"][0])
     several = processor(images=[[image, image]], return_tensors="np")["pixel_values"]
-    np.testing.assert_array_equal(layout.among(2).views(image, settings), several[0])
+    np.testing.assert_array_equal(layout.for_images(2).views(image, settings), several[0])
     with torch.device("meta"):
         model = LlavaOnevisionModel(AutoConfig.from_pretrained(folder))
     rows = torch.arange(float(16 * len(views))).view(len(views), 16, 1) ** 2
     wanted, _ = model.pack_image_features([rows], torch.tensor([shape[::-1]]), torch.tensor([-1.0]), "anyres_max_1")
-    found = layout.arrange([ImageTokens.plain(view.numpy()) for view in rows], *shape, np.array([[-1.0]], np.float32))
-    np.testing.assert_allclose(found.rows, wanted[0].numpy(), rtol=1e-5)
-    assert len(found.rows) == layout.count(*shape) <= layout.max_tokens
-    assert layout.among(2).count(*shape) == 17
+    views = [ImageTokens.one_per_patch(view.numpy()) for view in rows]
+    found = layout.arrange(views, *shape, np.array([[-1.0]], np.float32))
+    np.testing.assert_allclose(found.hidden, wanted[0].numpy(), rtol=1e-5)
+    assert len(found) == layout.count(*shape) <= layout.max_tokens
+    assert layout.for_images(2).count(*shape) == 17
 
 
 @pytest.mark.parametrize("rescale", [1 / 255, 1 / 127.5, 0.002, 1.0])
@@ -140,7 +141,7 @@ def test_onevisions_bars_among_several_images_equal_transformers(
     images = [random_image(3, (80, 60)), random_image(4, (40, 90)), random_image(5, (56, 56))]
     wanted = theirs(images=[images], return_tensors="np")["pixel_values"]
     for image, view in zip(images, wanted, strict=True):
-        np.testing.assert_array_equal(layout.among(3).views(image, settings), view)
+        np.testing.assert_array_equal(layout.for_images(3).views(image, settings), view)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +155,8 @@ def test_bars_without_a_colour_are_refused_and_square_images_have_none(
     folder, layout, _ = onevision
     settings = image_settings(read_settings(folder, "preprocessor_config.json") | changed, LLAVA_ONEVISION.processors)
     with pytest.raises(RequestError, match="bars of the image processor's mean colour"):
-        layout.among(2).views(random_image(3, (80, 60)), settings)
-    assert len(layout.among(2).views(random_image(3, (80, 80)), settings)) == 1
+        layout.for_images(2).views(random_image(3, (80, 60)), settings)
+    assert len(layout.for_images(2).views(random_image(3, (80, 80)), settings)) == 1
     assert len(layout.views(random_image(3, (80, 60)), settings)) > 1
 
 

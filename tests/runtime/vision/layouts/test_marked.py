@@ -64,11 +64,11 @@ def test_pixels_counts_and_text_equal_transformers(
         assert chosen.count(*shape) == layout.tokens * len(found["pixel_values"][0])
         names = {"fake_token_around_image": "<fake_token_around_image>", "global_image_token": "<global-img>"}
         text = get_image_prompt_string(found["rows"][0][0], found["cols"][0][0], 1, image_token="<image>", **names)
-        assert chosen.marked(*shape).text("<image>") == text
+        assert chosen.prompt_image(*shape).text("<image>") == text
 
 
 def test_text_stands_among_the_tokens() -> None:
-    wide, small = PUBLISHED.marked(2048, 700), PUBLISHED.limited(1).marked(2048, 700)
+    wide, small = PUBLISHED.prompt_image(2048, 700), PUBLISHED.limited(1).prompt_image(2048, 700)
     assert wide.spans == (64,) * 9
     assert wide.text("*").split("<fake_token_around_image>") == [
         "", "<row_1_col_1>*", "<row_1_col_2>*", "<row_1_col_3>*", "<row_1_col_4>*\n",

@@ -72,7 +72,7 @@ def test_no_shape_gives_more_tokens_than_the_layout_says() -> None:
 
 def test_tokens_stand_at_their_rows_and_columns() -> None:
     (wide, high), hidden = (100, 60), np.zeros((8, 4), np.float32)
-    tokens = TINY.arrange([ImageTokens.plain(hidden)], wide, high, np.zeros((0, 4), np.float32))
+    tokens = TINY.arrange([ImageTokens.one_per_patch(hidden)], wide, high, np.zeros((0, 4), np.float32))
     assert TINY.count(wide, high) == 8
     assert tokens.offsets is not None
     assert tokens.offsets.tolist() == [[0, row, column] for row in range(2) for column in range(4)]
@@ -97,7 +97,7 @@ def test_the_most_pixels_that_fit_are_found() -> None:
 def test_limits_are_refused_where_they_have_no_meaning() -> None:
     with pytest.raises(RequestError, match="max_pixels is 783; one token takes 28 x 28"):
         TINY.within(783)
-    with pytest.raises(RequestError, match="at its own resolution; take max_pixels"):
+    with pytest.raises(RequestError, match="at its own resolution; use max_pixels"):
         limited_layout(TINY, 3, None)
     with pytest.raises(RequestError, match="max_pixels has no effect here"):
         limited_layout(Single(16), None, 9999)
