@@ -17,7 +17,7 @@ CLANG ?= clang++
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers docs wheel clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers pages docs wheel clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -156,6 +156,11 @@ audit: $(READY) ## known vulnerabilities of PyTorch and the packages in ci.lock;
 	mkdir -p build && echo "$(firstword $(TORCH))" > build/torch.txt
 	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement build/torch.txt
 	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement ci.lock
+
+pages: $(READY) ## write the generated pages of the documentation anew
+	for script in reference/api reference/commands reference/limits reference/models measurements/tables; do \
+		$(BIN)/python docs/$$script.py || exit 1; \
+	done
 
 docs: $(READY) ## the documentation as a site, API reference included, into build/site
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"

@@ -19,7 +19,7 @@ class Precision:
     `arithmetic`: numpy's name of the type that graphs compute in where they say it. `tolerance`: the largest difference
     to the float32 reference with the same weights, as a share of its largest magnitude; quantised matrices are
     multiplied with activations of 8 bits. `openvino_hidden`: the least hidden size at which OpenVINO was measured to be
-    ahead of onnxruntime on a CPU (docs/openvino.md).
+    ahead of onnxruntime on a CPU (docs/how-to/openvino.md).
     """
 
     name: str

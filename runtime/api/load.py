@@ -46,7 +46,7 @@ def load(
         device: "cpu" (onnxruntime), "openvino", "cuda" (onnxruntime), "tensorrt" (engines of vtx-build), or "auto" for
             the best of those that are possible here.
         compute: type of the arithmetic: "f32", or on TensorRT "f16", when left out; on OpenVINO also "bf16" and
-            "int8", which multiplies integers (docs/openvino.md).
+            "int8", which multiplies integers (docs/how-to/openvino.md).
         threads: threads to compute with; all cores when left out.
         force: load also where the memory that is free looks too small for the weights.
         require_signature: a public key (Ed25519, PEM); only a bundle that the private half has signed is loaded. All

@@ -72,7 +72,7 @@ COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in en
 
 
 def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> tuple[int, str]:
-    """The merit of OpenVINO, or of onnxruntime, by what was measured (docs/openvino.md)."""
+    """The merit of OpenVINO, or of onnxruntime, by what was measured (docs/how-to/openvino.md)."""
     weights, hidden = manifest.precision, manifest.model.hidden
     if openvino != (hidden >= PRECISIONS[weights].openvino_hidden):
         return 1, "what is possible here"

@@ -50,7 +50,10 @@ class MachineReport:
         broken = tuple(f"{fact.name}: {fact.value}" for fact in self.facts if not fact.ok)
         if any(state.installed for state in self.devices):
             return broken
-        return (*broken, 'no engine is installed: pip install "vtx-edge[cpu]" (docs/tensorrt.md has those for GPUs)')
+        return (
+            *broken,
+            'no engine is installed: pip install "vtx-edge[cpu]" (docs/how-to/tensorrt.md has those for GPUs)',
+        )
 
     @property
     def cpu_device(self) -> str | None:

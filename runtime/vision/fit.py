@@ -2,7 +2,7 @@
 
 `crop` cuts off what stands beyond the middle, `pad` puts bars of the mean colour around the picture, `squash` stretches
 it. Without a choice a picture is treated as the checkpoint's image processor says, which need not be how the model was
-trained: `docs/pictures.md` lists the checkpoints.
+trained: `docs/how-to/pictures.md` lists the checkpoints.
 """
 
 from __future__ import annotations

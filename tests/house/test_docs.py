@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,21 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+PROSE = 2500  # words of a page, tables and code aside
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_can_be_read_in_one_go(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    assert len(" ".join(line for line in text.splitlines() if not line.startswith("|")).split()) <= PROSE
+
+
+@pytest.mark.parametrize("script", ["reference/api.py", "reference/commands.py", "measurements/tables.py"])
+def test_generated_pages_are_as_the_code_and_the_results_are(script: str) -> None:
+    for path, text in runpy.run_path(str(ROOT / "docs" / script))["pages"]().items():
+        assert path.read_text(encoding="utf-8") == text, f"run: python docs/{script}"
+
+
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
 
@@ -52,8 +68,10 @@ def test_links_to_headings_lead_to_headings(page: Path) -> None:
 
 
 def test_every_page_is_in_the_site_s_navigation_and_on_its_first_page() -> None:
-    pages = {path.name for path in ROOT.glob("docs/*.md")}
-    assert set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)) == pages
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert (
+        set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)) == pages
+    )
     first = LINK.findall((ROOT / "docs/index.md").read_text(encoding="utf-8"))
     assert pages - {"index.md"} <= set(first)
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "reference"
 
 
 def test_the_page_of_limits_is_as_the_constants_are() -> None:
     made = runpy.run_path(str(DOCS / "limits.py"))["page"]()
-    assert (DOCS / "limits.md").read_text(encoding="utf-8") == made, "run: python docs/limits.py"
+    assert (DOCS / "limits.md").read_text(encoding="utf-8") == made, "run: python docs/reference/limits.py"
 
 
 def limits_in(path: Path) -> Iterator[str]:

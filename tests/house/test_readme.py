@@ -48,8 +48,8 @@ def test_an_answer_in_the_readme_is_the_model_s(
 
 
 def measured(contender: str) -> dict[str, str]:
-    """Medians of one contender in docs/performance.md, as they stand there."""
-    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    """Medians of one contender in docs/measurements/rivals.md, as they stand there."""
+    text = (ROOT / "docs/measurements/rivals.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith(f"| {contender} |"))
     cells = [cell.strip().split(" ")[0] for cell in row.strip("|").split("|")]
     return {"first": cells[3], "token": cells[4], "second": cells[5], "rss": f"{int(cells[6]):,}"}

@@ -1,7 +1,8 @@
 """The cost of a model before anything is built: arithmetic, weights, caches, memory, and an estimate of the time.
 
 Sizes come from a table of known models, from a checkpoint's `config.json` or from a bundle; formulas from
-`vtx.tools.estimate.flops`, devices from `vtx.profiles`. `docs/plan.md` lists the assumptions and the JSON fields.
+`vtx.tools.estimate.flops`, devices from `vtx.profiles`. `docs/how-to/plan.md` lists the assumptions and the fields of
+the JSON.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from vtx.tools.tensorrt.releases import RTX, Release
 from vtx.tools.tensorrt.targets import Target
 
 Report = Callable[[str, int, int], None]
-# Measured with TensorRT-RTX 1.7 on engines from 130 MB to 2 GB of weights: see docs/tensorrt.md.
+# Measured with TensorRT-RTX 1.7 on engines from 130 MB to 2 GB of weights: see docs/how-to/tensorrt.md.
 BUILDER_MEMORY = 500 << 20  # of the process, and of kernels
 MEMORY_PER_BYTE = 3.5  # for each byte of weights
 MEMORY_PER_PROFILE = 1.5  # and for each of a further profile

@@ -38,8 +38,8 @@ DIALECT = "plain"
 KV_TYPES = {"float32": "f32", "float16": "f16", "int8": "u8"}  # numpy's and OpenVINO's
 # Values of a hidden state that share a scale in products of integers; with int4 no fewer than weights that share one.
 QUANTISED_ROWS = {"int8": 128, "int4": LEAST_BLOCK}
-# The most hidden states that a stage takes in one run where more were measured to be slower (docs/performance.md), by
-# the weights and the arithmetic.
+# The most hidden states that a stage takes in one run, by weights and arithmetic: more were measured to be slower
+# (docs/measurements/openvino.md).
 ROWS_OF_A_RUN = {("int4", "f32"): 256, ("int4", "bf16"): 256, ("int8", "bf16"): 256}
 
 

@@ -87,7 +87,7 @@ def plan_7b(folder: Path, precision: str) -> Plan:
     return plan_export(ExportOptions(str(folder), (17, 9), precision))
 
 
-# Measured while a random 7B model was exported and asked about an image (docs/precision.md).
+# Measured while a random 7B model was exported and asked about an image (docs/explanation/precision.md).
 @pytest.mark.parametrize(("precision", "disk", "export_memory"), [("fp16", 14.1e9, 863e6), ("int4", 4.16e9, 890e6)])
 def test_predictions_of_a_7b_export_match_its_measurements(
     seven: Path, monkeypatch: pytest.MonkeyPatch, precision: str, disk: float, export_memory: float
@@ -104,7 +104,7 @@ def test_predictions_of_a_7b_export_match_its_measurements(
 def test_the_predicted_memory_of_a_7b_calibration_matches_its_measurement(
     seven: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two questions, 28 candidates, no answers: 2.52 GB measured (docs/choosing-k.md)."""
+    """Two questions, 28 candidates, no answers: 2.52 GB measured (docs/how-to/choose-k.md)."""
     monkeypatch.setattr(calibrate, "export_base", lambda: predict.EXPORT_BASE)
     plan, text, options = plan_7b(seven, "fp16"), 64, CalibrationOptions(max_new_tokens=0, batch=2)
     ids = np.array([1] * text + [plan.config.image_token_id] * 576)

@@ -75,7 +75,7 @@ def test_the_program_of_the_page_prints_an_answer_and_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
     [program] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     bundle = export(Path(DEMO), tmp_path / "demo", (16,), "fp16").folder
     with serving({"vtx-demo-k16-fp16": bundle}) as served:

@@ -358,7 +358,7 @@ WAYS = {
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_dialect_with_either_kind_of_heads(case: Case, dialect: str, way: str) -> None:
-    """`pytest -s -k either_kind` prints the table of docs/tensorrt.md: the largest difference of the logits."""
+    """`pytest -s -k either_kind` prints the table of docs/how-to/tensorrt.md: the largest difference of the logits."""
     if dialect != "ort":
         case = case._replace(model=Model(case.model.bundle, DialectBackend(case.model.bundle, dialect), 0))
     method, share, gate = WAYS[way]

@@ -1,0 +1,219 @@
+"""Writes docs/reference/models.md: `python docs/reference/models.py`. Each cell is asked of the code that decides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.bundling.reductions import plan_reductions
+from vtx.exporter.checkpoint.config import TEXT_FAMILIES, VISION_FAMILIES, ModelConfig
+from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
+from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
+from vtx.exporter.checkpoint.spec import model_spec
+from vtx.exporter.tuning.options import check_tunable
+from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
+from vtx.runtime.errors import VtxError
+from vtx.runtime.strict import json_value
+from vtx.runtime.vision.layout_spec import spec_of
+
+PAGE = Path(__file__).with_suffix(".md")
+CPP = Path(__file__).parents[2] / "runtime/cpp/src"
+HEAD = f"""# Models
+
+What vtx exports, family by family. A family is what a checkpoint's `architectures` and `model_type` say; it has one
+file in `exporter/checkpoint/families/`. This page is made from the code by `python docs/reference/models.py`; a test
+compares them.
+
+Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's, Qwen's.
+Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
+tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
+for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; engines of
+TensorRT-RTX were built of random models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila` and
+`internvl_chat` *(built without a GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM,
+`vtx-tune` on SmolVLM and LLaVA-OneVision *(run on a CPU, random models of eight layers)*.
+"""
+# The shapes of published checkpoints, most with a CLIP tower: what a cell asks is asked about these.
+_TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+          "num_attention_heads": 16, "image_size": 336, "patch_size": 14}  # fmt: skip
+_TEXT = {"model_type": "llama", "vocab_size": 32064}
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 152000}
+_QWEN_TEXT = {"vocab_size": 152064, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "llava_next_video": {"video_token_index": 32001},
+    "video_llava": {"vision_config": {**_TOWER, "image_size": 224}, "video_token_index": 32001},
+    "llava_onevision": {
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 384},
+        "text_config": _QWEN2,
+    },
+    "llava_llama": {"mm_vision_tower": CLIP_L_336, "mm_projector_type": "mlp2x_gelu", "image_aspect_ratio": "pad"},
+    "llava_mistral": {
+        "mm_vision_tower": CLIP_L_336,
+        "mm_projector_type": "mlp2x_gelu",
+        "image_aspect_ratio": "anyres",
+        "mm_patch_merge_type": "spatial_unpad",
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    },
+    "vila": {
+        "mm_vision_select_feature": "cls_patch",
+        "llm_cfg": _TEXT,
+        "mm_projector_cfg": {"mm_projector_type": "mlp_downsample"},
+        "vision_tower_cfg": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14},
+    },
+    "lisa": {
+        "mm_vision_tower": "openai/clip-vit-large-patch14",
+        "vision_config": {**_TOWER, "image_size": 224},
+        "image_aspect_ratio": "square",
+    },
+    "internvl": {"image_token_id": 32000, "vision_config": {"model_type": "internvl_vision"}},
+    "internvl_chat": {
+        "llm_config": {"architectures": ["InternLM2ForCausalLM"], **_TEXT},
+        "vision_config": {"image_size": 448, "norm_type": "layer_norm", "qk_normalization": False},
+        "dynamic_image_size": True, "use_thumbnail": True, "downsample_ratio": 0.5, "max_dynamic_patch": 12,
+    },
+    "smolvlm": {
+        "image_token_id": 32000, "scale_factor": 4,
+        "vision_config": {"model_type": "smolvlm_vision", "image_size": 512, "patch_size": 16},
+    },
+    "idefics3": {
+        "image_token_id": 32000, "scale_factor": 2,
+        "vision_config": {"model_type": "idefics3_vision", "image_size": 364, "patch_size": 14},
+    },
+    "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
+    "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},
+}  # fmt: skip
+_QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
+_SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
+Cell = Callable[[Family, ModelConfig], str]
+
+
+def _config(family: Family) -> ModelConfig:
+    settings: Mapping[str, Any] = {
+        "model_type": family.model_type, "architectures": [family.architecture], "image_token_index": 32000,
+        "text_config": _TEXT, "vision_config": _TOWER, **_OWN.get(family.model_type, {}),
+    }  # fmt: skip
+    config = family.read(settings)
+    return config if not config.vision.native or family.adjust is None else family.adjust(config, _QWEN_PIXELS)
+
+
+def _tokens(_: Family, config: ModelConfig) -> str:
+    layout = config.layout
+    if config.vision.native:
+        return f"up to {layout.max_tokens:,} by the image's size, in one pass of the tower"
+    if layout.max_views == 1:
+        return f"{layout.max_tokens}, in one pass of the tower"
+    return f"up to {layout.max_tokens:,}, in up to {layout.max_views} passes of the tower"
+
+
+def _video(_: Family, config: ModelConfig) -> str:
+    """Tokens of a video, and of another number of frames."""
+    if config.video is None:
+        return "no"
+    frames = config.video.layout
+    each, ending = frames.count(2) - frames.count(1), " and a newline" if frames.newline else ""
+    return f"{frames.count(frames.frames):,}: {frames.frames} frames of {each}{ending}; other numbers by `--frames`"
+
+
+def _cpp(family: Family, config: ModelConfig) -> str:
+    """Whether libvtx reads the manifest: what it does not know it refuses by name."""
+    layout, spec = spec_of(config.layout), model_spec(config, "")
+    if spec.rope.sections:
+        return "no: positions of three parts (`sections`) are refused by name"
+    file = CPP / f"vision/layouts/{layout.name}.cpp"
+    if not file.exists():
+        return f"no: the layout `{layout.name}` is refused by name"
+    known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
+    fields = {
+        *json_value(spec.tower),
+        *json_value(spec.projector),
+        *layout.parameters,
+        *(["video"] if config.video else []),
+    }
+    fields |= {"seg_token_id"} if family.seg_token else set()
+    later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
+    if later:
+        return f"no: `{'`, `'.join(later)}` of the manifest is refused by name"
+    return "yes" if config.video is None else "images"
+
+
+def _tensorrt(_: Family, config: ModelConfig) -> str:
+    if config.vision.native:
+        return f"no: {NOT_BUILT}"
+    return "yes" if config.frames is None else "images, and no videos"
+
+
+def _tune(family: Family, config: ModelConfig) -> str:
+    try:
+        check_tunable(config, "this model", original=family.original is not None)
+    except VtxError as reason:
+        return f"no: {reason}"
+    return "yes"
+
+
+def _fit(_: Family, config: ModelConfig) -> str:
+    if config.vision.native:
+        return "no: images keep their shape"
+    return "yes" if config.layout.max_views == 1 else "no: tiles show all of any shape"
+
+
+def _reduction(spec: str) -> Cell:
+    def cell(_: Family, config: ModelConfig) -> str:
+        try:
+            plan_reductions([spec], config)
+        except VtxError as reason:
+            return f"no: {reason}"
+        return "yes"
+
+    return cell
+
+
+Columns = Mapping[str, Cell]
+FACTS: Columns = {
+    "architecture": lambda family, _: f"`{family.architecture}`",
+    "layout": lambda _, config: f"`{spec_of(config.layout).name}`",
+    "image processors": lambda family, _: ", ".join(f"`{kind.name}`" for kind in family.processors),
+}
+TOKENS: Columns = {"tokens of an image": _tokens, "tokens of a video": _video}
+USES: Columns = {
+    "libvtx": _cpp,
+    "TensorRT": _tensorrt,
+    "`vtx-tune`": _tune,
+    "`--show-tokens`": lambda _, c: "no: images have any shape" if c.vision.native else "yes",
+    "`--fit`": _fit,
+    "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
+    "`--max-pixels`": lambda _, c: "yes" if c.vision.native else "no: images are not seen at their own resolution",
+}
+REDUCTIONS: Columns = {f"`{spec}`": _reduction(spec) for spec in _SPECS}
+
+
+def page() -> str:
+    """The text of docs/reference/models.md."""
+    configs = {family.model_type: (family, _config(family)) for family in FAMILIES}
+    notes: dict[str, int] = {}
+
+    def table(columns: Columns) -> list[str]:
+        lines = ["", "| family | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+        for name, pair in configs.items():
+            cells = [re.sub(r"^no: (.+)$", numbered, cell(*pair)) for cell in columns.values()]
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        return lines
+
+    def numbered(match: re.Match[str]) -> str:
+        return f"no ({notes.setdefault(match[1], len(notes) + 1)})"
+
+    lines = [HEAD.rstrip(), *table(FACTS), *table(TOKENS), "", "## Engines, runtimes and options"]
+    lines += [
+        "",
+        "onnxruntime and OpenVINO answer with every family. `no (1)`: refused by name, note 1 says why.",
+    ]
+    lines += [*table(USES), "", "## Reductions", *table(REDUCTIONS), "", "## Notes", ""]
+    lines += [f"{number}. {reason}" for reason, number in notes.items()]
+    lines += ["", "## Refused by name", "", "| `model_type` or architecture | why |", "|---|---|"]
+    lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
