@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import click
@@ -9,14 +11,16 @@ import click
 from vtx.commands.export import find_bundle
 from vtx.commands.shared.options import (
     bundle_option,
-    compute_option,
-    device_option,
-    fit_option,
-    threads_option,
+    images_option,
+    k_option,
+    loading_options,
+    max_new_tokens_option,
+    reduce_option,
 )
 from vtx.runtime.errors import RequestError
-from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, require_signature_option
-from vtx.runtime.terminal.depth import Depth, DepthType
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+from vtx.runtime.terminal.depth import Depth
+from vtx.tools.common.loading import Loading
 
 
 @command(
@@ -26,41 +30,33 @@ from vtx.runtime.terminal.depth import Depth, DepthType
 @click.argument("questions", type=click.Path(path_type=Path))
 @click.argument("answers", type=click.Path(path_type=Path))
 @bundle_option
-@click.option("--images", type=click.Path(path_type=Path), help="Where images lie [default: beside QUESTIONS].")
-@click.option(
-    "--k", type=DepthType(default=True), default="default", metavar="N|auto|none", help="[default: the bundle's]"
-)
-@click.option("--reduce", default="default", metavar="SPEC|none", help="[default: the bundle's first]")
-@click.option("--max-new-tokens", type=int, default=256, show_default=True)
+@images_option
+@k_option
+@reduce_option
+@max_new_tokens_option
 @click.option(
     "--max-bad", type=click.IntRange(0), default=100, show_default=True, help="End after more failed lines than this."
 )
 @click.option("--ray-address", metavar="ADDR", help="Answer on a Ray cluster: host:port, or auto.")
-@device_option
-@compute_option
-@threads_option
-@fit_option
-@require_signature_option
+@loading_options("device", "compute", "threads", "fit", "require_signature")
 def batch(
     questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
-    max_new_tokens: int, max_bad: int, ray_address: str | None, device: str, compute: str | None, threads: int | None,
-    fit: str | None, require_signature: Path | None,
+    max_new_tokens: int, max_bad: int, ray_address: str | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
 
-    A line may have its own "k" and "reduce". Interrupted, the same command goes on where it was. Failed lines are
+    A line may have its own "k" and "reduce". After an interrupt, the same command resumes. Failed lines are
     reported and have an "error" in ANSWERS; with any, the exit code is 1.
     """
-    from vtx.runtime.api.load import load
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
-    from vtx.tools.batch.cluster import WorkerEngine, answer_on_cluster
-    from vtx.tools.batch.run import How, on_this_machine, run_batch
+    from vtx.tools.batch.cluster import answer_on_cluster
+    from vtx.tools.batch.run import Answers, Asking, on_this_machine, run_batch
     from vtx.tools.batch.tasks import read_tasks
     from vtx.tools.common.files import check_folder
 
     end_on_sigterm()
-    how = How(k, reduce, Options(max_new_tokens), max_bad, device, compute, fit)
+    asking = Asking(k, reduce, Options(max_new_tokens), max_bad, loading)
     if answers.exists() and questions.exists() and answers.samefile(questions):
         raise RequestError(f"{answers} holds the questions, which the answers would replace; name another file")
     check_folder(answers)
@@ -68,24 +64,14 @@ def batch(
         parse(reduce)
     tasks = read_tasks(questions, images)
     folder = find_bundle(bundle, (k,))
-    if ray_address:
-        key = None if require_signature is None else require_signature.resolve()
-        engine = WorkerEngine(folder.resolve(), device, compute, threads, fit, key)
-        with bar() as report:
-            bad = run_batch(
-                lambda lines: answer_on_cluster(ray_address, engine, lines, how), folder, tasks, answers, how,
-                report=report, tell=note,
-            )  # fmt: skip
-    else:
-        with load(
-            folder, device=device, compute=compute, threads=threads, fit=fit, require_signature=require_signature
-        ) as model:
-            answer = on_this_machine(model, how)
-            with bar() as report:
-                bad = run_batch(answer, folder, tasks, answers, how, report=report, tell=note)
+    with ExitStack() as held:
+        if ray_address:
+            answer: Answers = partial(answer_on_cluster, ray_address, folder.resolve(), asking)
+        else:
+            answer = on_this_machine(held.enter_context(loading.load(folder)), asking)
+        bad = run_batch(answer, folder, tasks, answers, asking, report=held.enter_context(bar()), warn=note)
     if bad:
         raise RequestError(
-            f"{bad} of {len(tasks.lines)} lines failed; {answers} has their errors beside the answers to the others; "
-            "fix these lines and run again"
+            f"{bad} of {len(tasks.lines)} lines failed; their errors are in {answers}; fix these lines and run again"
         )
     note(f"{len(tasks.lines)} answers in {answers}")

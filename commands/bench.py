@@ -1,10 +1,10 @@
-"""vtx-bench. It parses, calls and prints; heavy imports stand inside it."""
+"""vtx-bench: latency, memory and accuracy of a bundle. It parses, calls and prints."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,15 @@ from vtx.commands.export import find_bundle
 from vtx.commands.shared.libraries import exporter
 from vtx.commands.shared.options import (
     bundle_option,
-    compute_option,
-    device_option,
     given,
-    max_pixels_option,
-    max_tiles_option,
-    threads_option,
+    images_option,
+    ks_option,
+    loading_options,
+    plot_option,
 )
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import WideTable, bar, command, end_on_sigterm, note, say_json, say_report
-from vtx.runtime.terminal.depth import DepthType, joined
+from vtx.tools.common.loading import Loading
 
 DEMO_KS = (8, 3, 4, 5, 6, 12, 16)  # the first is the one behind reductions
 DEMO_REDUCTIONS = (
@@ -34,8 +33,6 @@ DEMO_REDUCTIONS = (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from vtx.runtime.api.model import Model
     from vtx.runtime.bundle.spec.manifest import Manifest
     from vtx.tools.bench.ceilings.ceilings import Ceilings
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a report goes: tables or JSON on stdout, JSON in a file, a plot."""
+    """The outputs of a report: tables or JSON on stdout, JSON in a file, a plot."""
 
     as_json: bool
     target: Path | None
@@ -73,67 +70,64 @@ class Output:
     "vtx-bench --methods --bundle llava-7b --data questions.jsonl --images photos --out out.json"
 )
 @bundle_option
-@click.option(
-    "--k",
-    "ks",
-    type=DepthType(several=True),
-    multiple=True,
-    callback=joined,
-    metavar="K,K,...",
-    help="Prebuilt K, none, auto [default: all there are].",
-)
-@click.option("--image", type=click.Path(), help="[default: a drawn one]")
-@click.option("--video", type=click.Path(), help="Instead of an image.")
+@ks_option
+@click.option("--image", type=click.Path(), help="Image to ask about [default: a drawn one].")
+@click.option("--video", type=click.Path(), help="Video to ask about instead of an image.")
 @click.option("--frames", type=int, metavar="N", help="Frames sampled from the video [default: the bundle's].")
-@click.option("--question", help="[default: What is in the picture?]")
-@click.option("--prompt-tokens", type=int, help="Instead: a question that makes the prompt this long, image included.")
-@click.option("--new-tokens", type=int, default=64, show_default=True, help="Of each answer, end tokens ignored.")
-@click.option("--repeats", type=int, default=5, show_default=True, help="Rounds over all K that count.")
-@click.option("--warmup", type=int, default=1, show_default=True, help="Rounds before them that do not.")
+@click.option("--question", help="Question to ask [default: What is in the picture?].")
+@click.option("--prompt-tokens", type=int, help="Pad the prompt to this many tokens, image included.")
+@click.option("--new-tokens", type=int, default=64, show_default=True, help="Tokens per answer; EOS is ignored.")
+@click.option("--repeats", type=int, default=5, show_default=True, help="Measured rounds over all K.")
+@click.option("--warmup", type=int, default=1, show_default=True, help="Rounds before them that are not measured.")
 @click.option(
     "--methods", is_flag=True,
-    help="Compare instead all methods of the bundle, by accuracy and cost [default bundle: the demo's].",
+    help="Compare all methods of the bundle by accuracy and cost instead [default bundle: the demo's].",
 )  # fmt: skip
 @click.option(
     "--budgets", metavar="PERCENT,...",
     help="With --methods: try a ladder of settings of every method that the bundle can run, and name the best of each "
-    "within these shares of what no method costs.",
+    "within these shares of the unreduced cost.",
 )  # fmt: skip
-@click.option("--data", metavar="DATA", help="With --methods: questions as vtx-calibrate takes them [default: scenes].")
-@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
-@click.option("--samples", type=int, default=200, show_default=True, help="Questions to ask, drawn from DATA.")
-@device_option
-@compute_option
-@threads_option
-@max_tiles_option
-@max_pixels_option
-@click.option("--json", "as_json", is_flag=True, help="All figures as one JSON object on stdout, and no tables.")
+@click.option("--data", metavar="DATA", help="With --methods: questions, as for vtx-calibrate [default: scenes].")
+@images_option
+@click.option("--samples", type=int, default=200, show_default=True, help="Questions to ask, sampled from DATA.")
+@loading_options("device", "compute", "threads", "max_tiles", "max_pixels")
+@click.option("--json", "as_json", is_flag=True, help="All figures as one JSON object on stdout; no tables.")
 @click.option(
     "--out", "target", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.json",
-    help="Write all figures here, too.",
+    help="Also write all figures to this file.",
 )  # fmt: skip
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
+@plot_option
 def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
     new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
-    device: str, compute: str | None, threads: int | None, as_json: bool, target: Path | None,
-    plot: Path | None, budgets: str | None, max_tiles: int | None, max_pixels: int | None, video: str | None,
+    loading: Loading, as_json: bool, target: Path | None, plot: Path | None, budgets: str | None, video: str | None,
     frames: int | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
 
-    The K take turns within one run, so that whatever else the machine does falls on all of them. Ctrl-C ends it early
-    and keeps what was measured. With --methods, all that the bundle can do to an image's tokens answers the same
-    questions, and each pruning stands beside the withdrawal that costs as much.
+    The K take turns within one run, so that other load on the machine falls on all of them. Ctrl-C ends it early and
+    keeps what was measured. With --methods, every method of the bundle answers the same questions, and each pruning
+    method is compared with the withdrawal of the same cost.
     """
     end_on_sigterm()
     if methods:
-        _check_methods(image, video, question, prompt_tokens)
-    else:
-        _check_latency(image, video, question, prompt_tokens, data, images, budgets)
+        if any(value is not None for value in (image, video, question, prompt_tokens)):
+            raise click.UsageError(
+                "--methods asks the questions of --data; leave out --image, --video, --question, --prompt-tokens"
+            )
+        if given("repeats") or given("warmup"):
+            raise click.UsageError("--methods asks each of its --samples once; leave out --repeats and --warmup")
+    elif question is not None and prompt_tokens is not None:
+        raise click.UsageError("--question and --prompt-tokens are mutually exclusive")
+    elif image and video:
+        raise click.UsageError("--image and --video are mutually exclusive")
+    elif (data, images, budgets) != (None, None, None) or given("samples"):
+        raise click.UsageError(
+            "--data, --images, --samples and --budgets go with --methods; time one question with --image and --question"
+        )
     if frames is not None and not video:
         raise click.UsageError("--frames goes with --video")
-    from vtx.runtime.api.load import load
     from vtx.runtime.host.machine import cores
     from vtx.runtime.report.golden import QUESTION, golden_image
     from vtx.runtime.vision.video import Video
@@ -146,68 +140,31 @@ def bench(
         figures()
     for file in filter(None, (target, plot)):
         check_folder(file)
-    threads = cores() if threads is None else threads
+    loading = replace(loading, threads=cores() if loading.threads is None else loading.threads)
     output, shares = Output(as_json, target, plot), parse_budgets(budgets) if budgets else ()
     if methods:
-        questions = _data(data, images, samples)
-        model = load(
-            methods_bundle(bundle),
-            device=device,
-            compute=compute,
-            threads=threads,
-            max_tiles=max_tiles,
-            max_pixels=max_pixels,
-        )
-        interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, threads, output, shares)
+        from vtx.tools.data.items import SCENES, read_data
+
+        questions = read_data(data or SCENES, images, samples)
+        for line in questions.skipped:
+            note(f"skipped {line}")
+        model = loading.load(methods_bundle(bundle))
+        interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, loading, output, shares)
     else:
-        text = QUESTION if question is None else question
-        shown = Video(video, frames) if video else image or _square(golden_image())
-        options = BenchOptions(shown, text, prompt_tokens, new_tokens, repeats, warmup, threads)
-        model = load(
-            find_bundle(bundle, ks),
-            device=device,
-            compute=compute,
-            threads=threads,
-            max_tiles=max_tiles,
-            max_pixels=max_pixels,
-        )
+        drawn = golden_image()
+        square = drawn.resize((max(drawn.size),) * 2)  # of which no crop cuts anything, so that no note says so
+        options = BenchOptions(
+            Video(video, frames) if video else image or square, QUESTION if question is None else question,
+            prompt_tokens, new_tokens, repeats, warmup, loading.threads or 1,
+        )  # fmt: skip
+        model = loading.load(find_bundle(bundle, ks))
         interrupted = _measure(model, options, _chosen(ks, model.manifest), output)
     if interrupted:
         raise KeyboardInterrupt
 
 
-def _check_methods(image: str | None, video: str | None, question: str | None, prompt_tokens: int | None) -> None:
-    """Refuse what --methods would not heed."""
-    if any(value is not None for value in (image, video, question, prompt_tokens)):
-        raise click.UsageError(
-            "--methods asks the questions of --data; leave out --image, --video, --question, --prompt-tokens"
-        )
-    if given("repeats") or given("warmup"):
-        raise click.UsageError("--methods asks each of its --samples once; leave out --repeats and --warmup")
-
-
-def _check_latency(
-    image: str | None, video: str | None, question: str | None, prompt_tokens: int | None, data: str | None,
-    images: Path | None, budgets: str | None,
-) -> None:  # fmt: skip
-    """Refuse what contradicts, and what only --methods would heed."""
-    if question is not None and prompt_tokens is not None:
-        raise click.UsageError("--question and --prompt-tokens both settle the question; give one")
-    if image and video:
-        raise click.UsageError("--image and --video both settle what is seen; give one")
-    if (data, images, budgets) != (None, None, None) or given("samples"):
-        raise click.UsageError(
-            "--data, --images, --samples and --budgets go with --methods; time one question with --image and --question"
-        )
-
-
-def _square(image: Image) -> Image:
-    """A picture of ours loses nothing to a crop, so that no note about one comes."""
-    return image.resize((max(image.size),) * 2)
-
-
 def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Output) -> bool:
-    """Latency and memory at each K, with a forecast before and a bar during; whether it was interrupted."""
+    """Latency and memory at each K, with a forecast before and a bar during; True if interrupted."""
     from vtx.tools.bench.measure import Bench
     from vtx.tools.bench.plots import draw_report
     from vtx.tools.bench.report import make_report
@@ -224,10 +181,10 @@ def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Out
 
 
 def _compare(
-    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, threads: int, output: Output,
+    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, loading: Loading, output: Output,
     budgets: tuple[float, ...],
 ) -> bool:  # fmt: skip
-    """Every method on the same questions, with a forecast before and a bar during; whether it was interrupted."""
+    """Every method on the same questions, with a forecast before and a bar during; True if interrupted."""
     from vtx.runtime.units import counted
     from vtx.tools.bench.compare import make_comparison
     from vtx.tools.bench.ladder import make_ladder
@@ -242,7 +199,7 @@ def _compare(
         note(f"left out, since the bundle was not exported for them: {', '.join(lacking)}")
     if not any(method.kind == "pruning" for method in methods):
         note("this bundle only withdraws image tokens; export it with --reduce to compare other methods")
-    trial = Trial(model, data, methods, new_tokens, threads)
+    trial = Trial(model, data, methods, new_tokens, loading.threads or 1)
     note(
         f"{model.manifest.model.name} on {_device_line(model)}: {counted(len(methods), 'method')} on "
         f"{counted(len(data.items), 'question')} of {data.source}; predicted: about {trial.probe():.0f} s"
@@ -258,17 +215,8 @@ def _device_line(model: Model) -> str:
     return f"{model.backend.device} ({model.why}) in {model.backend.compute}"
 
 
-def _data(source: str | None, images: Path | None, samples: int) -> Data:
-    from vtx.tools.data.items import SCENES, read_data
-
-    data = read_data(source or SCENES, images, samples)
-    for line in data.skipped:
-        note(f"skipped {line}")
-    return data
-
-
 def methods_bundle(named: str | None) -> Path:
-    """The bundle whose methods are compared: the one named, else the demo, exported now with all of them."""
+    """The bundle whose methods are compared: the one named, else the demo, exported now with all methods."""
     if named:
         return Path(named)
     from vtx.runtime.bundle.bundle import Bundle
@@ -280,7 +228,7 @@ def methods_bundle(named: str | None) -> Path:
     with contextlib.suppress(BundleError):  # not there yet, or another version's
         held = Bundle.open(out).manifest.reductions
     if held != tuple(to_spec(parse(spec)) for spec in DEMO_REDUCTIONS):
-        note("exporting the built-in demo model with every method; --bundle takes one of your own")
+        note("exporting the built-in demo model with every method; --bundle uses one of your own")
         library = exporter()
         plan = library.plan_export(library.ExportOptions(ks=DEMO_KS, reductions=DEMO_REDUCTIONS, dialects=("ort",)))
         with bar() as report:
@@ -289,12 +237,12 @@ def methods_bundle(named: str | None) -> Path:
 
 
 def _chosen(ks: tuple[K, ...], manifest: Manifest) -> tuple[K, ...]:
-    """Each K that was asked for once; else none, every prebuilt K, and the gates where there are any."""
+    """Each requested K once; else none, every prebuilt K, and the gates if there are any."""
     return tuple(dict.fromkeys(ks)) or (None, *manifest.variants, *(["auto"] if manifest.gates else []))
 
 
 def _ceilings(bench: Bench) -> Ceilings | None:
-    """What the machine can do at the most, where it is a CPU that computes."""
+    """The limits of the machine, if it computes on a CPU."""
     from vtx.tools.bench.ceilings.ceilings import GEMM, VISION_GEMM, Ceilings
     from vtx.tools.bench.ceilings.products import GRAPHS, Kind
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +14,17 @@ import click
 from vtx.commands.export import find_bundle
 from vtx.commands.shared.options import (
     bundle_option,
-    compute_option,
-    device_option,
-    fit_option,
-    max_pixels_option,
-    max_tiles_option,
-    threads_option,
+    k_option,
+    loading_options,
+    max_new_tokens_option,
+    reduce_option,
 )
 from vtx.runtime.errors import VtxError
-from vtx.runtime.terminal.console import command, note, require_signature_option, say
+from vtx.runtime.terminal.console import command, note, say
 from vtx.runtime.terminal.depth import Depth, DepthType
 from vtx.runtime.terminal.last import home
 from vtx.tools.common.demo import about
+from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
     from vtx.runtime.api.answer import Stats
@@ -44,57 +43,42 @@ HISTORY = 1000  # lines
 @command(epilog="vtx-chat photo.jpg\nvtx-chat photo.jpg --k 8\nvtx-chat --bundle llava-7b photo.jpg --device cpu")
 @click.argument("image", required=False)
 @bundle_option
-@click.option(
-    "--k", type=DepthType(default=True), default="default", metavar="N|auto|none", help="[default: the bundle's]"
-)
-@click.option("--reduce", default="default", metavar="SPEC|none", help="[default: the bundle's first]")
-@click.option("--max-new-tokens", type=int, default=256, show_default=True)
-@device_option
-@compute_option
-@threads_option
-@fit_option
-@max_tiles_option
-@max_pixels_option
-@require_signature_option
-def chat(
-    image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, device: str,
-    compute: str | None, threads: int | None, fit: str | None, max_tiles: int | None, max_pixels: int | None,
-    require_signature: Path | None,
-) -> None:  # fmt: skip
+@k_option
+@reduce_option
+@max_new_tokens_option
+@loading_options("device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature")
+def chat(image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, loading: Loading) -> None:
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
-    from vtx.runtime.api.load import load
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
     from vtx.runtime.vision.image import load_image
     from vtx.runtime.vision.video import as_video
 
-    Options(max_new_tokens)  # a number that is none is told before a bundle is loaded, and so is a wrong name
+    Options(max_new_tokens)  # a wrong number or name is reported before a bundle is loaded
     if reduce != "default":
         parse(reduce)
     if image and not as_video(image):
         load_image(image)
-    model = load(
-        find_bundle(bundle, (k,)),
-        device=device,
-        compute=compute,
-        threads=threads,
-        require_signature=require_signature,
-        fit=fit,
-        max_tiles=max_tiles,
-        max_pixels=max_pixels,
-    )
+    model = loading.load(find_bundle(bundle, (k,)))
     talk = _Talk(model, image, k, reduce, max_new_tokens)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")
     for line in about(model.manifest.model.name):
         note(line)
     with _history():
-        for line in _lines():
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                note("")
+                continue
             try:
                 if line.startswith("/"):
                     if talk.change(*line[1:].split(maxsplit=1)):
                         return
-                else:
+                elif line:
                     talk.ask(line)
             except VtxError as e:
                 note(" ".join(str(e).split()))
@@ -131,33 +115,29 @@ class _Talk:
             click.echo()
 
     def change(self, name: str = "help", value: str = "") -> bool:
-        """Do what `/name value` says; whether that is to end."""
-        changes: dict[str, Callable[[str], None]] = {
-            "k": self._set_k, "reduce": self._set_reduce, "image": self._set_image, "new": lambda _: self.begin(),
-            "stats": lambda _: note(str(self.stats or "no question was answered yet")), "help": lambda _: note(HELP),
-        }  # fmt: skip
-        if name not in (*changes, "quit"):
-            note(f"there is no /{name[:40]}\n{HELP}")
-        elif name != "quit":
-            changes[name](value.strip())
-        return name == "quit"
-
-    def _set_k(self, value: str) -> None:
-        try:
-            k = DepthType(default=True).convert(value, None, None)
-        except click.BadParameter as e:
-            note(str(e))
-            return
-        self._begin_with(k=k)
-
-    def _set_reduce(self, value: str) -> None:
-        self._begin_with(reduce=value)
-
-    def _set_image(self, value: str) -> None:
-        self._begin_with(image=value or None)
+        """Do what `/name value` says; return True if that is to end."""
+        value = value.strip()
+        if name == "quit":
+            return True
+        if name == "k":
+            try:
+                self._begin_with(k=DepthType(default=True).convert(value, None, None))
+            except click.BadParameter as e:
+                note(str(e))
+        elif name == "reduce":
+            self._begin_with(reduce=value)
+        elif name == "image":
+            self._begin_with(image=value or None)
+        elif name == "new":
+            self.begin()
+        elif name == "stats":
+            note(str(self.stats or "no question was answered yet"))
+        else:
+            note(HELP if name == "help" else f"there is no /{name[:40]}\n{HELP}")
+        return False
 
     def _begin_with(self, **changes: int | str | None) -> None:
-        """Begin anew with other settings; where they are refused, the conversation goes on as it was."""
+        """Begin again with other settings; if they are refused, the conversation continues as it was."""
         before = {name: getattr(self, name) for name in changes}
         try:
             for name, value in changes.items():
@@ -169,23 +149,9 @@ class _Talk:
             raise
 
 
-def _lines() -> Iterator[str]:
-    """What is typed, line by line, without empty ones, to the end of the input."""
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            note("")
-            continue
-        if line:
-            yield line
-
-
 @contextmanager
 def _history() -> Iterator[None]:
-    """Lines typed earlier come back with the arrow keys, where this system has readline."""
+    """Keep the lines that are typed, for the arrow keys, if this system has readline."""
     try:
         import readline
     except ImportError:

@@ -8,25 +8,17 @@ import os
 import re
 import socket
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.options import (
-    compute_option,
-    device_option,
-    fit_option,
-    max_pixels_option,
-    max_tiles_option,
-    threads_option,
-)
+from vtx.commands.shared.options import loading_options
 from vtx.runtime.errors import DeviceError, RequestError
-from vtx.runtime.terminal.console import command, note, require_signature_option
+from vtx.runtime.terminal.console import command, note
+from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
-    from vtx.runtime.api.model import Model
     from vtx.runtime.bundle.bundle import Bundle
 
 KEY = "VTX_API_KEY"
@@ -35,7 +27,7 @@ LARGEST_AMOUNT = 1_000_000  # of gigabytes, or of seconds
 
 
 def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
-    """Gigabytes or seconds, and not the float that is no number."""
+    """Gigabytes or seconds; NaN is refused as well."""
     if value is not None and not 0 <= value <= LARGEST_AMOUNT:
         raise click.BadParameter(f"{value} is not a number from 0 to {LARGEST_AMOUNT:,}")
     return value
@@ -50,19 +42,25 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     "--bundle", "bundles", multiple=True, metavar="[NAME=]DIR",
     help="A bundle, by its directory's name or NAME; several are loaded on demand [default: as vtx-run].",
 )  # fmt: skip
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0: to everybody.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: every interface.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
 @click.option(
-    "--parallel", type=click.IntRange(1), help="Answers of one model that are computed side by side [default: 4]."
+    "--parallel", type=click.IntRange(1), help="Answers of one model that are computed at the same time [default: 4]."
 )
 @click.option(
-    "--max-batch", type=click.IntRange(1), help="Of these, in one pass through the model; 1: in turn [default: 8]."
+    "--max-batch", type=click.IntRange(1), help="Answers in one pass through the model; 1: in turn [default: 8]."
 )
-@click.option("--queue", type=click.IntRange(0), help="Requests that wait beside them, before 429 [default: 32].")
-@click.option("--max-tokens", type=click.IntRange(1), help="The most tokens of an answer [default: 1024].")
-@click.option("--max-body", type=click.IntRange(1), metavar="MB", help="Of a request, images included [default: 33.6].")
+@click.option("--queue", type=click.IntRange(0), help="Requests that may wait; more get 429 [default: 32].")
+@click.option("--max-tokens", type=click.IntRange(1), help="Tokens of an answer, at most [default: 1024].")
 @click.option(
-    "--timeout", type=float, callback=_amount, metavar="SECONDS", help="Of a request, waiting included [default: 600]."
+    "--max-body", type=click.IntRange(1), metavar="MB", help="Size of a request with its images [default: 33.6]."
+)
+@click.option(
+    "--timeout",
+    type=float,
+    callback=_amount,
+    metavar="SECONDS",
+    help="Limit per request, with its wait [default: 600].",
 )
 @click.option(
     "--stall-timeout", type=float, callback=_amount, metavar="SECONDS",
@@ -73,26 +71,23 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     help="K and V in use and kept for later turns [default: 2.1].",
 )  # fmt: skip
 @click.option(
-    "--memory", type=float, callback=_amount, metavar="GB", help="Of all loaded bundles [default: what is free]."
+    "--memory",
+    type=float,
+    callback=_amount,
+    metavar="GB",
+    help="Memory of all loaded bundles [default: free memory].",
 )
 @click.option(
     "--image-host", "image_hosts", multiple=True, metavar="HOST",
-    help="Fetch images from https addresses of this host, too [default: data URLs only].",
+    help="Also fetch images from https addresses of this host [default: data URLs only].",
 )  # fmt: skip
-@device_option
-@compute_option
-@threads_option
-@fit_option
-@max_tiles_option
-@max_pixels_option
-@require_signature_option
+@loading_options("device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature")
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
-    kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], device: str, compute: str | None,
-    threads: int | None, fit: str | None, max_tiles: int | None, max_pixels: int | None, require_signature: Path | None,
+    kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], loading: Loading,
 ) -> None:  # fmt: skip
-    """Serve bundles over OpenAI's API and a web page. A key in $VTX_API_KEY must then be sent by every client."""
+    """Serve bundles over OpenAI's API and a web page. If $VTX_API_KEY is set, every client must send it as its key."""
     try:
         import starlette  # noqa: F401
         import uvicorn
@@ -118,32 +113,27 @@ def serve(
     }  # fmt: skip
     limits = Limits(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
 
-    def load_bundle(folder: Path) -> Model:
-        from vtx.runtime.api.load import load
-
-        return load(
-            folder, device=device, compute=compute, threads=threads, require_signature=require_signature, fit=fit,
-            max_tiles=max_tiles, max_pixels=max_pixels,
-        )  # fmt: skip
-
     def needed(bundle: Bundle) -> int:
         from vtx.runtime.api.load import choose_for
         from vtx.runtime.backends.devices import float_bytes
         from vtx.runtime.backends.memory import needed_memory
 
-        chosen = choose_for(bundle, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels)
+        chosen = choose_for(
+            bundle, loading.device, loading.compute, fit=loading.fit, max_tiles=loading.max_tiles,
+            max_pixels=loading.max_pixels,
+        )  # fmt: skip
         return needed_memory(bundle, float_bytes(chosen))
 
     folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
-    public = None if require_signature is None else PublicKey.load(require_signature)
+    public = PublicKey.load(loading.require_signature) if loading.require_signature else None
     room = None if memory is None else int(memory * 1e9)
-    engines = Engines(folders, load_bundle, limits, room, needed=needed, key=public, fit=fit)
+    engines = Engines(folders, loading.load, limits, room, needed=needed, key=public, fit=loading.fit)
     with listening(host, port) as at:
-        with engines.use(engines.acquire(engines.names[0])):  # what is wrong with it is told now
+        with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass
-        note(f"serving {', '.join(engines.names)} at {address(host, at)}; Ctrl-C ends")
+        note(f"serving {', '.join(engines.names)} at {page_url(host, at)}; Ctrl-C ends")
         if not is_local(host) and key is None:
-            note(f"everybody who reaches {host} may ask; set {KEY} to ask for a key")
+            note(f"warning: no authentication on {host}; set {KEY}")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
         app = make_app(engines, limits, api_key=key, local_hosts=is_local(host), image_hosts=hosts, watchdog=watchdog)
         logging.getLogger("vtx").setLevel(logging.INFO)
@@ -155,7 +145,7 @@ def serve(
 
 
 def end_now(message: str) -> NoReturn:
-    """End the process, whose threads no longer answer, and show where each of them is."""
+    """End the process, whose threads no longer answer, with the stack of each."""
     faulthandler.dump_traceback()
     note(f"vtx-serve: {message}")
     os._exit(1)
@@ -165,18 +155,18 @@ def checked_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
     """Names of hosts in lower case. Raises RequestError for anything else, such as an address."""
     for host in hosts:
         if not re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", host.lower()) or host.rpartition(".")[2].isdigit():
-            raise RequestError(f"--image-host {host!r:.80} is not the name of a host; write it as pictures.example.org")
+            raise RequestError(f"--image-host {host!r:.80} is not a host name, e.g. pictures.example.org")
     return tuple(host.lower() for host in hosts)
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket at this address. Raises RequestError where it cannot be had."""
+    """A socket at this address. Raises RequestError if it is not available."""
     try:
-        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as closing:
             at = closing.enter_context(socket.socket(family, kind, proto))
             at.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            at.bind(where)
+            at.bind(address)
             at.listen()
             closing.pop_all()
             return at
@@ -184,6 +174,6 @@ def listening(host: str, port: int) -> socket.socket:
         raise RequestError(f"cannot listen at {host} port {port} ({e.strerror or e}); choose another --port") from e
 
 
-def address(host: str, at: socket.socket) -> str:
+def page_url(host: str, at: socket.socket) -> str:
     """The URL of the page."""
     return f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}/"

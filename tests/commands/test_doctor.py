@@ -152,7 +152,7 @@ def test_nothing_is_noted_of_its_own_pictures(bundle: Path, tmp_path: Path, capl
 def test_what_is_about_a_bundle_is_refused_without_one(words: tuple[str, str]) -> None:
     result = CliRunner().invoke(doctor, words)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "are about a BUNDLE; name one" in result.stderr
+    assert "need a BUNDLE" in result.stderr
 
 
 def test_limits_are_shown_as_they_are(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_what_a_further_bundle_cannot_do_is_told_at_the_start(
         (("--stall-timeout", "4"), 1, "must be at least 5 seconds"),
         (("--timeout", "-1"), 2, "'--timeout': -1.0"),
         (("--max-batch", "0"), 2, "'--max-batch'"),
-        (("--image-host", "https://pictures.example.org"), 1, "is not the name of a host"),
+        (("--image-host", "https://pictures.example.org"), 1, "is not a host name"),
     ],
 )
 def test_numbers_and_hosts_that_are_none_are_told_by_the_option(

@@ -43,7 +43,11 @@ def test_the_wheel_holds_every_file_of_the_linked_folders_and_nothing_else(wheel
     expected = {"vtx/__init__.py", "vtx/cli.py", "vtx/py.typed", "vtx/start.py"}
     for name in ("commands", "exporter", "profiles", "runtime", "tools"):
         for path in (ROOT / name).rglob("*"):
-            if path.suffix in (".py", ".toml") or path.parent.name in ("demo_model", "page"):
+            if (
+                path.suffix in (".py", ".toml")
+                or path.parent.name in ("demo_model", "page")
+                or path.name == "models.json"
+            ):
                 expected.add(f"vtx/{path.relative_to(ROOT).as_posix()}")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}

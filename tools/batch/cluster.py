@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import BundleError, DeviceError, VtxError
-from vtx.tools.batch.run import How, Line, Result, answer_lines
+from vtx.tools.batch.run import Asking, Line, Result, answer_lines
 from vtx.tools.common.cluster import connected, cores
 
 if TYPE_CHECKING:
@@ -28,20 +28,8 @@ CHUNK = 16  # lines at most that a worker answers before it hands them over
 IN_FLIGHT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEngine:
-    """What each worker loads, and how; `threads` are all of its cores when not given."""
-
-    bundle: Path
-    device: str
-    compute: str | None
-    threads: int | None
-    fit: str | None = None
-    require_signature: Path | None = None
-
-
 def answer_on_cluster(
-    address: str, engine: WorkerEngine, lines: Sequence[Line], how: How
+    address: str, bundle: Path, asking: Asking, lines: Sequence[Line]
 ) -> Iterator[tuple[Line, Result]]:
     """The lines with their results, as they come: one worker for each machine of the cluster, on all its cores.
 
@@ -49,8 +37,9 @@ def answer_on_cluster(
         DeviceError: Ray is missing, the cluster cannot be reached, or it fails; or a worker cannot answer.
 
     """
-    if engine.device in ENGINES and ENGINES[engine.device].gpu:
-        raise DeviceError(f"a Ray cluster is not used with --device {engine.device} yet; take cpu, openvino or auto")
+    device = asking.loading.device
+    if device in ENGINES and ENGINES[device].gpu:
+        raise DeviceError(f"a Ray cluster cannot use --device {device} yet; use cpu, openvino or auto")
     if not lines:
         return
     with connected(address) as ray:
@@ -60,7 +49,9 @@ def answer_on_cluster(
             raise DeviceError(f"the cluster at {address} has no machine with a CPU core; start one with ray start")
         size = max(1, min(CHUNK, len(lines) // (4 * len(machines))))
         chunks = [tuple(lines[start : start + size]) for start in range(0, len(lines), size)]
-        given = {"engine": engine, "digest": sha256(engine.bundle / "vtx.json"), "how": how, "chunks": ray.put(chunks)}
+        key = asking.loading.require_signature
+        asking = replace(asking, loading=replace(asking.loading, require_signature=key and key.resolve()))
+        given = {"bundle": bundle, "digest": sha256(bundle / "vtx.json"), "asking": asking, "chunks": ray.put(chunks)}
         rows = ray.data.from_items([{"chunk": n} for n in range(len(chunks))], override_num_blocks=len(chunks))
         done = rows.map_batches(
             ChunkWorker,
@@ -78,8 +69,8 @@ def answer_on_cluster(
 class ChunkWorker:
     """Answers chunks on a worker, with a model that it loads once."""
 
-    def __init__(self, engine: WorkerEngine, digest: str, how: How, chunks: Any, cores: int) -> None:
-        self._engine, self._digest, self._how, self._cores = engine, digest, how, cores
+    def __init__(self, bundle: Path, digest: str, asking: Asking, chunks: Any, cores: int) -> None:
+        self._bundle, self._digest, self._asking, self._cores = bundle, digest, asking, cores
         self._chunks = chunks
         self._model: Model | None = None
 
@@ -87,26 +78,19 @@ class ChunkWorker:
         """The results of one chunk, or the error of a worker that cannot answer at all."""
         import ray
 
-        number = int(batch["chunk"][0])
+        number, asking = int(batch["chunk"][0]), self._asking
         try:
-            results = list(answer_lines(self._loaded(), ray.get(self._chunks)[number], self._how))
+            if self._model is None:
+                if sha256(self._bundle / "vtx.json") != self._digest:
+                    raise BundleError(
+                        f"{self._bundle} is another bundle on this machine; give every worker the same one under this "
+                        "path"
+                    )
+                loading = replace(asking.loading, threads=asking.loading.threads or self._cores)
+                model = loading.load(self._bundle)
+                model.policy(asking.k, asking.options, asking.reduce)
+                self._model = model
+            results = list(answer_lines(self._model, ray.get(self._chunks)[number], asking))
         except VtxError as e:
             return {"chunk": [number], "results": ["[]"], "error": [str(e)]}
         return {"chunk": [number], "results": [json.dumps(results)], "error": [""]}
-
-    def _loaded(self) -> Model:
-        if self._model is None:
-            from vtx.runtime.api.load import load
-
-            engine = self._engine
-            if sha256(engine.bundle / "vtx.json") != self._digest:
-                raise BundleError(
-                    f"{engine.bundle} is another bundle on this machine; give every worker the same one under this path"
-                )
-            model = load(
-                engine.bundle, device=engine.device, compute=engine.compute, threads=engine.threads or self._cores,
-                fit=engine.fit, require_signature=engine.require_signature,
-            )  # fmt: skip
-            model.policy(self._how.k, self._how.options, self._how.reduce)
-            self._model = model
-        return self._model

@@ -1,4 +1,4 @@
-"""The lines of a batch: questions, most of them about images, from a JSONL file that nobody vouches for."""
+"""The lines of a batch: questions, most of them about images, from an untrusted JSONL file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.tools.data.items import MAX_FILE, Item, named_files, parse_line
 
-OWN = ("k", "reduce")  # settings that a line may have of its own
+OWN = ("k", "reduce")  # settings that a line may have
 FIELDS = ("question", "image", "video", "id", *OWN)
 UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
 
@@ -22,7 +22,7 @@ UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
 class Task:
     """One line, its number counted from 1: a question about images and videos; `id` is the line's own.
 
-    `own` holds the line's `k` and `reduce`, where it has them.
+    `own` holds the line's `k` and `reduce` if it has them.
     """
 
     number: int
@@ -73,19 +73,18 @@ def read_tasks(file: Path, folder: Path | None) -> Tasks:
     images = (file.parent if folder is None else folder.expanduser()).resolve()
     if not images.is_dir():
         raise RequestError(f"the image path {images} is not a directory; give one with --images")
-    lines = [_read(number, line, images) for number, line in enumerate(raw.split(b"\n"), 1) if line.strip()]
+    lines = list[Task | BadLine]()
+    for number, line in enumerate(raw.split(b"\n"), 1):
+        if line.strip():
+            try:
+                lines.append(_task(number, parse_line(line), images))
+            except RequestError as e:
+                lines.append(BadLine(number, str(e)))
     if not lines:
         raise RequestError(
             f'{file.name} is empty; write a line for each question: {{"image": "a.jpg", "question": "..."}}'
         )
     return Tasks(tuple(lines), hashlib.sha256(raw).hexdigest())
-
-
-def _read(number: int, line: bytes, images: Path) -> Task | BadLine:
-    try:
-        return _task(number, parse_line(line), images)
-    except RequestError as e:
-        return BadLine(number, str(e))
 
 
 def _task(number: int, record: Any, images: Path) -> Task:

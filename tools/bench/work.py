@@ -14,8 +14,7 @@ from vtx.tools.bench.ceilings.ceilings import MeasuredCeilings
 from vtx.tools.bench.series import Series
 from vtx.tools.bench.stopwatch import Call
 from vtx.tools.estimate.flops import append_flops, encode_flops, text_tower_flops
-from vtx.tools.estimate.native import NativeSize
-from vtx.tools.estimate.sizes import ModelSize, bundle_size
+from vtx.tools.estimate.sizes import ModelSize, NativeSize, bundle_size
 
 FLOATING = ("F32", "F16", "BF16")
 # Weights of a bundle have the names of the checkpoint where its files are taken whole, and else vtx's own.
@@ -53,7 +52,7 @@ class WorkCounter:
         """The work of one question, from its calls."""
         appends = [(self._stages[c.stage].layers, c) for c in prefill if c.stage is not None and c.tokens]
         flops = [
-            append_flops(self.decoder, layers, c.tokens, c.filled) - 2 * c.spared * self.decoder.row_macs
+            append_flops(self.decoder, layers, c.tokens, c.filled) - 2 * c.spared * self.decoder.macs_after_attention
             for layers, c in appends
         ]
         return WorkCount(
@@ -70,7 +69,7 @@ class WorkCounter:
         vision, text = self._size.vision, self._text_tower
         passes = [c.tokens for c in prefill if c.name == "vision"]
         if isinstance(vision, NativeSize):
-            return sum(encode_flops(vision.of(tokens), 1) for tokens in passes)
+            return sum(encode_flops(vision.seeing(tokens), 1) for tokens in passes)
         whole = 0 if vision is None else vision.view_tokens
         seen = sum(encode_flops(vision, 1, merged=max(0, whole - tokens)) for tokens in passes)
         frames = [c.tokens for c in prefill if c.name == "video"]

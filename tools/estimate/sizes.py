@@ -1,80 +1,218 @@
-"""Sizes of a model for a plan: of one known by name, or of a bundle."""
+"""Sizes of a model: what its cost depends on. Of a model known by name, of a bundle, or of a checkpoint's spec.
+
+`models.json` holds the known models as their published configurations state them, each in the form of
+`vtx-plan --model CHECKPOINT --json` (`model`), with the layout of its images; a model is added there.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.errors import RequestError
+from vtx.runtime.strict import Strict
 from vtx.runtime.vision.layout import Layout
-from vtx.runtime.vision.layout_spec import read_layout
-from vtx.runtime.vision.layouts.anyres import Anyres
-from vtx.runtime.vision.layouts.marked import MarkedTiles
-from vtx.runtime.vision.layouts.native import Native
-from vtx.runtime.vision.layouts.single import Single
-from vtx.runtime.vision.layouts.tiles import Tiles
-from vtx.tools.estimate.flops import DecoderSize, VisionSize
-from vtx.tools.estimate.native import NativeSize, native_size, seeing
+from vtx.runtime.vision.layout_spec import layouts, read_layout
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
 
-_VICUNA_7B = DecoderSize(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32064)
-_VICUNA_13B = DecoderSize(layers=40, hidden=5120, ffn=13824, heads=40, kv_heads=40, head_dim=128, vocab=32064)
-_SMOLLM2_360M = DecoderSize(layers=32, hidden=960, ffn=2560, heads=15, kv_heads=5, head_dim=64, vocab=49280)
-_CLIP_L_336 = VisionSize(
-    layers=24, used=23, hidden=1024, ffn=4096, patches=576, patch=14, class_token=True,
-    features=1, view_tokens=576, image_tokens=576, out=4096,
-)  # fmt: skip
-# InternViT-6B seen at 336 pixels, up to the fourth layer from the end: DyVTE's InternVL-7B is InternVL-Chat 1.0.
-_INTERNVIT_6B = VisionSize(
-    layers=48, used=45, hidden=3200, ffn=12800, patches=576, patch=14, class_token=True,
-    features=1, view_tokens=576, image_tokens=576, out=4096,
-)  # fmt: skip
-# SigLIP-so400m at 384 pixels: four of its 27 x 27 patches, with a row and a column of zeros, are one token.
-_VILA_1_5 = VisionSize(
-    layers=27, used=26, hidden=1152, ffn=4304, patches=729, patch=14, class_token=False,
-    features=4, view_tokens=196, image_tokens=196, out=5120,
-)  # fmt: skip
-# SigLIP-base at 512 pixels: 4 x 4 of its 32 x 32 patches are one token; up to 16 tiles and the whole image.
-_SMOLVLM = VisionSize(
-    layers=12, used=12, hidden=768, ffn=3072, patches=1024, patch=16, class_token=False, features=16, view_tokens=64,
-    image_tokens=17 * 64, out=960, views=17, projector_bias=False, projector_layers=1,
-)  # fmt: skip
-# InternViT-300M at 448 pixels: 2 x 2 of its patches are one token; up to 12 tiles and the whole image.
-_INTERNVL2 = VisionSize(
-    layers=24, used=24, hidden=1024, ffn=4096, patches=1024, patch=14, class_token=True, features=4, view_tokens=256,
-    image_tokens=13 * 256, out=4096, views=13,
-)  # fmt: skip
-_INTERNLM2_7B = DecoderSize(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=92553)
-# CLIP-L at 224 pixels, and one matrix as projector.
-_LISA = replace(_CLIP_L_336, patches=256, view_tokens=256, image_tokens=256, out=5120, projector_layers=1)
-# 8 frames of 16 x 16 patches and a class token; pictures and videos have a tower each.
-_VIDEO = replace(_CLIP_L_336, patches=256, view_tokens=257, image_tokens=8 * 257, views=8, towers=2)
+MOMENTS = 2  # of a video that a patch's kernel covers; for still images the graph adds both up
 
-_QWEN_3B = DecoderSize(
-    layers=36, hidden=2048, ffn=11008, heads=16, kv_heads=2, head_dim=128, vocab=151936, tied=True, qkv_bias=True
-)
-_QWEN_7B = DecoderSize(
-    layers=28, hidden=3584, ffn=18944, heads=28, kv_heads=4, head_dim=128, vocab=152064, qkv_bias=True
-)
-_QWEN_2B = replace(_QWEN_7B, hidden=1536, ffn=8960, heads=12, kv_heads=2, vocab=151936, tied=True)
-_QWEN2_VL = NativeSize(
-    layers=32, used=32, hidden=1280, ffn=5120, patches=4 * 16384, patch=14, class_token=False,
-    features=4, view_tokens=16384, image_tokens=16384, out=1536, whole=32,
-)  # fmt: skip
-# Windows of 8 x 8 patches in all layers but four.
-_QWEN2_5_VL = replace(_QWEN2_VL, ffn=3420, out=2048, gated=True, window=64, whole=4)
+
+@dataclass(frozen=True, slots=True)
+class DecoderSize:
+    """Sizes of a decoder of the llama family; `kv_heads` below `heads` is grouped-query attention."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
+    @property
+    def layer_macs(self) -> int:
+        """Multiply-accumulates of one layer's matrices for one token; also the number of their weights."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.ffn
+
+    @property
+    def macs_after_attention(self) -> int:
+        """Multiply-accumulates of one layer after its attention, for one token."""
+        return self.hidden * self.head_dim * self.heads + 3 * self.hidden * self.ffn
+
+    @property
+    def head_macs(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def layer_outputs(self) -> int:
+        """Rows of all matrices of one layer, each with a scale if weights are int8."""
+        return self.head_dim * (self.heads + 2 * self.kv_heads) + 2 * self.hidden + 2 * self.ffn
+
+    @property
+    def slot_elements(self) -> int:
+        """Elements of K and V in one KV slot of one layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def small_parameters(self) -> int:
+        """Norms and biases of all layers, and the final norm."""
+        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
+        layer = 2 * self.hidden + self.qkv_bias * qkv + self.o_bias * self.hidden
+        layer += self.mlp_bias * (2 * self.ffn + self.hidden)
+        return self.layers * layer + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights: layers, embedding, final norm, and the head unless it is the embedding."""
+        tables = self.head_macs * (1 if self.tied else 2)
+        return self.layers * self.layer_macs + self.small_parameters + tables
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSize:
+    """A CLIP or SigLIP tower, and the projector behind it.
+
+    One view is one pass of a tower: `patches` patches of `patch` x `patch` RGB pixels. `layers` are all layers
+    of the tower, `used` those up to the last feature layer, which alone are exported. `view_tokens` tokens of
+    `features` hidden states each are projected to `out` columns. One image takes `views` views and `image_tokens`
+    tokens of the prompt. `towers` counts towers with weights of their own, `projector_layers` the projector's matrices.
+    """
+
+    layers: int
+    used: int
+    hidden: int
+    ffn: int
+    patches: int
+    patch: int
+    class_token: bool
+    features: int
+    view_tokens: int
+    image_tokens: int
+    out: int
+    views: int = 1
+    towers: int = 1
+    projector_bias: bool = True
+    projector_layers: int = 2
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, zero="used")
+        if self.used > self.layers:
+            raise RequestError(f"{self.used} layers of a tower of {self.layers} cannot be used; correct the sizes")
+
+    def seeing(self, tokens: int) -> VisionSize:
+        """The tower as it sees an image of that many tokens: the same for every image."""
+        return self
+
+    @property
+    def tower_tokens(self) -> int:
+        return self.patches + self.class_token
+
+    @property
+    def layer_macs(self) -> int:
+        """One layer of the tower for one view, attention products included."""
+        return self.layer_macs_on(self.tower_tokens)
+
+    def layer_macs_on(self, tokens: int) -> int:
+        """One layer of the tower for that number of tokens."""
+        h = self.hidden
+        return tokens * (4 * h * h + 2 * h * self.ffn) + 2 * tokens * tokens * h
+
+    @property
+    def patch_macs(self) -> int:
+        return self.patches * self.hidden * 3 * self.patch * self.patch
+
+    @property
+    def projector_macs(self) -> int:
+        """The matrices of the projector for one view."""
+        return self.view_tokens * self.projector_token_macs
+
+    @property
+    def projector_token_macs(self) -> int:
+        return self.features * self.hidden * self.out + (self.projector_layers - 1) * self.out * self.out
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the exported part of the towers, and of the projector."""
+        h = self.hidden
+        layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
+        embeddings = h * 3 * self.patch * self.patch + self.tower_tokens * h + (3 * h if self.class_token else h)
+        projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
+        return self.towers * (self.used * layer + embeddings) + projector
+
+
+def _check_sizes(size: DecoderSize | VisionSize, zero: str = "") -> None:
+    for field in fields(size):
+        value = getattr(size, field.name)
+        least = 0 if field.name == zero else 1
+        if not isinstance(value, bool) and not least <= value < 1 << 31:
+            raise RequestError(f"{type(size).__name__}.{field.name} is {value}, outside {least}..2147483647")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSize(VisionSize):
+    """A tower with rotary positions, windows of up to `window` patches in all but `whole` layers, and a merger.
+
+    `gated`: three matrices in place of two between the attentions, and norms without biases. `patches`, `view_tokens`
+    and `image_tokens` describe the largest image.
+    """
+
+    gated: bool = False
+    window: int = 1
+    whole: int = 1
+
+    def seeing(self, tokens: int) -> NativeSize:
+        """The tower as it sees an image of that many tokens."""
+        tokens = max(1, min(tokens, self.image_tokens))
+        return replace(self, patches=self.features * tokens, view_tokens=tokens, image_tokens=tokens)
+
+    @property
+    def tower_tokens(self) -> int:
+        return self.patches
+
+    def layer_macs_on(self, tokens: int) -> int:
+        """One layer of the tower for that number of patches: the mean of those with windows and those without."""
+        h = self.hidden
+        seen = (self.whole * tokens + (self.layers - self.whole) * min(tokens, self.window)) // self.layers
+        return tokens * (4 * h * h + (2 + self.gated) * h * self.ffn) + 2 * tokens * seen * h
+
+    @property
+    def wide(self) -> int:
+        """Numbers between the merger's matrices."""
+        return self.features * self.hidden
+
+    @property
+    def projector_token_macs(self) -> int:
+        return self.wide * (self.wide + self.out)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the tower and of its merger."""
+        h, norm = self.hidden, self.hidden * (1 if self.gated else 2)
+        matrices = 4 * h * h + (2 + self.gated) * h * self.ffn
+        layer = matrices + 4 * h + (1 + self.gated) * self.ffn + h + 2 * norm
+        merger = norm + self.wide * (self.wide + self.out) + self.wide + self.out
+        return self.layers * layer + MOMENTS * h * 3 * self.patch**2 + merger
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """One model: `vision` is None where a bundle or a checkpoint has no tower.
-
-    `layout` says how many tokens an image of a size has; None: what it sees is a video, always of the same number.
-    """
+    """The sizes of one model; `vision` is None without a tower, `layout` for a model planned with a video."""
 
     name: str
     source: str
@@ -101,8 +239,8 @@ class ModelSize:
         return self.layout.count(width, height), self.layout.passes(width, height)
 
     def seeing(self, vision_tokens: int) -> ModelSize:
-        """The model as it sees an image of so many tokens, where that decides what the tower costs."""
-        return replace(self, vision=seeing(self.vision, vision_tokens))
+        """The model as it sees an image of that many tokens."""
+        return replace(self, vision=self.vision and self.vision.seeing(vision_tokens))
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(replace(self, layout=None))
@@ -110,30 +248,20 @@ class ModelSize:
         return values
 
 
-# LLaVA-NeXT: up to four tiles and the whole picture, the 48 x 48 patches of the tiles with a newline token a row, the
-# 24 x 24 of the whole.
-_NEXT = Anyres(336, 24, ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)), rounded=True)
-_NATIVE = Native(patch=14, merge=2, min_pixels=4 * 28**2, max_pixels=16384 * 28**2)
-# The sizes that the models' public configurations state.
-KNOWN: Mapping[str, ModelSize] = {
-    model.name: model
-    for model in (
-        ModelSize("llava-1.5-7b", "known", _VICUNA_7B, _CLIP_L_336, Single(576)),
-        ModelSize("llava-1.5-13b", "known", _VICUNA_13B, replace(_CLIP_L_336, out=5120), Single(576)),
-        ModelSize("llava-next-7b", "known", _VICUNA_7B, replace(_CLIP_L_336, views=5, image_tokens=2928), _NEXT),
-        ModelSize("video-llava-7b", "known", _VICUNA_7B, _VIDEO),
-        ModelSize("vila-7b", "known", replace(_VICUNA_7B, vocab=32000), _CLIP_L_336, Single(576)),
-        ModelSize("vila1.5-13b", "known", replace(_VICUNA_13B, vocab=32000), _VILA_1_5, Single(196)),
-        ModelSize("lisa-13b", "known", replace(_VICUNA_13B, vocab=32003), _LISA, Single(256)),
-        ModelSize("internvl2-8b", "known", _INTERNLM2_7B, _INTERNVL2, Tiles(448, 256, 1, 12)),
-        ModelSize("smolvlm2-500m", "known", _SMOLLM2_360M, _SMOLVLM, MarkedTiles(512, 64, 4, 17)),
-        ModelSize("internvl-7b", "known", replace(_VICUNA_7B, vocab=32000), _INTERNVIT_6B, Single(576)),
-        ModelSize("qwen2-vl-2b", "known", _QWEN_2B, _QWEN2_VL, _NATIVE),
-        ModelSize("qwen2-vl-7b", "known", _QWEN_7B, replace(_QWEN2_VL, out=3584), _NATIVE),
-        ModelSize("qwen2.5-vl-3b", "known", _QWEN_3B, _QWEN2_5_VL, _NATIVE),
-        ModelSize("qwen2.5-vl-7b", "known", _QWEN_7B, replace(_QWEN2_5_VL, out=3584), _NATIVE),
-    )
-}
+def _known() -> Iterator[ModelSize]:
+    strict = Strict()
+    for name, data in json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8")).items():
+        vision, layout = data["vision"], data["layout"]
+        yield ModelSize(
+            name,
+            "known",
+            strict.read(DecoderSize, data["decoder"], name),
+            strict.read(NativeSize if "window" in vision else VisionSize, vision, name),
+            layout and strict.read(layouts()[layout["name"]], layout["parameters"], name),
+        )
+
+
+KNOWN: Mapping[str, ModelSize] = {model.name: model for model in _known()}
 
 
 def bundle_size(bundle: Bundle) -> ModelSize:
@@ -153,7 +281,14 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
     )  # fmt: skip
     tower = m.tower
     if "native" in tower.flags:
-        return ModelSize(m.name, source, decoder, native_size(tower, m.hidden, layout.max_tokens), layout)
+        native = NativeSize(
+            layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.intermediate,
+            patches=tower.shuffle**2 * layout.max_tokens, patch=tower.patch, class_token=False,
+            features=tower.shuffle**2, view_tokens=layout.max_tokens, image_tokens=layout.max_tokens, out=m.hidden,
+            gated="gated" in tower.flags, window=1 if tower.window is None else tower.window**2,
+            whole=tower.layers if tower.window is None else max(1, len(tower.full_blocks)),
+        )  # fmt: skip
+        return ModelSize(m.name, source, decoder, native, layout)
     vision = VisionSize(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,

@@ -13,9 +13,7 @@ from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
-from vtx.tools.estimate.flops import DecoderSize, VisionSize
-from vtx.tools.estimate.native import NativeSize
-from vtx.tools.estimate.sizes import ModelSize
+from vtx.tools.estimate.sizes import DecoderSize, ModelSize, NativeSize, VisionSize
 
 SCALE_BYTES = 2
 SOURCE = "F16"  # of the checkpoint; bfloat16 takes as much

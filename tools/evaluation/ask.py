@@ -1,4 +1,4 @@
-"""Every question under every method, each answer and its cost kept as it comes."""
+"""Every question under every method; each answer and its cost are kept as they come."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
@@ -16,6 +15,7 @@ from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
 from vtx.runtime.strict import Strict, json_value
+from vtx.runtime.units import Progress
 from vtx.runtime.vision.video import video
 from vtx.tools.bench.methods import NONE, Method
 from vtx.tools.bench.stopwatch import split, timed
@@ -26,7 +26,6 @@ from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion, check_skip
 
 BAD = (ImageError, RequestError, TemplateError)  # a question's own fault; anything else ends the evaluation
 STRICT = Strict(RequestError, "answers.jsonl is damaged, remove it")
-Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +65,11 @@ def check_methods(model: Model, methods: Sequence[Method]) -> None:
 
 def ask_all(
     model: Model, data: QuestionSet, methods: Sequence[Method], max_new_tokens: int, journal: Path, *,
-    report: Report, predict: Callable[[float], None],
+    report: Progress, predict: Callable[[float], None],
 ) -> Asked:  # fmt: skip
-    """Ask what `journal` does not hold yet. `predict` gets the seconds that the whole takes, after the first question.
+    """Ask what `journal` does not hold yet. `predict` gets the total seconds, estimated from the first question.
 
-    Each answer comes from a conversation of its own, so that its first token counts the tower and the whole prompt.
+    Each answer comes from a new conversation, so that its first token includes the tower and the whole prompt.
 
     Raises:
         RequestError: a method that the bundle lacks, a journal of another bundle, or too many bad questions.
@@ -80,8 +79,12 @@ def ask_all(
     options = Options(max_new_tokens=max_new_tokens)
     asker, skipped = Asker(model, options), list(data.skipped)
     kept, replies = list[TaskQuestion](), list[tuple[CostedAnswer, ...]]()
-    with ResultJournal(journal, _identity(model, max_new_tokens)) as held:
-        keys = [_keys(question, methods) for question in data.questions]
+    identity = {
+        "model": sha256(model.bundle.folder / "vtx.json"), "device": [model.backend.device, model.backend.compute],
+        "--max-new-tokens": max_new_tokens, "--fit": model.fit,
+    }  # fmt: skip
+    with ResultJournal(journal, identity) as held:
+        keys = [[f"{q.digest()} k={m.k} reduce={m.reduce}" for m in methods] for q in data.questions]
         left = [n for n, names in enumerate(keys) if not all(name in held.results for name in names)]
         start, done = time.monotonic(), len(keys) - len(left)
         for turn, n in enumerate(left):
@@ -105,22 +108,6 @@ def ask_all(
     return Asked(tuple(kept), tuple(methods), tuple(replies), tuple(skipped))
 
 
-def _identity(model: Model, max_new_tokens: int) -> dict[str, Any]:
-    backend = model.backend
-    return {
-        "model": sha256(model.bundle.folder / "vtx.json"), "device": [backend.device, backend.compute],
-        "--max-new-tokens": max_new_tokens, "--fit": model.fit,
-    }  # fmt: skip
-
-
-def _keys(question: TaskQuestion, methods: Sequence[Method]) -> list[str]:
-    return [_key(question, method) for method in methods]
-
-
-def _key(question: TaskQuestion, method: Method) -> str:
-    return f"{question.digest()} k={method.k} reduce={method.reduce}"
-
-
 class Asker:
     """Asks one question under several methods, and counts the work of each."""
 
@@ -130,8 +117,8 @@ class Asker:
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
 
     def __call__(self, question: TaskQuestion, methods: Sequence[Method], number: int) -> dict[Method, CostedAnswer]:
-        """The methods take turns at being first, so that no one of them always finds the caches cold."""
-        if not methods:  # the question stands in the data twice
+        """The methods take turns at being first, so that none of them always runs with cold caches."""
+        if not methods:  # the question is in the data twice
             return {}
         images = self._model.in_order(self._model.prepare_all([*question.images, *map(video, question.videos)]))
         first = number % len(methods)

@@ -1,11 +1,11 @@
-"""The files of POPE, MME, ScienceQA, VQAv2 and TextVQA as their authors give them, and plain questions and answers.
+"""The files of POPE, MME, ScienceQA, VQAv2 and TextVQA as published, and plain questions and answers.
 
-All of it is untrusted: sizes are bounded, images lie inside one directory, a bad record costs itself only.
+They are untrusted: sizes are bounded, images are inside one directory, only the bad record is skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.items import MAX_FILE, inside, named_files, parse_line
-from vtx.tools.evaluation.questions import Format, Record, TaskQuestion, Where, is_there
+from vtx.tools.evaluation.questions import Format, Record, Source, TaskQuestion, is_file
 
 MAX_CHOICES = 26
 MAX_ANSWERS = 64
-FEWEST_ANSWERS = 4  # of annotators; with fewer no answer would count fully
+MIN_ANSWERS = 4  # of annotators; with fewer no answer would score 1
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
 IMAGE_ENDINGS = (".jpg", ".png", ".jpeg")
@@ -26,9 +26,9 @@ IMAGE_ENDINGS = (".jpg", ".png", ".jpeg")
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _lines(where: Where) -> Iterator[Record]:
+def _lines(source: Source) -> Iterator[Record]:
     """The lines of a JSONL file, unparsed."""
-    raw = read_named(where.data, MAX_FILE, error=RequestError)
+    raw = read_named(source.data, MAX_FILE, error=RequestError)
     return ((f"line {n}", line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip())
 
 
@@ -60,13 +60,6 @@ def _text(record: dict[str, Any], key: str) -> str:
     return value.strip()
 
 
-def _image_number(record: dict[str, Any]) -> int:
-    number = record.get("image_id")
-    if not isinstance(number, int) or not 0 <= number < 10**12:
-        raise RequestError("its image_id is not a number of at most 12 digits")
-    return number
-
-
 def _texts(value: Any, least: int, most: int, what: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not least <= len(value) <= most or not all(isinstance(v, str) for v in value):
         raise RequestError(f"its {what} are not a list of {least} to {most} texts")
@@ -83,20 +76,20 @@ def _yes_or_no(value: str) -> tuple[str]:
 # --- POPE, and plain questions --------------------------------------------------------------------
 
 
-def _pope(record: Any, where: Where) -> TaskQuestion:
+def _pope(record: Any, source: Source) -> TaskQuestion:
     """{"question_id", "image", "text", "label"}, a line each."""
     fields = _fields(record)
     name = _text(fields, "image")
     return TaskQuestion(
-        (inside(where.images, name),), _text(fields, "text"), _yes_or_no(_text(fields, "label")), name,
+        (inside(source.images, name),), _text(fields, "text"), _yes_or_no(_text(fields, "label")), name,
         str(fields.get("category", "")),
     )  # fmt: skip
 
 
-def _exact(record: Any, where: Where) -> TaskQuestion:
-    """{"image": name or list, "video": the same, "question", "answer"}, a line each; images as vtx-calibrate takes."""
+def _exact(record: Any, source: Source) -> TaskQuestion:
+    """{"image": name or list, "video": the same, "question", "answer"}, a line each; images as for vtx-calibrate."""
     fields = _fields(record)
-    images, videos = (named_files(fields, kind, where.images) for kind in ("image", "video"))
+    images, videos = (named_files(fields, kind, source.images) for kind in ("image", "video"))
     question, about = _text(fields, "question"), "\0".join(str(path) for path in (*images, *videos))
     return TaskQuestion(images, question, (_text(fields, "answer"),), about or question, videos=videos)
 
@@ -104,11 +97,11 @@ def _exact(record: Any, where: Where) -> TaskQuestion:
 # --- MME ------------------------------------------------------------------------------------------
 
 
-def _mme_lines(where: Where) -> Iterator[Record]:
-    """(category, image's stem, line) of every text file of every category's directory."""
-    if not where.data.is_dir():
-        raise RequestError(f"{where.data} is not a directory; give MME's, which holds one for each category")
-    for category in sorted(path for path in where.data.iterdir() if path.is_dir()):
+def _mme_lines(source: Source) -> Iterator[Record]:
+    """(category, stem of the image, line) of every text file in every category's directory."""
+    if not source.data.is_dir():
+        raise RequestError(f"{source.data} is not a directory; give MME's, which has one per category")
+    for category in sorted(path for path in source.data.iterdir() if path.is_dir()):
         answers = category / "questions_answers_YN"
         for file in sorted((answers if answers.is_dir() else category).glob("*.txt")):
             content = read_named(file, MAX_FILE, error=RequestError).decode("utf-8", "replace")
@@ -117,15 +110,15 @@ def _mme_lines(where: Where) -> Iterator[Record]:
                     yield f"{category.name}/{file.name}, line {number}", (category.name, file.stem, line)
 
 
-def _mme(record: tuple[str, str, str], where: Where) -> TaskQuestion:
+def _mme(record: tuple[str, str, str], source: Source) -> TaskQuestion:
     category, stem, line = record
     question, tab, answer = line.rpartition("\t")
     if not tab:
-        raise RequestError("question and answer are not apart by a tab")
+        raise RequestError("no tab separates question and answer")
     folders = [f"{category}/images", category]
     names = [f"{folder}/{stem}{ending}" for folder in folders for ending in IMAGE_ENDINGS]
-    paths = [inside(where.images, name) for name in names]
-    found = next((path for path in paths if is_there(path)), None)
+    paths = [inside(source.images, name) for name in names]
+    found = next((path for path in paths if is_file(path)), None)
     if found is None:
         raise RequestError(f"no image {shown(stem)} in {category}")
     return TaskQuestion((found,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
@@ -134,21 +127,21 @@ def _mme(record: tuple[str, str, str], where: Where) -> TaskQuestion:
 # --- ScienceQA ------------------------------------------------------------------------------------
 
 
-def _science_problems(where: Where) -> Iterator[Record]:
+def _science_problems(source: Source) -> Iterator[Record]:
     """The problems of one split of problems.json, or of the directory that holds it."""
-    path = where.data / "problems.json" if where.data.is_dir() else where.data
+    path = source.data / "problems.json" if source.data.is_dir() else source.data
     for number, problem in _object(path).items():
-        if isinstance(problem, dict) and problem.get("split") == where.split:
+        if isinstance(problem, dict) and problem.get("split") == source.split:
             yield f"problem {number}", {**problem, "number": number}
 
 
-def _science(record: dict[str, Any], where: Where) -> TaskQuestion:
+def _science(record: dict[str, Any], source: Source) -> TaskQuestion:
     choices = _texts(record.get("choices"), 2, MAX_CHOICES, "choices")
     right = record.get("answer")
     if not isinstance(right, int) or not 0 <= right < len(choices):
         raise RequestError(f"its answer is {right!r}, not the index of one of {len(choices)} choices")
     name, hint, number = record.get("image"), record.get("hint"), record["number"]
-    paths = (inside(where.images, f"{where.split}/{number}/{name}"),) if isinstance(name, str) and name else ()
+    paths = (inside(source.images, f"{source.split}/{number}/{name}"),) if isinstance(name, str) and name else ()
     options = [f"{letter(n)}. {choice}" for n, choice in enumerate(choices)]
     context = [f"Context: {hint}"] if isinstance(hint, str) and hint else []
     text = "\n".join([*context, _text(record, "question"), *options])
@@ -163,45 +156,44 @@ def letter(index: int) -> str:
 # --- VQAv2 and TextVQA ----------------------------------------------------------------------------
 
 
-def _vqa_records(where: Where) -> Iterator[Record]:
-    """Each question beside its annotation, of the two files of a release."""
-    if where.annotations is None:
-        raise RequestError("VQAv2's answers lie in a file of their own; give it with --annotations")
-    held, answered = _object(where.data), _object(where.annotations)
+def _vqa_records(source: Source) -> Iterator[Record]:
+    """Each question with its annotation, from the two files of a release."""
+    if source.annotations is None:
+        raise RequestError("VQAv2's answers are in a separate file; give it with --annotations")
+    held, answered = _object(source.data), _object(source.annotations)
     notes = {
         note["question_id"]: note
-        for note in _list(answered, "annotations", where.annotations)
+        for note in _list(answered, "annotations", source.annotations)
         if isinstance(note, dict) and isinstance(note.get("question_id"), int)
     }
     subtype = str(held.get("data_subtype", ""))
-    for number, question in enumerate(_list(held, "questions", where.data), 1):
+    for number, question in enumerate(_list(held, "questions", source.data), 1):
         known = isinstance(question, dict) and isinstance(question.get("question_id"), int)
         note = notes.get(question["question_id"]) if known else None
         yield f"question {number}", {"question": question, "annotation": note, "subtype": subtype}
 
 
-def _vqa(record: dict[str, Any], where: Where) -> TaskQuestion:
+def _vqa(record: dict[str, Any], source: Source) -> TaskQuestion:
     question, note = record["question"], record["annotation"]
     if note is None:
         raise RequestError("it has no annotation")
     fields = _fields(question)
-    name = f"COCO_{record['subtype']}_{_image_number(fields):012d}.jpg"
+    number = fields.get("image_id")
+    if not isinstance(number, int) or not 0 <= number < 10**12:
+        raise RequestError("its image_id is not a number of at most 12 digits")
+    name = f"COCO_{record['subtype']}_{number:012d}.jpg"
     answers = note.get("answers")
     given = [a.get("answer") if isinstance(a, dict) else a for a in answers] if isinstance(answers, list) else None
-    humans = _texts(given, FEWEST_ANSWERS, MAX_ANSWERS, "answers")
-    path, kind = inside(where.images, name), str(note.get("answer_type", ""))
+    humans = _texts(given, MIN_ANSWERS, MAX_ANSWERS, "answers")
+    path, kind = inside(source.images, name), str(note.get("answer_type", ""))
     return TaskQuestion((path,), _text(fields, "question"), humans, name, kind)
 
 
-def _text_records(where: Where) -> Iterable[Record]:
-    return [(f"question {n}", record) for n, record in enumerate(_list(_object(where.data), "data", where.data), 1)]
-
-
-def _text_vqa(record: Any, where: Where) -> TaskQuestion:
+def _text_vqa(record: Any, source: Source) -> TaskQuestion:
     fields = _fields(record)
     name = f"{_text(fields, 'image_id')}.jpg"
-    answers = _texts(fields.get("answers"), FEWEST_ANSWERS, MAX_ANSWERS, "answers")
-    return TaskQuestion((inside(where.images, name),), _text(fields, "question"), answers, name)
+    answers = _texts(fields.get("answers"), MIN_ANSWERS, MAX_ANSWERS, "answers")
+    return TaskQuestion((inside(source.images, name),), _text(fields, "question"), answers, name)
 
 
 FORMATS: dict[str, Format] = {
@@ -209,6 +201,9 @@ FORMATS: dict[str, Format] = {
     "mme": Format(_mme_lines, _mme),
     "scienceqa": Format(_science_problems, _science, LETTER),
     "vqav2": Format(_vqa_records, _vqa, SHORT),
-    "textvqa": Format(_text_records, _text_vqa, SHORT),
+    "textvqa": Format(
+        lambda at: ((f"question {n}", r) for n, r in enumerate(_list(_object(at.data), "data", at.data), 1)),
+        _text_vqa, SHORT,
+    ),
     "exact": Format(_lines, _exact),
-}
+}  # fmt: skip

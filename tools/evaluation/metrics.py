@@ -1,6 +1,6 @@
-"""What an answer is worth in each benchmark, and the figures of many.
+"""The score of an answer in each benchmark, and the figures of many answers.
 
-Answers become counts, a row per image; a figure is a function of the rows' sum, so that images can be resampled.
+Answers become counts, a row per image; a figure is a function of the sum of the rows, so that images can be resampled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vtx.tools.evaluation.normalize import agreement, normalize, normalize_text
 from vtx.tools.evaluation.questions import TaskQuestion
 
 Counts = NDArray[np.float64]
-Judge = Callable[[TaskQuestion, str], tuple[str, float]]  # what was understood, and its score from 0 to 1
+Judge = Callable[[TaskQuestion, str], tuple[str, float]]  # the parsed answer, and its score from 0 to 1
 Figure = Callable[[Counts], Counts]  # [..., columns] to [...]
 PERCEPTION = (
     "existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR",
@@ -33,7 +33,7 @@ class Tally:
     """Counts [images, columns] of a benchmark, the stratum of each image, and the figures of their sum.
 
     `main` is the figure that methods are compared by; `shares` are figures from 0 to 1. `answered` [images, 2] counts
-    right answers and questions; None where answers are not just right or wrong.
+    right answers and questions; None if answers are not just right or wrong.
     """
 
     counts: Counts
@@ -90,7 +90,7 @@ def judge_text_vqa(question: TaskQuestion, text: str) -> tuple[str, float]:
 
 
 def judge_exact(question: TaskQuestion, text: str) -> tuple[str, float]:
-    """Equal but for case, spaces around and the last full stop."""
+    """Equal except for case, spaces around it and the final full stop."""
     parsed = plain(text)
     return parsed, float(parsed == plain(question.answers[0]))
 
@@ -99,7 +99,7 @@ def judge_exact(question: TaskQuestion, text: str) -> tuple[str, float]:
 
 
 def ratio(over: Counts, under: Counts) -> Counts:
-    """Elementwise; 0 where nothing is counted."""
+    """Elementwise; 0 for counts of 0."""
     made: Counts = np.divide(over, under, out=np.zeros_like(over, np.float64), where=under > 0)
     return made
 

@@ -1,7 +1,7 @@
 """Answers as VQA's evaluation compares them: punctuation, number words, articles and contractions made alike.
 
-The rules are those published with VQAv2. They are applied to every answer; the released script leaves answers as they
-are where all annotators agree.
+These are the rules published with VQAv2, applied to every answer; the released script does not change answers if all
+annotators agree.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ CONTRACTED = """
 """
 
 
-def _without_one_apostrophe(words: str) -> dict[str, str]:
-    """Each spelling that lacks one apostrophe, and the word it stands for."""
-    return {
-        word[:at] + word[at + 1 :]: word for word in words.split() for at, letter in enumerate(word) if letter == "'"
-    }
-
-
-CONTRACTIONS = {**_without_one_apostrophe(CONTRACTED), "somebody'd": "somebodyd"}  # the last: as published
+CONTRACTIONS = {  # each spelling that lacks one apostrophe, and its word
+    word[:at] + word[at + 1 :]: word for word in CONTRACTED.split() for at, letter in enumerate(word) if letter == "'"
+}
+CONTRACTIONS["somebody'd"] = "somebodyd"  # as published
 
 
 def normalize(answer: str) -> str:
     """An answer as VQAv2 compares it."""
-    text = _unpunctuated(answer.replace("\n", " ").replace("\t", " ").strip())
-    words = [NUMBERS.get(word, word) for word in text.lower().split()]
+    text = made = answer.replace("\n", " ").replace("\t", " ").strip()
+    numeric = COMMA_IN_NUMBER.search(text) is not None
+    for mark in PUNCTUATION:  # removed next to a space and in texts with such a number, else replaced by a space
+        made = made.replace(mark, "" if numeric or f"{mark} " in text or f" {mark}" in text else " ")
+    words = [NUMBERS.get(word, word) for word in PERIOD.sub("", made).lower().split()]
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
 
@@ -49,19 +48,10 @@ def normalize_text(answer: str) -> str:
     return normalize(answer.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip())
 
 
-def _unpunctuated(text: str) -> str:
-    """A mark beside a space leaves nothing, one inside a word a space; all go where a number has a comma."""
-    gone = COMMA_IN_NUMBER.search(text) is not None
-    made = text
-    for mark in PUNCTUATION:
-        made = made.replace(mark, "" if gone or f"{mark} " in text or f" {mark}" in text else " ")
-    return PERIOD.sub("", made)
-
-
 def agreement(answer: str, humans: list[str]) -> float:
     """VQA accuracy of one answer: leaving out each annotator in turn, min(matches among the others / 3, 1), averaged.
 
-    All answers are normalised already.
+    All answers must be normalised.
     """
     matches = humans.count(answer)
     scores = [min((matches - (human == answer)) / 3, 1.0) for human in humans]

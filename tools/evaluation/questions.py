@@ -1,4 +1,4 @@
-"""Questions of a benchmark with their right answers, from local files that nobody vouches for."""
+"""Questions of a benchmark with their right answers, from untrusted local files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.tools.data.items import MAX_SKIPPED, Item
 
-Record = tuple[str, Any]  # where it stands, for messages; what stands there
+Record = tuple[str, Any]  # its position, for messages, and its content
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,22 @@ class TaskQuestion:
     choices: int = 0
     videos: tuple[Path, ...] = ()
 
+    def check(self) -> None:
+        """Raise RequestError for an empty question, ImageError for a missing file."""
+        if not self.text.strip():
+            raise RequestError("it has no question")
+        for path in (*self.images, *self.videos):
+            if not is_file(path):
+                raise ImageError(f"the file {path.name} is not in {path.parent}")
+
     def digest(self) -> str:
         """Changes with the text and with the images' files. Raises ImageError for a file that has been removed."""
         return Item((*self.images, *self.videos), self.text).digest()
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """Where a benchmark's files lie: its questions, the annotations where they are apart, the directory of images."""
+class Source:
+    """The files of a benchmark: its questions, a separate file of annotations if it has one, its image directory."""
 
     data: Path
     images: Path
@@ -47,10 +55,10 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a benchmark's files are read: records, and the question of one of them."""
+    """The reader of a benchmark's files: their records, and the question of each record."""
 
-    records: Callable[[Where], Iterable[Record]]
-    question: Callable[[Any, Where], TaskQuestion]
+    records: Callable[[Source], Iterable[Record]]
+    question: Callable[[Any, Source], TaskQuestion]
     instruction: str = ""
 
 
@@ -67,7 +75,7 @@ class QuestionSet:
 
 
 def check_skipped(source: str, used: int, skipped: Sequence[str]) -> None:
-    """Raise RequestError where too few questions are left to judge by."""
+    """Raise RequestError if too few questions are left."""
     total = used + len(skipped)
     if not total:
         raise RequestError(f"{source} is empty; give at least one question")
@@ -79,11 +87,11 @@ def check_skipped(source: str, used: int, skipped: Sequence[str]) -> None:
 
 
 def read_questions(
-    form: Format, where: Where, *, instruction: str | None = None, samples: int | None = None, seed: int = 0
+    form: Format, source: Source, *, instruction: str | None = None, samples: int | None = None, seed: int = 0
 ) -> QuestionSet:
-    """The questions of a benchmark, each with an instruction on a line of its own: the format's when None is given.
+    """The questions of a benchmark, each followed by a line with the instruction (None: the format's).
 
-    At most `samples` of them, all about the same image or none, drawn by `seed`.
+    With `samples`, that many at most, of images drawn by `seed`; an image's questions are kept together.
 
     Raises:
         RequestError: the files are missing or empty, or too many of their questions cannot be used.
@@ -91,30 +99,25 @@ def read_questions(
     """
     if samples is not None and samples < 1:
         raise RequestError(f"--samples is {samples}; it must be at least 1")
-    if not where.images.is_dir():
-        raise RequestError(f"the image path {where.images} is not a directory; give one with --images")
+    if not source.images.is_dir():
+        raise RequestError(f"the image path {source.images} is not a directory; give one with --images")
     instruction = form.instruction if instruction is None else instruction
     questions, skipped = list[TaskQuestion](), list[str]()
-    for label, record in form.records(where):
+    for label, record in form.records(source):
         try:
-            questions.append(_instructed(form.question(record, where), instruction))
+            question = form.question(record, source)
+            question.check()
+            text = f"{question.text}\n{instruction}" if instruction else question.text
+            questions.append(replace(question, text=text))
         except (RequestError, ImageError) as e:
             skipped.append(f"{label}: {e}")
-    drawn = questions if samples is None else _drawn(questions, samples, seed)
-    return QuestionSet(where.data.name, tuple(drawn), tuple(skipped))
+    if samples is not None:
+        questions = _drawn(questions, samples, seed)
+    return QuestionSet(source.data.name, tuple(questions), tuple(skipped))
 
 
-def _instructed(question: TaskQuestion, instruction: str) -> TaskQuestion:
-    if not question.text.strip():
-        raise RequestError("it has no question")
-    for path in (*question.images, *question.videos):
-        if not is_there(path):
-            raise ImageError(f"the file {path.name} is not in {path.parent}")
-    return replace(question, text=f"{question.text}\n{instruction}") if instruction else question
-
-
-def is_there(path: Path) -> bool:
-    """Whether a path, whose name may be no name at all, is a file."""
+def is_file(path: Path) -> bool:
+    """Return True if a path, whose name may be invalid, is a file."""
     try:
         return path.is_file()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""From answers to a report: each method's figures with intervals beside its cost."""
+"""From answers to a report: each method's figures with intervals, and its cost."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
-from vtx.tools.bench.methods import Method
 from vtx.tools.bench.series import Series, spread
 from vtx.tools.data.intervals import CONFIDENCE, DRAWS, effective_count, resampled_sums, spread_of, wilson
-from vtx.tools.evaluation.ask import Asked, CostedAnswer
+from vtx.tools.evaluation.ask import Asked
 from vtx.tools.evaluation.metrics import Counts, Metric, Tally
-from vtx.tools.evaluation.questions import TaskQuestion
 
 FORMAT = "vtx-eval-1"
-Scores = Sequence[tuple[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class FigureInterval:
-    """A figure and its interval; None where resampling has no spread."""
+    """A figure and its interval; None if resampling has no spread."""
 
     value: float
     low: float | None
@@ -45,7 +42,7 @@ class GroupFigure:
 class MethodFigures:
     """One method. FLOPs, bytes, tokens and layers are means over the questions, times milliseconds, None if left out.
 
-    `difference` is that of the main figure to the first method's over the same questions, None for the first itself.
+    `difference` is how far the main figure exceeds the first method's on the same questions; None for the first.
     """
 
     name: str
@@ -90,15 +87,13 @@ class EvaluatedTask:
 
     @property
     def factor(self) -> int:
-        """What the main figure is multiplied by to be shown: shares are shown in per cent."""
+        """The factor of the main figure in tables: shares are shown in per cent."""
         return 100 if self.main in self.shares else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation; `confidence` is that of its intervals. `front` names, for each cost, the methods that no
-    cheaper one equals.
-    """
+    """An evaluation, with intervals of `confidence`; `front` names, for each cost, the methods on its Pareto front."""
 
     machine: Machine
     model: EvaluatedModel
@@ -115,122 +110,77 @@ class Evaluation:
 def make_report(
     task: str, metric: Metric, source: str, asked: Asked, model: Model, *, instruction: str, times: bool
 ) -> Evaluation:
-    """The whole report, without times where they say nothing."""
-    pairs = [*zip(asked.questions, asked.replies, strict=True)]
+    """The whole report; without `times`, e.g. on a busy machine, it has none."""
+    questions, by_question = asked.questions, asked.replies
     scores = [
-        [metric.judge(question, by_method[n].text) for question, by_method in pairs] for n in range(len(asked.methods))
+        [metric.judge(question, replies[n].text) for question, replies in zip(questions, by_question, strict=True)]
+        for n in range(len(asked.methods))
     ]
-    tallies = [metric.tally(asked.questions, of_method) for of_method in scores]
-    draws = _draws(tallies)
-    methods = tuple(
-        _method(
-            method, [by_method[n] for by_method in asked.replies], _figures(tallies[n], draws[n]),
-            _difference(tallies, draws, n), _groups(metric, asked.questions, scores[n]), times=times,
+    tallies = [metric.tally(questions, of_method) for of_method in scores]
+    draws, main = _draws(tallies), tallies[0].main
+    main_figure, groups = tallies[0].figures[main], sorted({question.group for question in questions})
+    methods = list[MethodFigures]()
+    for n, (method, tally) in enumerate(zip(asked.methods, tallies, strict=True)):
+        total, replies = tally.counts.sum(0), [replies[n] for replies in by_question]
+        figures, of_group = dict[str, FigureInterval](), dict[str, GroupFigure]()
+        for name, figure in tally.figures.items():
+            if name == "accuracy" and tally.answered is not None:  # Wilson's interval is right at 0% and 100%, too
+                hits, counts = tally.answered.T
+                ends = wilson(float(hits.sum() / counts.sum()), effective_count(hits, counts))
+                figures[name] = FigureInterval(float(figure(total)), *ends)
+            else:
+                figures[name] = _interval(float(figure(total)), figure(draws[n]))
+        value = float(main_figure(total) - main_figure(tallies[0].counts.sum(0)))
+        for name in groups if len(groups) > 1 else ():
+            members = [number for number, question in enumerate(questions) if question.group == name]
+            part = metric.tally([questions[m] for m in members], [scores[n][m] for m in members])
+            of_group[name] = GroupFigure(float(part.figures[main](part.counts.sum(0))), len(members))
+        methods.append(
+            MethodFigures(
+                name=method.name,
+                kind=method.kind,
+                k=method.k,
+                reduce=method.reduce,
+                figures=figures,
+                flops=fmean(reply.flops for reply in replies),
+                kv_bytes=fmean(reply.kv_bytes for reply in replies),
+                vision_tokens=fmean(reply.vision_tokens for reply in replies),
+                full_layers=fmean(reply.full_layers for reply in replies),
+                new_tokens=fmean(reply.new_tokens for reply in replies),
+                first_token_ms=spread([reply.first_token_ms for reply in replies]) if times else None,
+                difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
+                groups=of_group,
+            )
         )
-        for n, method in enumerate(asked.methods)
-    )  # fmt: skip
-    first = tallies[0]
+    manifest, backend, shares = model.manifest, model.backend, tuple(sorted(tallies[0].shares))
     return Evaluation(
         machine=describe(),
-        model=_model(model),
+        model=EvaluatedModel(
+            manifest.model.name, model.bundle.folder.name, manifest.model.layers, manifest.precision, backend.device,
+            backend.compute,
+        ),
         task=EvaluatedTask(
-            task, source, len(asked.questions), len(first.counts), asked.skipped, instruction, first.main,
-            tuple(sorted(first.shares)),
+            task, source, len(questions), len(tallies[0].counts), asked.skipped, instruction, main, shares
         ),
         confidence=CONFIDENCE,
-        methods=methods,
-        front={cost: _front(methods, cost, first.main) for cost in COSTS if times or cost != "first_token_ms"},
+        methods=tuple(methods),
+        front={cost: _front(methods, cost, main) for cost in COSTS if times or cost != "first_token_ms"},
     )  # fmt: skip
-
-
-def _model(model: Model) -> EvaluatedModel:
-    manifest, backend = model.manifest, model.backend
-    return EvaluatedModel(
-        name=manifest.model.name,
-        bundle=model.bundle.folder.name,
-        layers=manifest.model.layers,
-        precision=manifest.precision,
-        device=backend.device,
-        compute=backend.compute,
-    )
-
-
-def _method(
-    method: Method, replies: Sequence[CostedAnswer], figures: Mapping[str, FigureInterval],
-    difference: FigureInterval | None, groups: Mapping[str, GroupFigure], *, times: bool,
-) -> MethodFigures:  # fmt: skip
-    return MethodFigures(
-        name=method.name,
-        kind=method.kind,
-        k=method.k,
-        reduce=method.reduce,
-        figures=figures,
-        flops=fmean(reply.flops for reply in replies),
-        kv_bytes=fmean(reply.kv_bytes for reply in replies),
-        vision_tokens=fmean(reply.vision_tokens for reply in replies),
-        full_layers=fmean(reply.full_layers for reply in replies),
-        new_tokens=fmean(reply.new_tokens for reply in replies),
-        first_token_ms=spread([reply.first_token_ms for reply in replies]) if times else None,
-        difference=difference,
-        groups=groups,
-    )
 
 
 def _draws(tallies: Sequence[Tally]) -> list[Counts]:
-    """For each tally the sums [draws, columns] of images drawn again, the same ones for all; each stratum by itself."""
+    """For each tally the sums [draws, columns] of images resampled within each stratum, the same for all tallies."""
     rng, strata = np.random.default_rng(0), tallies[0].strata
-    beside = np.hstack([tally.counts for tally in tallies])
-    total: Counts = np.zeros((DRAWS, beside.shape[1]))
+    joined = np.hstack([tally.counts for tally in tallies])
+    total: Counts = np.zeros((DRAWS, joined.shape[1]))
     for stratum in np.unique(strata):
-        total += resampled_sums(beside[strata == stratum], rng)
+        total += resampled_sums(joined[strata == stratum], rng)
     return np.split(total, len(tallies), axis=1)
 
 
-def _figures(tally: Tally, draws: Counts) -> dict[str, FigureInterval]:
-    """Each figure with its interval; accuracies of whole questions have Wilson's, which knows 0% and 100%."""
-    figures = {}
-    total = tally.counts.sum(0)
-    for name, figure in tally.figures.items():
-        value = float(figure(total))
-        low, high = _wilson(tally, name) or _ends(figure(draws))
-        figures[name] = FigureInterval(value, low, high)
-    return figures
-
-
-def _wilson(tally: Tally, name: str) -> tuple[float, float] | None:
-    """For answers that are right or wrong, with the count that questions about so many images are worth."""
-    if name != "accuracy" or tally.answered is None:
-        return None
-    hits, counts = tally.answered.T
-    return wilson(float(hits.sum() / counts.sum()), effective_count(hits, counts))
-
-
-def _ends(draws: Counts) -> tuple[float | None, float | None]:
+def _interval(value: float, draws: Counts) -> FigureInterval:
     low, high = (float(end) for end in spread_of(draws))
-    return (low, high) if high > low else (None, None)
-
-
-def _difference(tallies: Sequence[Tally], draws: Sequence[Counts], n: int) -> FigureInterval | None:
-    """The main figure of method `n` less that of the first one: the same draws of images for both."""
-    if n == 0:
-        return None
-    figure = tallies[0].figures[tallies[0].main]
-    low, high = _ends(figure(draws[n]) - figure(draws[0]))
-    value = float(figure(tallies[n].counts.sum(0)) - figure(tallies[0].counts.sum(0)))
-    return FigureInterval(value, low, high)
-
-
-def _groups(metric: Metric, questions: Sequence[TaskQuestion], scores: Scores) -> dict[str, GroupFigure]:
-    """The main figure of each of the benchmark's own categories, where there are several."""
-    names = sorted({question.group for question in questions})
-    if len(names) < 2:
-        return {}
-    groups = {}
-    for name in names:
-        rows = [n for n, question in enumerate(questions) if question.group == name]
-        tally = metric.tally([questions[n] for n in rows], [scores[n] for n in rows])
-        groups[name] = GroupFigure(float(tally.figures[tally.main](tally.counts.sum(0))), len(rows))
-    return groups
+    return FigureInterval(value, low, high) if high > low else FigureInterval(value, None, None)
 
 
 def _front(methods: Sequence[MethodFigures], cost: str, main: str) -> tuple[str, ...]:
@@ -243,13 +193,8 @@ def _front(methods: Sequence[MethodFigures], cost: str, main: str) -> tuple[str,
     return tuple(front)
 
 
-def _first_token(method: MethodFigures) -> float:
-    assert method.first_token_ms is not None  # no front is drawn of times that were left out
-    return method.first_token_ms.median
-
-
 COSTS: Mapping[str, Callable[[MethodFigures], float]] = {
     "flops": lambda method: method.flops,
     "kv_bytes": lambda method: method.kv_bytes,
-    "first_token_ms": _first_token,
+    "first_token_ms": lambda method: method.first_token_ms.median if method.first_token_ms else np.nan,
 }

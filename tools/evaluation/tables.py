@@ -14,22 +14,6 @@ def in_tables(report: Evaluation) -> list[str | WideTable]:
     """The report as paragraphs and tables: machine, model and data, the methods, the groups of questions, the front."""
     model, task, first = report.model, report.task, report.methods[0]
     skipped = f", {len(task.skipped)} skipped" if task.skipped else ""
-    parts: list[str | WideTable] = [
-        report.machine.in_words() if first.first_token_ms else report.machine.cpu,
-        f"{model.name} ({model.bundle}), {model.layers} layers, {model.precision} weights, on {model.device} in "
-        f"{model.compute} arithmetic; {task.name}: {counted(task.questions, 'question')} about "
-        f"{counted(task.images, 'image')} of {task.source}{skipped}. "
-        f"In brackets {report.confidence:.0%} intervals over images.",
-        _methods(report),
-    ]
-    if first.groups:
-        parts.append(_groups(report))
-    fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
-    return [*parts, "Pareto front by " + "; by ".join(fronts) + "."]
-
-
-def _methods(report: Evaluation) -> WideTable:
-    task, first = report.task, report.methods[0]
     factors = {name: 100 if name in task.shares else 1 for name in first.figures}
     heads = [
         "method", *(f"{name.replace('_', ' ')}{', %' if name in task.shares else ''}" for name in factors),
@@ -49,14 +33,20 @@ def _methods(report: Evaluation) -> WideTable:
         ]
         for method in report.methods
     ]
-    return WideTable("", heads, rows)
-
-
-def _groups(report: Evaluation) -> WideTable:
-    groups, factor = report.methods[0].groups, report.task.factor
-    heads = [report.task.main, *(f"{name or 'other'} ({group.questions})" for name, group in groups.items())]
-    rows = [[m.name, *(f"{factor * m.groups[name].value:.1f}" for name in groups)] for m in report.methods]
-    return WideTable("", heads, rows)
+    parts: list[str | WideTable] = [
+        report.machine.in_words() if first.first_token_ms else report.machine.cpu,
+        f"{model.name} ({model.bundle}), {model.layers} layers, {model.precision} weights, on {model.device} in "
+        f"{model.compute} arithmetic; {task.name}: {counted(task.questions, 'question')} about "
+        f"{counted(task.images, 'image')} of {task.source}{skipped}. "
+        f"In brackets {report.confidence:.0%} intervals over images.",
+        WideTable("", heads, rows),
+    ]
+    if groups := first.groups:
+        heads = [task.main, *(f"{name or 'other'} ({group.questions})" for name, group in groups.items())]
+        rows = [[m.name, *(f"{task.factor * m.groups[name].value:.1f}" for name in groups)] for m in report.methods]
+        parts.append(WideTable("", heads, rows))
+    fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
+    return [*parts, "Pareto front by " + "; by ".join(fronts) + "."]
 
 
 def _figure(figure: FigureInterval, factor: int, sign: str = "") -> str:

@@ -12,8 +12,7 @@ from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.profiles import JetPack, Profile
-from vtx.tools.estimate.native import NativeSize
-from vtx.tools.estimate.sizes import ModelSize
+from vtx.tools.estimate.sizes import ModelSize, NativeSize
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS, Target
 

@@ -19,10 +19,10 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ModelClosedError, RequestError
-from vtx.tools.batch.run import How, answer_lines, journal_of, on_this_machine, run_batch
+from vtx.tools.batch.run import Asking, answer_lines, journal_of, on_this_machine, run_batch
 from vtx.tools.batch.tasks import BadLine, Task, read_tasks
 
-HOW = How(3, "none", Options(max_new_tokens=6, ignore_eos=True), most_bad=3)
+ASKING = Asking(3, "none", Options(max_new_tokens=6, ignore_eos=True), most_bad=3)
 LINES: list[Any] = [
     {"id": "a", "image": "one.png", "question": "red?"},
     {"id": "b", "image": "one.png", "question": "how many?"},
@@ -50,19 +50,19 @@ def write(folder: Path, *lines: Any) -> Path:
     return file
 
 
-def run(model: Model, file: Path, how: How = HOW) -> tuple[list[Any], list[str]]:
+def run(model: Model, file: Path, asking: Asking = ASKING) -> tuple[list[Any], list[str]]:
     """The results, and what was told of bad lines."""
     told: list[str] = []
     out = file.with_name("answers.jsonl")
-    tasks, answer = read_tasks(file, None), on_this_machine(model, how)
-    run_batch(answer, model.bundle.folder, tasks, out, how, report=lambda *_: None, tell=told.append)
+    tasks, answer = read_tasks(file, None), on_this_machine(model, asking)
+    run_batch(answer, model.bundle.folder, tasks, out, asking, report=lambda *_: None, warn=told.append)
     return [json.loads(line) for line in out.read_text().splitlines()], told
 
 
 def expected(model: Model, folder: Path, line: Any) -> list[int]:
     names = line.get("image", [])
     images = [folder / name for name in ([names] if isinstance(names, str) else names)]
-    return list(model.open(images).ask(line["question"], 3, HOW.options, reduce="none").token_ids)
+    return list(model.open(images).ask(line["question"], 3, ASKING.options, reduce="none").token_ids)
 
 
 def test_answers_stand_in_the_order_of_the_questions_with_the_ids_of_fresh_runs(model: Model, folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_line_may_name_videos_beside_images(models: Models, folder: Path) -> N
     clip = write_video(folder / "clip.mp4", frames=12)
     lines = [{"image": "one.png", "video": "clip.mp4"}, {"image": ["clip.mp4", "one.png"]}, {"video": "one.png"}]
     results, told = run(model, write(folder, *({**line, "question": "which?"} for line in lines)))
-    wanted = model.open([folder / "one.png", clip]).ask("which?", 3, HOW.options, reduce="none")
+    wanted = model.open([folder / "one.png", clip]).ask("which?", 3, ASKING.options, reduce="none")
     assert [result["token_ids"] for result in results[:2]] == 2 * [list(wanted.token_ids)]
     assert wanted.stats.vision_tokens == 16 + 8 * 17
     assert "one.png' is not a video" in told[0]
@@ -162,13 +162,15 @@ def test_a_line_has_settings_of_its_own(models: Models, folder: Path) -> None:
         {}, {"k": 5}, {"reduce": "fastv:k=3,ratio=0.2"}, {"k": None, "reduce": "fastv:k=3"}, {"k": "none"},
         {"k": 4}, {"k": "5"}, {"k": True}, {"reduce": 5}, {"reduce": "fastvv"},
     ]  # fmt: skip
-    results, told = run(model, write(folder, *({**LINES[0], **settings} for settings in own)), replace(HOW, most_bad=5))
+    results, told = run(
+        model, write(folder, *({**LINES[0], **settings} for settings in own)), replace(ASKING, most_bad=5)
+    )
     assert [(result["k"], result["reduce"]) for result in results[:5]] == [
         (3, "none"), (5, "none"), (3, "fastv:k=3,ratio=0.2"), (None, "fastv:k=3,ratio=0.5"), (None, "none"),
     ]  # fmt: skip
     for settings, result in zip(own[:5], results[:5], strict=True):
         asked = {"k": 3, "reduce": "none", **settings}
-        fresh = model.open([folder / "one.png"]).ask("red?", asked["k"], HOW.options, reduce=asked["reduce"])
+        fresh = model.open([folder / "one.png"]).ask("red?", asked["k"], ASKING.options, reduce=asked["reduce"])
         assert result["token_ids"] == list(fresh.token_ids)
     reasons = ("K = 4 was not prebuilt", "K is '5'", "K is True", "reduce is 5", "fastvv")
     assert len(told) == len(reasons)
@@ -178,7 +180,7 @@ def test_a_line_has_settings_of_its_own(models: Models, folder: Path) -> None:
 def test_a_model_that_is_closed_ends_the_batch_and_is_no_fault_of_a_line(model: Model, folder: Path) -> None:
     tasks = read_tasks(write(folder, *LINES), None)
     with load(model.bundle.folder, device="cpu", threads=1) as closing:
-        results = answer_lines(closing, tasks.lines, HOW)
+        results = answer_lines(closing, tasks.lines, ASKING)
         assert next(results)["token_ids"]
         closing.close()
         with pytest.raises(ModelClosedError):

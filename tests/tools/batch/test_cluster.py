@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import DeviceError
-from vtx.tools.batch.cluster import WorkerEngine, answer_on_cluster
-from vtx.tools.batch.run import How, on_this_machine, run_batch
+from vtx.tools.batch.cluster import answer_on_cluster
+from vtx.tools.batch.run import Asking, on_this_machine, run_batch
 from vtx.tools.batch.tasks import read_tasks
+from vtx.tools.common.loading import Loading
 
-HOW = How(3, "none", Options(max_new_tokens=4, ignore_eos=True), most_bad=3)
+ASKING = Asking(3, "none", Options(max_new_tokens=4, ignore_eos=True), most_bad=3, loading=Loading("cpu", threads=1))
 LINES = 60
 BAD = 17  # the line that is no JSON
 needs_ray = [
@@ -53,12 +55,12 @@ def run(
     model: Model, questions: Path, out: Path, address: str | None, count: Callable[[int], None] = lambda _: None
 ) -> list[dict[str, Any]]:
     """The answers without their times."""
-    engine, tasks = WorkerEngine(model.bundle.folder, "cpu", None, 1), read_tasks(questions, None)
-    answer = on_this_machine(model, HOW)
+    tasks = read_tasks(questions, None)
+    answer = on_this_machine(model, ASKING)
     if address:
-        answer = lambda lines: answer_on_cluster(address, engine, lines, HOW)  # noqa: E731
+        answer = lambda lines: answer_on_cluster(address, model.bundle.folder, ASKING, lines)  # noqa: E731
     report = lambda _phase, done, _total: count(done)  # noqa: E731
-    run_batch(answer, model.bundle.folder, tasks, out, HOW, report=report, tell=lambda _: None)
+    run_batch(answer, model.bundle.folder, tasks, out, ASKING, report=report, warn=lambda _: None)
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     kept = ("line", "id", "text", "token_ids", "kv_slots", "error")
     return [{name: answer[name] for name in kept if name in answer} for answer in answers]
@@ -92,7 +94,7 @@ class TestCluster:
     def test_a_worker_that_cannot_answer_ends_the_batch_with_its_reason(
         self, model: Model, questions: Path, cluster: Any
     ) -> None:
-        how = How(4, "none", HOW.options, 3)
-        tasks, engine = read_tasks(questions, None), WorkerEngine(model.bundle.folder, "cpu", None, 1)
+        asking = replace(ASKING, k=4)
+        tasks = read_tasks(questions, None)
         with pytest.raises(DeviceError, match=r"cannot answer: K = 4 was not prebuilt"):
-            list(answer_on_cluster(cluster.address, engine, tasks.lines, how))
+            list(answer_on_cluster(cluster.address, model.bundle.folder, asking, tasks.lines))

@@ -21,11 +21,12 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError, VtxError
-from vtx.tools.batch.run import How, journal_of, on_this_machine, run_batch
+from vtx.tools.batch.run import Asking, journal_of, on_this_machine, run_batch
 from vtx.tools.batch.tasks import read_tasks
+from vtx.tools.common.loading import Loading
 
 OPTIONS = Options(max_new_tokens=3, ignore_eos=True, logprobs=True)
-HOW = How(3, "none", OPTIONS, most_bad=3)
+ASKING = Asking(3, "none", OPTIONS, most_bad=3)
 NAMES = ("one.png", "two.png", "three.png")
 QUESTIONS = ("red?", "how many?", "which one is it?")
 FASTV = "fastv:k=3"
@@ -68,14 +69,14 @@ def write(folder: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def run(
-    model: Model, file: Path, how: How = HOW, *, die_after: int | None = None, images: Path | None = None
+    model: Model, file: Path, asking: Asking = ASKING, *, die_after: int | None = None, images: Path | None = None
 ) -> tuple[list[dict[str, Any]], int]:
     """The results, and how many of them were asked in this run, which is killed after `die_after`."""
     out, asked = file.with_name("answers.jsonl"), 0
 
     def dying(lines: Any) -> Iterator[Any]:
         nonlocal asked
-        for result in on_this_machine(model, how)(lines):
+        for result in on_this_machine(model, asking)(lines):
             if asked == die_after:
                 raise Killed
             asked += 1
@@ -83,7 +84,7 @@ def run(
 
     told: list[str] = []
     tasks = read_tasks(file, images)
-    bad = run_batch(dying, model.bundle.folder, tasks, out, how, report=lambda *_: None, tell=told.append)
+    bad = run_batch(dying, model.bundle.folder, tasks, out, asking, report=lambda *_: None, warn=told.append)
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert bad == sum("error" in result for result in results)
     assert [result["line"] for result in results] == [line.number for line in tasks.lines]
@@ -97,13 +98,13 @@ def kill(model: Model, file: Path, after: int) -> None:
     assert len(journal_of(file.with_name("answers.jsonl")).read_text().splitlines()) == 1 + after
 
 
-def check(fresh: FreshAnswers, results: list[dict[str, Any]], how: How = HOW) -> None:
+def check(fresh: FreshAnswers, results: list[dict[str, Any]], asking: Asking = ASKING) -> None:
     """`LINES` are answered as fresh ones are, and the image that is missing is an error."""
     for line, result in zip(LINES, results, strict=True):
         if line["image"] == "none.png":
             assert "none.png" in result["error"]
         else:
-            fresh.check(result, [line["image"]], line["question"], (how.k, how.reduce or "none"))
+            fresh.check(result, [line["image"]], line["question"], (asking.k, asking.reduce or "none"))
 
 
 def test_the_answers_of_these_tests_can_be_told_apart(fresh: FreshAnswers) -> None:
@@ -145,9 +146,9 @@ def test_bad_lines_of_the_first_part_count(model: Model, folder: Path) -> None:
     file = write(folder, [*LINES[:4], LINES[3]])
     kill(model, file, 4)
     with pytest.raises(RequestError, match="2 lines cannot be answered, the limit is 1"):
-        run(model, file, replace(HOW, most_bad=1))
+        run(model, file, replace(ASKING, most_bad=1))
     with pytest.raises(RequestError, match="2 lines cannot be answered, the limit is 1"):
-        run(model, file, replace(HOW, most_bad=1))
+        run(model, file, replace(ASKING, most_bad=1))
     assert [("error" in result) for result in run(model, file)[0]] == [False, False, False, True, True]
 
 
@@ -198,9 +199,9 @@ def test_the_same_names_in_another_directory_are_asked_about(model: Model, folde
         ({"k": None}, "k"),
         ({"reduce": FASTV}, "reduce"),
         ({"reduce": f"{FASTV},ratio=0.2"}, "reduce"),
-        ({"fit": "pad"}, "fit"),
-        ({"device": "openvino"}, "device"),
-        ({"compute": "bf16"}, "compute"),
+        ({"loading": Loading(fit="pad")}, "fit"),
+        ({"loading": Loading("openvino")}, "device"),
+        ({"loading": Loading(compute="bf16")}, "compute"),
         ({"options": replace(OPTIONS, max_new_tokens=4)}, "options"),
         ({"options": replace(OPTIONS, ignore_eos=False)}, "options"),
         ({"options": replace(OPTIONS, logprobs=False)}, "options"),
@@ -212,7 +213,7 @@ def test_other_settings_are_refused_and_the_first_go_on(
     file = write(folder, LINES)
     kill(model, file, 2)
     with pytest.raises(RequestError, match=f"another {part};"):
-        run(model, file, replace(HOW, **change))
+        run(model, file, replace(ASKING, **change))
     results, again = run(model, file)
     assert again == 3
     check(fresh, results)

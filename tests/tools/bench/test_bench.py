@@ -34,8 +34,8 @@ from vtx.tools.bench.series import Series, shown, spread
 from vtx.tools.bench.stopwatch import split, timed
 from vtx.tools.bench.work import WorkCounter, weights_read
 from vtx.tools.common.memory import resident
-from vtx.tools.estimate.flops import VisionSize, attention_macs, encode_flops
-from vtx.tools.estimate.sizes import bundle_size
+from vtx.tools.estimate.flops import attention_macs, encode_flops
+from vtx.tools.estimate.sizes import VisionSize, bundle_size
 
 NEW, REPEATS = 4, 3
 FORBIDDEN = ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub")
@@ -392,7 +392,7 @@ def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
         (["--image", "nowhere.jpg"], 1, "nowhere.jpg"),
         (["--image", __file__], 1, "image"),
         (["--prompt-tokens", "5"], 1, "--prompt-tokens is 5, and the nearest prompt"),
-        (["--question", "what?", "--prompt-tokens", "90"], 2, "both settle the question"),
+        (["--question", "what?", "--prompt-tokens", "90"], 2, "--question and --prompt-tokens are mutually exclusive"),
         (["--question", " "], 1, "question"),
         (["--prompt-tokens", "100000000000000"], 1, "do not fit a context of"),
         (["--new-tokens", "100000"], 1, "use fewer"),

@@ -24,7 +24,6 @@ from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import RequestError
 from vtx.tools.estimate.flops import (
-    DecoderSize,
     attention_macs,
     calflops,
     decode_flops,
@@ -37,7 +36,7 @@ from vtx.tools.estimate.flops import (
     total_flops,
     withdrawal_schedule,
 )
-from vtx.tools.estimate.sizes import KNOWN
+from vtx.tools.estimate.sizes import KNOWN, DecoderSize
 
 SEVEN, THIRTEEN, NEXT = (KNOWN[name] for name in ("llava-1.5-7b", "llava-1.5-13b", "llava-next-7b"))
 TERA = 1e12

@@ -11,7 +11,7 @@ from tests.support.tiny import random_image
 
 from vtx.runtime.errors import RequestError
 from vtx.tools.evaluation.formats import FORMATS
-from vtx.tools.evaluation.questions import QuestionSet, Where, read_questions
+from vtx.tools.evaluation.questions import QuestionSet, Source, read_questions
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def lines(path: Path, *records: Any) -> Path:
 
 
 def read(task: str, data: Path, images: Path, **more: Any) -> QuestionSet:
-    where = Where(data, images.resolve(), more.pop("annotations", None))
-    return read_questions(FORMATS[task], where, **more)
+    source = Source(data, images.resolve(), more.pop("annotations", None))
+    return read_questions(FORMATS[task], source, **more)
 
 
 POPE = {"question_id": 1, "image": "a.jpg", "text": "Is there a dog in the image?", "label": "yes"}

@@ -1,0 +1,54 @@
+"""vtx-inspect: the contents of a bundle. It parses, calls and prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vtx.runtime.terminal.console import command, require_signature_option, say, say_json, table
+from vtx.runtime.terminal.last import last_bundle
+
+
+@command(epilog="vtx-inspect vtx-demo-k16-fp16\nvtx-inspect vtx-demo-k16-fp16 --json")
+@click.argument("bundle", type=click.Path(), required=False, envvar="VTX_BUNDLE")
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
+@require_signature_option
+def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -> None:
+    """Show the contents of a bundle: stages, precision, sizes, KV bytes per K [default: the last one exported]."""
+    from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.seal import PublicKey
+    from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe, images_seen
+    from vtx.runtime.units import size
+
+    key = PublicKey.load(require_signature) if require_signature else None
+    facts = describe(Bundle.open(last_bundle(bundle), key=key))
+    if as_json:
+        say_json(facts)
+        return
+    model = facts["model"]
+    say(f"{facts['bundle']}: {model['name']}, {facts['precision']} weights, {facts['kv_dtype']} KV cache")
+    say(
+        f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
+        f"{model['kv_heads']} key/value heads of {model['head_dim']}, {facts['layout']['max_tokens']} tokens an image"
+    )
+    click.echo(images_seen(facts))
+    if "video" in facts:
+        frames = facts["video"]["parameters"]["frames"]
+        click.echo(f"videos: {frames} frames (--frames), {facts['video']['max_tokens']} tokens")
+    whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
+    if facts["kv_dtype"] == "int8":
+        click.echo(INT8_KV)
+    click.echo(f"context {facts['max_context']}; {whole}, {weights} of it weights")
+    if facts["activation_aware"]:
+        say(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
+    stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
+    table("stages", ["layers", "graph", "graph size"], stages)
+    variants = [
+        [str(v["k"] or "none") + (" (default)" if v["k"] == facts["default_k"] else ""), str(v["full_layers"]),
+         size(v["kv_bytes_one_image"]), size(v["kv_bytes_full_context"])]
+        for v in facts["variants"]
+    ]  # fmt: skip
+    if facts["reductions"]:
+        say("reductions, the default first: " + ", ".join(facts["reductions"]))
+    table("KV cache", ["K", "full layers", f"one image, {TEXT_TOKENS} text tokens", "full context"], variants)

@@ -1,0 +1,168 @@
+"""vtx-run: questions about images or videos, answered. It parses, calls and prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vtx.commands.shared.options import (
+    bundle_option,
+    k_option,
+    loading_options,
+    max_new_tokens_option,
+    reduce_option,
+)
+from vtx.runtime.process import without_collections
+from vtx.runtime.terminal.console import command, note, say, say_json
+from vtx.runtime.terminal.depth import Depth
+from vtx.tools.common.demo import about
+from vtx.tools.common.loading import Loading
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from vtx.runtime.api.answer import Stats
+    from vtx.runtime.api.stream import AnswerStream
+    from vtx.runtime.vision.video import Video
+
+
+@command(
+    epilog='vtx-run image.jpg "What color is the circle?"\n'
+    'vtx-run image.jpg "How many shapes are there?" "Where is the star?" --k 16 --json\n'
+    'cat image.jpg | vtx-run - "Is there a red star?"\n'
+    'vtx-run a.jpg --image b.jpg "Which picture shows a star?"\n'
+    'vtx-run clip.mp4 "What happens?" --frames 16\n'
+    'vtx-run --text-only "Who are you?"',
+    leaves=True,
+)
+@click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
+@bundle_option
+@k_option
+@reduce_option
+@click.option("--show-tokens", type=click.Path(path_type=Path), help="Draw the patches that survive each cut, as PNG.")
+@click.option("--gate-threshold", type=float, default=0.5, show_default=True, help="With --k auto: exit above this.")
+@click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
+@click.option("--video", "videos", multiple=True, type=click.Path(), help="One more video in the same prompt.")
+@click.option("--frames", type=int, metavar="N", help="Frames sampled from each video [default: the bundle's].")
+@click.option("--text-only", is_flag=True, help="No IMAGE; all arguments are questions.")
+@click.option("--chat", is_flag=True, help="The questions are turns of one conversation, not independent.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per question on stdout, and nothing else.")
+@max_new_tokens_option
+@click.option("--ignore-eos", is_flag=True, help="Go on past end tokens, to --max-new-tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
+@click.option("--seed", type=int, help="Sampling seed, to repeat an answer when the temperature is above 0.")
+@click.option(
+    "--prompt-lookup", type=int, default=0, metavar="N",
+    help="Draft up to N tokens from the prompt and the answer so far and verify them in one pass [default: 0, none].",
+)  # fmt: skip
+@loading_options(
+    "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature"
+)
+def run(
+    arguments: tuple[str, ...], bundle: str | None, k: Depth, reduce: str, show_tokens: Path | None,
+    gate_threshold: float, more: tuple[str, ...], videos: tuple[str, ...], frames: int | None, text_only: bool,
+    chat: bool, as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
+    seed: int | None, prompt_lookup: int, loading: Loading,
+) -> None:  # fmt: skip
+    """Answer questions about an image or a video. Several questions reuse it."""
+    images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
+    if not questions:
+        raise click.UsageError('no question given: vtx-run image.jpg "question"')
+    with without_collections():
+        from vtx.commands.export import find_bundle
+        from vtx.runtime.api.options import Options
+        from vtx.runtime.prompt.messages import check_messages
+        from vtx.runtime.session.sampling import Sampling
+
+        for question in questions:
+            check_messages([{"role": "user", "content": question}])
+        sampling = Sampling(temperature, top_p, top_k, seed)
+        options = Options(max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup)
+        if show_tokens:
+            from vtx.tools.common.files import check_folder
+
+            check_folder(show_tokens)
+        pictures = _read([*images, *more], videos, loading.image_formats, reduce, frames)
+        folder = find_bundle(bundle, (k,))
+        model = loading.load(folder)
+    source = {"image": [*images, *more, *videos], "bundle": str(folder)}
+    device = f"{model.backend.device} (auto)" if loading.device == "auto" else model.backend.device
+    facts = f"weights: {model.manifest.precision}; arithmetic: {model.backend.compute}"
+    introduction = "\n".join([f"bundle: {folder}; device: {device}; {facts}", *about(model.manifest.model.name)])
+    with model.open(pictures) as conversation:
+        if show_tokens:
+            from vtx.runtime.report.tokens_plot import check_shown
+
+            check_shown(model.policy(k, options, reduce), conversation.images, model.manifest.image)
+        answers: list[Stats] = []
+        turns = conversation.chat(k, reduce=reduce) if chat else None
+        for question in questions:
+            if turns:
+                stream = turns.stream(question, options)
+            else:
+                stream = conversation.stream(question, k, options, reduce=reduce)
+            if as_json:
+                say_json({"question": question, **source, **stream.read().to_dict()})
+            else:
+                _show(stream, model.manifest.or_more_context, before="" if answers else introduction)
+            answers.append(stream.answer.stats)
+        if show_tokens:
+            from vtx.runtime.errors import RequestError
+            from vtx.runtime.report.tokens_plot import draw_tokens
+            from vtx.tools.common.files import replacing
+
+            picture = draw_tokens(questions, answers, conversation.images, model.manifest)
+            try:
+                with replacing(show_tokens) as partial:
+                    picture.save(partial, "PNG")
+            except OSError as e:
+                raise RequestError(
+                    f"cannot write the picture {show_tokens} ({e.strerror}); name another output file"
+                ) from e
+
+
+def _read(
+    names: Sequence[str], videos: Sequence[str], formats: Sequence[str], reduce: str, frames: int | None
+) -> list[Image | Video]:
+    """Read the pictures before anything expensive, after a check of `reduce`.
+
+    Videos are read later: how many of their frames are needed is in the bundle.
+    """
+    from vtx.runtime.errors import RequestError
+    from vtx.runtime.policies.spec import parse
+    from vtx.runtime.vision.image import load_image
+    from vtx.runtime.vision.video import as_video, video
+
+    if reduce != "default":
+        parse(reduce)
+    pictures: list[Image | Video] = []
+    for name in names:
+        if as_video(name):
+            pictures.append(video(name, frames=frames))
+        else:
+            pictures.append(load_image(sys.stdin.buffer if name == "-" else name, formats))
+    pictures += [video(name, frames=frames) for name in videos]
+    if frames is not None and not any(as_video(picture) for picture in pictures):
+        raise RequestError(f"--frames {frames} has no effect: there is no video; leave it out")
+    return pictures
+
+
+def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
+    """Print an answer as it comes; `before` is noted with its first piece, so that an error is shown alone."""
+    for piece in stream:
+        if before:
+            note(before)
+            before = ""
+        say(piece, line=False)
+        sys.stdout.flush()
+    click.echo()
+    for line in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
+        note(line)
+    if stream.answer.stopped == "context":
+        note(f"the answer ends here because the context is full; shorten the question for more{or_more_context}")
