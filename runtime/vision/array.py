@@ -22,21 +22,7 @@ def from_array(source: NDArray[np.uint8] | BGR) -> Image.Image:
     array = source.array if isinstance(source, BGR) else source
     if not isinstance(array, np.ndarray):
         raise ImageError(f"vtx.bgr got a {type(array).__name__}; give it a numpy array [height, width, 3] of uint8")
-    _check(array)
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    channels = 1 if array.ndim == 2 else array.shape[2]
-    if is_bgr and channels == 1:
-        raise ImageError(f"vtx.bgr got grey of shape {array.shape}; give the array itself")
-    height, width = array.shape[:2]
-    check_size("the array", width, height)
-    mode, swapped = _RAW[channels]
-    data = np.ascontiguousarray(array)
-    return Image.frombuffer(mode, (width, height), data, "raw", swapped if is_bgr else mode, 0, 1)
-
-
-def _check(array: NDArray[np.uint8]) -> None:
-    shape = array.shape
+    shape, kind = array.shape, array.dtype.kind
     if array.ndim == 4:
         raise ImageError(f"the array {list(shape)} is a batch; give one image at a time: array[0]")
     if array.ndim == 3 and shape[2] not in _RAW and shape[0] in _RAW:
@@ -44,12 +30,16 @@ def _check(array: NDArray[np.uint8]) -> None:
     if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in _RAW):
         raise ImageError(f"the array {list(shape)} is not an image; give [height, width] or [height, width, 3], uint8")
     if array.dtype != np.uint8:
-        raise ImageError(f"the array is {array.dtype}, the limit is uint8 of 0 to 255; give {_cure(array)}")
-
-
-def _cure(array: NDArray[np.uint8]) -> str:
-    if array.dtype.kind == "f":
-        return "(array * 255).round().astype('uint8') where its values lie from 0 to 1"
-    if array.dtype.kind == "b":
-        return "array.astype('uint8') * 255"
-    return "array.astype('uint8') where its values lie from 0 to 255"
+        fix = "array.astype('uint8') * 255" if kind == "b" else "array.astype('uint8') if its values are from 0 to 255"
+        fix = "(array * 255).round().astype('uint8') if its values are from 0 to 1" if kind == "f" else fix
+        raise ImageError(f"the array is {array.dtype}, the limit is uint8 of 0 to 255; give {fix}")
+    if array.ndim == 3 and shape[2] == 1:
+        array = array[:, :, 0]
+    channels = 1 if array.ndim == 2 else shape[2]
+    if is_bgr and channels == 1:
+        raise ImageError(f"vtx.bgr got grey of shape {array.shape}; give the array itself")
+    height, width = shape[:2]
+    check_size("the array", width, height)
+    mode, swapped = _RAW[channels]
+    data = np.ascontiguousarray(array)
+    return Image.frombuffer(mode, (width, height), data, "raw", swapped if is_bgr else mode, 0, 1)

@@ -18,7 +18,7 @@ def resized(grid: Grid, rows: int, columns: int) -> Grid:
 
 
 def nearest(size: int, wanted: int) -> Ids:
-    """Which of `size` steps along a side lies in the middle of each of `wanted` ones, [wanted]."""
+    """The one of `size` steps along a side that is in the middle of each of `wanted` steps, [wanted]."""
     near: Ids = np.minimum(_middles(size, wanted) + 0.5, size - 1).astype(np.int64)
     return near
 

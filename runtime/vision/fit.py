@@ -1,6 +1,6 @@
-"""What becomes of a picture that does not have the shape the vision tower takes.
+"""How a picture is fitted to the shape that the vision tower takes.
 
-`crop` cuts off what stands beyond the middle, `pad` puts bars of the mean colour around the picture, `squash` stretches
+`crop` cuts off what lies beyond the middle, `pad` puts bars of the mean colour around the picture, `squash` stretches
 it. Without a choice a picture is treated as the checkpoint's image processor says, which need not be how the model was
 trained: `docs/how-to/pictures.md` lists the checkpoints.
 """
@@ -25,7 +25,7 @@ noted = threading.Event()  # once per process: pictures of one camera all have o
 
 
 def trained_fit(settings: ImageSettings) -> str:
-    """One of `FITS`, or `none` where there is no other shape: what the checkpoint's settings do to such a picture."""
+    """The one of `FITS` that the checkpoint's settings apply; `none` if images keep their shape."""
     if settings.own_size:
         return "none"
     if settings.pad:
@@ -34,7 +34,7 @@ def trained_fit(settings: ImageSettings) -> str:
 
 
 def fitted(settings: ImageSettings, fit: str | None) -> ImageSettings:
-    """The settings that treat pictures of another shape by `fit`; the same where it is None or what they do already.
+    """The settings that treat pictures of another shape by `fit`; unchanged if it is None or theirs already.
 
     Raises RequestError for a fit that is none of `FITS`, or `pad` to a shape that is not a square.
     """
@@ -51,22 +51,18 @@ def fitted(settings: ImageSettings, fit: str | None) -> ImageSettings:
         return replace(settings, pad=None, resize=max(height, width), crop=(height, width))
     if height != width:
         raise RequestError(f"fit 'pad' makes squares, this model takes {width}x{height}; use crop or squash")
-    red, green, blue = _mean_colour(settings)
-    return replace(settings, pad=(red, green, blue), resize=(height, width), crop=None)
-
-
-def _mean_colour(settings: ImageSettings) -> tuple[int, ...]:
-    """What the tower takes for nothing, rounded down as LLaVA does; grey where the processor does not normalise."""
-    if not any(settings.mean):
-        return 127, 127, 127
-    return tuple(int(min(max(value / (255 * settings.rescale), 0.0), 1.0) * 255) for value in settings.mean)
+    pad = 127, 127, 127  # grey if the processor does not normalise, else the value that becomes 0, rounded as in LLaVA
+    if any(settings.mean):
+        red, green, blue = (int(min(max(x / (255 * settings.rescale), 0.0), 1.0) * 255) for x in settings.mean)
+        pad = red, green, blue
+    return replace(settings, pad=pad, resize=(height, width), crop=None)
 
 
 def square_settings(settings: ImageSettings) -> ImageSettings:
     """The settings by which LLaVA-OneVision squares one of several pictures, as transformers' processor has it.
 
-    Its bars are int(255 * mean), whatever pixel values are scaled by. Raises RequestError where that is not a colour,
-    or the processor does not normalise: its mean is then unknown here.
+    Its bars are int(255 * mean), whatever pixel values are scaled by. Raises RequestError if that is not a colour,
+    or if the processor does not normalise: its mean is then unknown here.
     """
     bars = tuple(int(255 * mean) for mean in settings.mean)
     if not all(0 <= part <= 255 for part in bars) or (settings.mean, settings.std) == ((0, 0, 0), (1, 1, 1)):
@@ -79,9 +75,9 @@ def square_settings(settings: ImageSettings) -> ImageSettings:
 
 
 def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, float]:
-    """Which part of a picture's width and height is lost, from 0 to 1, because it is not as wide or high as the crop.
+    """The parts of a picture's width and height, from 0 to 1, that are lost because its shape is not the crop's.
 
-    One of both is 0: what every picture loses, of the right shape too, is not counted.
+    One of both is 0: the part that pictures of the right shape lose too is not counted.
     """
     if settings.pad or settings.crop is None:
         return 0.0, 0.0
@@ -93,7 +89,7 @@ def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, 
 
 @contextmanager
 def without_notes() -> Iterator[None]:
-    """Meanwhile nothing is noted of what a crop leaves out: the pictures are vtx's own."""
+    """Suppress the note about what a crop leaves out, for vtx's own pictures."""
     before = noted.is_set()
     noted.set()
     try:

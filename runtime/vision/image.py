@@ -17,7 +17,7 @@ from PIL import Image
 
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.array import from_array
-from vtx.runtime.vision.files.container import Container, check_size
+from vtx.runtime.vision.files.container import check_size
 from vtx.runtime.vision.files.formats import check_formats, read_container
 from vtx.runtime.vision.files.orientation import TAG, TRANSPOSED, UPRIGHT
 from vtx.runtime.vision.files.source import BGR, ImageSource, read_bytes
@@ -32,7 +32,7 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
     """A picture as RGB: the first frame, upright by its EXIF tag, transparency over white.
 
     `source` is a path of a regular file, the bytes of a file, a data URL in base64, a binary stream (read from where
-    it stands), a PIL image (may be returned itself), or an array of uint8: [height, width] grey, [height, width, 3]
+    it is), a PIL image (may be returned itself), or an array of uint8: [height, width] grey, [height, width, 3]
     RGB, in `vtx.bgr(...)` BGR, with a fourth channel RGBA or BGRA. `formats` are names of `KNOWN_FORMATS`; they hold
     for files only.
 
@@ -50,7 +50,11 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
     name, content = read_bytes(source)
     with _image_errors(name):
         container = read_container(name, content, formats)
-        return _upright(to_rgb(_decoded(name, container)), container.orientation)
+        image = Image.open(_Metered(name, b"".join(container.pieces)), formats=(container.kind,))
+        if image.size != (container.width, container.height):
+            raise ImageError(f"{name} is damaged and cannot be decoded (it states two sizes); save or copy it again")
+        image.load()
+        return _upright(to_rgb(image), container.orientation)
 
 
 def image_size(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) -> tuple[int, int]:
@@ -89,15 +93,6 @@ class _Metered(BytesIO):
                 f"{self._name} takes over {MAX_DECODE_SECONDS:g} s to decode, the limit; shrink it, or save it again"
             )
         return super().read(size)
-
-
-def _decoded(name: str, container: Container) -> Image.Image:
-    content = b"".join(container.pieces)
-    image = Image.open(_Metered(name, content), formats=(container.kind,))
-    if image.size != (container.width, container.height):
-        raise ImageError(f"{name} is damaged and cannot be decoded (it states two sizes); save or copy it again")
-    image.load()
-    return image
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,35 +17,47 @@ from vtx.runtime.vision.limits import MAX_PIXELS, MAX_RESIZED_PIXELS, MAX_RESIZE
 def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
     """The vision graph's input for one picture, float32 [3, height, width].
 
-    Raises ImageError where the padded or resized picture would not fit the limits.
+    If the crop is larger than the picture, black surrounds it. Raises ImageError if the padded or resized picture would
+    not fit the limits.
     """
     try:
         image = to_rgb(image)
-        image = _squared(image, settings.pad) if settings.pad else image
-        return normalised(_resized_crop(image, settings), settings)
+        if settings.pad:
+            side = max(image.size)
+            if side**2 > MAX_PIXELS:
+                raise ImageError(
+                    f"the image is {image.width}x{image.height} pixels, padded to a square it would be {side}x{side}; "
+                    f"the limit is {MAX_PIXELS:,} in total; shrink its longer side to {math.isqrt(MAX_PIXELS)}"
+                )
+            square = Image.new("RGB", (side, side), settings.pad)
+            square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+            image = square
+        width, height = resized_size(*image.size, settings.resize)
+        if settings.resize is not None:
+            if max(width, height) > MAX_RESIZED_SIDE or width * height > MAX_RESIZED_PIXELS:
+                shorter = min(width, height)
+                ratio = min(MAX_RESIZED_SIDE, MAX_RESIZED_PIXELS // shorter) // shorter
+                raise ImageError(
+                    f"the image is {image.width}x{image.height} pixels; its sides may differ at most {ratio}-fold, as "
+                    f"it is resized to {width}x{height} before the crop; cut off some of its longer side"
+                )
+            image = image.resize((width, height), Image.Resampling[settings.resample.upper()])
+        left, top = (width - settings.width) // 2, (height - settings.height) // 2
+        return normalised(image.crop((left, top, left + settings.width, top + settings.height)), settings)
     except MemoryError as error:
         raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
 
 
 def normalised(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
     """An RGB picture of the size that the vision graph takes, float32 [3, height, width]."""
+    rescaled = (np.arange(256) * settings.rescale).astype(np.float32)  # rounded to float32 after each step, as HF does
+    mean, std = (np.array(values, np.float32)[:, None] for values in (settings.mean, settings.std))
+    tables: NDArray[np.float32] = (rescaled - mean) / std  # of each byte's value, [3, 256]
     pixels = np.asarray(image)
     out = np.empty((3, image.height, image.width), np.float32)
-    for channel, table in enumerate(_normalised_bytes(settings)):
+    for channel, table in enumerate(tables):
         np.take(table, pixels[..., channel], out=out[channel])
     return out
-
-
-def _squared(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    side = max(image.size)
-    if side**2 > MAX_PIXELS:
-        raise ImageError(
-            f"the image is {image.width}x{image.height} pixels, padded to a square it would be {side}x{side}; "
-            f"the limit is {MAX_PIXELS:,} in all; shrink its longer side to {math.isqrt(MAX_PIXELS)}"
-        )
-    square = Image.new("RGB", (side, side), background)
-    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-    return square
 
 
 def resized_size(width: int, height: int, resize: int | tuple[int, int] | None) -> tuple[int, int]:
@@ -57,30 +68,3 @@ def resized_size(width: int, height: int, resize: int | tuple[int, int] | None) 
         return resize[1], resize[0]
     longer = int(resize * max(width, height) / min(width, height))
     return (resize, longer) if width <= height else (longer, resize)
-
-
-def _resized_crop(image: Image.Image, settings: ImageSettings) -> Image.Image:
-    """RGB [height, width]; where the crop is larger than the picture, black stands around it."""
-    width, height = resized_size(*image.size, settings.resize)
-    if settings.resize is not None:
-        _check_resized(image, width, height)
-        image = image.resize((width, height), Image.Resampling[settings.resample.upper()])
-    left, top = (width - settings.width) // 2, (height - settings.height) // 2
-    return image.crop((left, top, left + settings.width, top + settings.height))
-
-
-def _check_resized(image: Image.Image, width: int, height: int) -> None:
-    if max(width, height) > MAX_RESIZED_SIDE or width * height > MAX_RESIZED_PIXELS:
-        side = min(MAX_RESIZED_SIDE, MAX_RESIZED_PIXELS // min(width, height))
-        ratio = side // min(width, height)
-        raise ImageError(
-            f"the image is {image.width}x{image.height} pixels; its sides may differ at most {ratio}-fold, as it is "
-            f"resized to {width}x{height} before the crop; cut off some of its longer side"
-        )
-
-
-def _normalised_bytes(settings: ImageSettings) -> NDArray[np.float32]:
-    """What each value of a byte becomes, [3, 256]; rounded to float32 after each step, as HF does."""
-    rescaled = (np.arange(256) * settings.rescale).astype(np.float32)
-    mean, std = (np.array(values, np.float32)[:, None] for values in (settings.mean, settings.std))
-    return cast("NDArray[np.float32]", (rescaled - mean) / std)

@@ -1,8 +1,8 @@
-"""From an untrusted video to some of its frames: which ones, and their RGB pixels.
+"""From an untrusted video to the RGB pixels of its sampled frames.
 
 Files are decoded in a confined child process (`video_child.py`), held to limits of memory and time: a crash or a hang
-of the decoder is an ImageError here. Frames come through a pipe one after the other, and what they are made into is
-all that is kept.
+of the decoder is an ImageError here. Frames come through a pipe one after the other, and only what is made of them is
+kept.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Video:
         if self.frames is not None:
             check_whole("frames", self.frames, 1)
             if self.frames > MAX_SAMPLED_FRAMES:
-                raise RequestError(f"frames is {self.frames}, the limit is {MAX_SAMPLED_FRAMES} of a video; take fewer")
+                raise RequestError(f"frames is {self.frames}, the limit is {MAX_SAMPLED_FRAMES} of a video; use fewer")
 
 
 def video(source: VideoFile | NDArray[np.uint8], *, frames: int | None = None) -> Video:
-    """Say of a path, bytes or an array that it is a video: `model.open(vtx.video("clip.mp4", frames=16))`."""
+    """Mark a path, bytes or an array as a video: `model.open(vtx.video("clip.mp4", frames=16))`."""
     return Video(source, frames)
 
 
 def as_video(source: object) -> Video | None:
-    """A source as a video: what `video` gave, an array of frames, or a file that begins or is named as videos do.
+    """A source as a video: the result of `video`, an array of frames, or a file that begins or is named like a video.
 
     None: it is something else.
     """
@@ -85,11 +85,11 @@ def as_video(source: object) -> Video | None:
             named = os.path.splitext(os.fspath(source))[1].lower() in SUFFIXES
             return Video(source) if container(file.read(HEAD_BYTES)) or named else None
     except (OSError, ValueError):
-        return None  # whoever reads it as an image says what is wrong
+        return None  # reading it as an image raises what is wrong
 
 
 def container(head: bytes) -> str | None:
-    """The decoder's name of the container that a file with these first bytes has; None: it is no video's."""
+    """The decoder's name of the container that a file with these first bytes has; None: not a video's."""
     if head[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
         return None if head[8:12] in PICTURES else "mov"
     if head[:4] == b"\x1aE\xdf\xa3":
@@ -105,9 +105,7 @@ def load_frames(
     *,
     padded: bool = False,
 ) -> list[T]:
-    """What `prepare` makes of each of the `wanted` sampled frames. Once `stopped` says so, reading a file ends.
-
-    `padded` as `sampled` has it.
+    """`prepare` of each of the `wanted` sampled frames; `padded` as in `sampled`. Reading ends once `stopped` is true.
 
     Raises:
         ImageError: not a video, damaged, or beyond a limit (`limits.py`).
@@ -124,17 +122,53 @@ def load_frames(
             )
         if (height := frames.shape[1]) * (width := frames.shape[2]) > MAX_FRAME_PIXELS:
             raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
-        places = sampled(len(frames), wanted, padded=padded)
+        numbers = sampled(len(frames), wanted, padded=padded)
         black = np.zeros_like(frames[0])
-        chosen = {at: prepare(Image.fromarray(frames[at] if at >= 0 else black)) for at in sorted({*places})}
-        return [chosen[at] for at in places]
+        chosen = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*numbers})}
+        return [chosen[n] for n in numbers]
     with _opened(given.source) as (name, file):
-        return _decoded(name, file, wanted, prepare, stopped, padded=padded)
+        kind = container(file.read(HEAD_BYTES))
+        if kind is None:
+            raise ImageError(f"{name} is not a video of a known format; vtx reads {READABLE}, whatever the name says")
+        broken = ImageError(f"{name} makes its decoder answer nonsense; it is hostile, get it from somebody you trust")
+        found = dict[int, T]()
+
+        def receive(frame: dict[str, Any], pixels: bytearray) -> None:
+            values: tuple[Any, ...] = tuple(frame.get(key) for key in ("number", "width", "height", "turns"))
+            number, width, height, turns = values
+            whole = all(type(value) is int for value in values)
+            if not whole or min(width, height) < 1 or 3 * width * height != len(pixels) or len(found) > 2 * wanted:
+                raise broken
+            image = np.rot90(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), turns)
+            if padded and -1 not in found:
+                found[-1] = prepare(Image.new("RGB", (image.shape[1], image.shape[0])))
+            found[number] = prepare(Image.fromarray(np.ascontiguousarray(image)))
+
+        request = {
+            "name": name, "container": kind, "wanted": wanted, "padded": padded, "codecs": CODECS,
+            "seconds": MAX_VIDEO_SECONDS, "frames": MAX_VIDEO_FRAMES, "pixels": MAX_FRAME_PIXELS,
+        }  # fmt: skip
+        limits = ChildLimits(
+            memory=MAX_VIDEO_MEMORY,
+            cpu_seconds=int(MAX_VIDEO_DECODE_SECONDS * MAX_THREADS),
+            wall_seconds=MAX_VIDEO_DECODE_SECONDS,
+            file=3 * MAX_FRAME_PIXELS,
+        )
+        result = confine(
+            CHILD, request, subject=name, limits=limits, libraries=LIBRARIES, data=file, receive=receive,
+            stopped=stopped, error=ImageError, cure="save it again, shorter or smaller",
+        )  # fmt: skip
+    order = result.get("frames") if isinstance(result, dict) else None
+    if not isinstance(order, list) or len(order) != wanted or not all(type(number) is int for number in order):
+        raise broken
+    if not found.keys() >= {*order}:
+        raise broken
+    return [found[number] for number in order]
 
 
 @contextmanager
 def _opened(source: VideoFile) -> Iterator[tuple[str, BinaryIO]]:
-    """A name for messages, and the file."""
+    """The file, with its name for messages."""
     if isinstance(source, str) and source[:5].lower() == "data:":
         with _in_memory(read_data_url(source, "video", MAX_VIDEO_BYTES)) as file:
             yield "the video in the data URL", file
@@ -162,66 +196,8 @@ def _too_large(name: str) -> ImageError:
 
 
 def _in_memory(content: bytes | bytearray | memoryview) -> BinaryIO:
-    """A file with these bytes, as a child process takes it."""
+    """A file with these bytes, for a child process."""
     file = scratch()
     file.write(content)
     file.seek(0)
     return file
-
-
-def _decoded(
-    name: str,
-    file: BinaryIO,
-    wanted: int,
-    prepare: Callable[[Image.Image], T],
-    stopped: Callable[[], bool] | None,
-    *,
-    padded: bool,
-) -> list[T]:
-    kind = container(file.read(HEAD_BYTES))
-    if kind is None:
-        raise ImageError(f"{name} is not a video of a known format; vtx reads {READABLE}, whatever the name says")
-    found = dict[int, T]()
-
-    def receive(frame: dict[str, Any], pixels: bytearray) -> None:
-        values: tuple[Any, ...] = tuple(frame.get(key) for key in ("number", "width", "height", "turns"))
-        number, width, height, turns = values
-        whole = all(type(value) is int for value in values)
-        if not whole or min(width, height) < 1 or 3 * width * height != len(pixels) or len(found) > 2 * wanted:
-            raise _nonsense(name)
-        image = np.rot90(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), turns)
-        if padded and -1 not in found:
-            found[-1] = prepare(Image.new("RGB", (image.shape[1], image.shape[0])))
-        found[number] = prepare(Image.fromarray(np.ascontiguousarray(image)))
-
-    request = {
-        "name": name, "container": kind, "wanted": wanted, "padded": padded, "codecs": CODECS,
-        "seconds": MAX_VIDEO_SECONDS, "frames": MAX_VIDEO_FRAMES, "pixels": MAX_FRAME_PIXELS,
-    }  # fmt: skip
-    result = confine(
-        CHILD,
-        request,
-        subject=name,
-        limits=ChildLimits(
-            memory=MAX_VIDEO_MEMORY,
-            cpu_seconds=int(MAX_VIDEO_DECODE_SECONDS * MAX_THREADS),
-            wall_seconds=MAX_VIDEO_DECODE_SECONDS,
-            file=3 * MAX_FRAME_PIXELS,
-        ),
-        libraries=LIBRARIES,
-        data=file,
-        receive=receive,
-        stopped=stopped,
-        error=ImageError,
-        cure="save it again, shorter or smaller",
-    )
-    places = result.get("places") if isinstance(result, dict) else None
-    if not isinstance(places, list) or len(places) != wanted or not all(type(place) is int for place in places):
-        raise _nonsense(name)
-    if not found.keys() >= {*places}:
-        raise _nonsense(name)
-    return [found[place] for place in places]
-
-
-def _nonsense(name: str) -> ImageError:
-    return ImageError(f"{name} makes its decoder answer nonsense; it is hostile, get it from somebody you trust")

@@ -1,8 +1,8 @@
-"""What is done in the confined process with a video: its frames are counted, and those wanted decoded by PyAV.
+"""A video in the confined process: its frames are counted, and the wanted ones decoded by PyAV.
 
-A file's container is named to the decoder by what its first bytes say, so no playlist is followed; nothing else is
-opened on its behalf, and only common codecs are decoded. Duration, frames and pixels are bounded before frames are
-decoded. Frames are decoded one after the other, and only wanted ones leave, each as soon as it is there.
+A file's container is named to the decoder by its first bytes, so no playlist is followed; nothing else is opened on its
+behalf, and only common codecs are decoded. Duration, frames and pixels are bounded before frames are
+decoded. Frames are decoded one after the other, and only wanted ones leave, each as soon as it is decoded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Frames = Generator[tuple[dict[str, Any], list[Any]], None, dict[str, list[int]]]
 
 
 def sampled(count: int, wanted: int, *, padded: bool = False) -> list[int]:
-    """Which of `count` frames are taken: evenly from the first to the last, rounded down; of few frames some twice.
+    """The numbers of the sampled frames: evenly from the first to the last, rounded down; of few frames some twice.
 
     `padded`: up to the one before the last; of too few frames all, behind black ones, whose number is -1.
     """
@@ -37,8 +37,8 @@ def sampled(count: int, wanted: int, *, padded: bool = False) -> list[int]:
 def frames_of(request: dict[str, Any]) -> Frames:
     """Each sampled frame of the video on stdin: its number, size and quarter turns to the left, and rows of RGB.
 
-    Returns the `places` of the frames that were asked for, in their order. Frames given before, at places that are not
-    among them, were counted wrongly and are to be forgotten.
+    Returns the numbers of the sampled `frames`, in their order. Frames yielded under other numbers were counted wrongly
+    and are to be forgotten.
 
     Raises:
         ImageError: not a video, damaged, or beyond a limit of the request.
@@ -47,12 +47,12 @@ def frames_of(request: dict[str, Any]) -> Frames:
     """
     file = _File(request)
     count = file.count()
-    places = sampled(count, request["wanted"], padded=request["padded"])
-    decoded = yield from file.decode(places)
-    if decoded < count and places[-1] >= decoded:  # more packets than pictures, as some codecs have
-        places = sampled(decoded, request["wanted"], padded=request["padded"])
-        yield from file.decode(places)
-    return {"places": places}
+    wanted = sampled(count, request["wanted"], padded=request["padded"])
+    decoded = yield from file.decode(wanted)
+    if decoded < count and wanted[-1] >= decoded:  # more packets than pictures, as some codecs have
+        wanted = sampled(decoded, request["wanted"], padded=request["padded"])
+        yield from file.decode(wanted)
+    return {"frames": wanted}
 
 
 class _File:
@@ -69,7 +69,7 @@ class _File:
         self._seconds, self._frames, self._pixels = request["seconds"], request["frames"], request["pixels"]
 
     def count(self) -> int:
-        """Frames, as packets count them, with everything checked that is known before decoding."""
+        """The number of frames by their packets; checks everything that is known before decoding."""
         with self._container() as (container, stream):
             seconds = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
             if seconds > self._seconds:
@@ -100,9 +100,9 @@ class _File:
             raise ImageError(f"{self._name} has no frames; save it again")
         return count
 
-    def decode(self, places: list[int]) -> Generator[tuple[dict[str, Any], list[Any]], None, int]:
-        """Give the frames at `places`; returns how many were decoded up to the last of them."""
-        wanted, number = frozenset(places), 0
+    def decode(self, wanted: list[int]) -> Generator[tuple[dict[str, Any], list[Any]], None, int]:
+        """Yield the frames with these numbers; returns the number of frames decoded up to the last of them."""
+        number = 0
         with self._container() as (container, stream):
             stream.thread_type = "AUTO"
             stream.codec_context.thread_count = min(MAX_THREADS, os.cpu_count() or 1)
@@ -118,9 +118,13 @@ class _File:
                 self._check_pixels(*size)
                 if number in wanted:
                     turns = round(frame.rotation / 90)
-                    yield {"number": number, "width": size[0], "height": size[1], "turns": turns}, _rows(frame)
+                    plane, line = frame.reformat(format="rgb24").planes[0], 3 * size[0]
+                    pixels = memoryview(plane)
+                    lines = [pixels[y * plane.line_size :][:line] for y in range(size[1])]  # without their padding
+                    lines = [pixels[: line * size[1]]] if plane.line_size == line else lines
+                    yield {"number": number, "width": size[0], "height": size[1], "turns": turns}, lines
                 number += 1
-                if number > places[-1]:
+                if number > wanted[-1]:
                     break
         if not number:
             raise ImageError(f"{self._name} has no frame that can be decoded; save it again")
@@ -129,12 +133,16 @@ class _File:
     @contextmanager
     def _container(self) -> Iterator[tuple[Any, Any]]:
         """The file opened as what it is, and its video stream; every error of the decoder is an ImageError."""
+
+        def refuse(url: str, *_: Any) -> NoReturn:
+            raise OSError(f"the video names another file, {url!r:.80}")
+
         file = sys.stdin.buffer
         file.seek(0)
         pictures = self._av.stream.Disposition.attached_pic  # a cover, not a video
         try:
             # Titles and the like are of no interest, and many are not UTF-8.
-            with self._av.open(file, format=self._kind, io_open=_refuse, metadata_errors="ignore") as container:
+            with self._av.open(file, format=self._kind, io_open=refuse, metadata_errors="ignore") as container:
                 streams = [s for s in container.streams.video if not s.disposition & pictures]
                 if not streams:
                     raise ImageError(f"{self._name} has no video stream, only sound or data; give another file")
@@ -158,16 +166,3 @@ class _File:
 
 def pixels_refused(name: str, width: int, height: int, most: int) -> str:
     return f"{name} has frames of {width}x{height} pixels; they may have 1 to {most:,}; save it smaller"
-
-
-def _rows(frame: Any) -> list[Any]:
-    """A frame's pixels as RGB, without what stands behind each row."""
-    plane = frame.reformat(format="rgb24").planes[0]
-    pixels, width = memoryview(plane), 3 * frame.width
-    if plane.line_size == width:
-        return [pixels[: width * frame.height]]
-    return [pixels[row * plane.line_size :][:width] for row in range(frame.height)]
-
-
-def _refuse(url: str, *_: Any) -> NoReturn:
-    raise OSError(f"the video names another file, {url!r:.80}")

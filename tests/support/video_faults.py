@@ -21,12 +21,12 @@ def crash(request: dict[str, Any]) -> Frames:
 def hang(request: dict[str, Any]) -> Frames:
     yield from _two(request)
     time.sleep(600)
-    return {"places": []}
+    return {"frames": []}
 
 
 def exhaust(request: dict[str, Any]) -> Frames:
     yield from _two(request)
-    return {"places": [len(bytearray(64 << 30))]}
+    return {"frames": [len(bytearray(64 << 30))]}
 
 
 def _two(request: dict[str, Any]) -> Generator[Item, None, None]:
@@ -38,13 +38,13 @@ def _two(request: dict[str, Any]) -> Generator[Item, None, None]:
 def lie(request: dict[str, Any]) -> Frames:
     """A frame, larger or smaller than it says."""
     yield {"number": 0, "width": 64, "height": 48, "turns": 0}, [bytes(request["wanted"])]
-    return {"places": [0]}
+    return {"frames": [0]}
 
 
 def miscount(request: dict[str, Any]) -> Frames:
     """Places of frames that were never given."""
     yield from _two(request)
-    return {"places": [5] * int(request["wanted"])}
+    return {"frames": [5] * int(request["wanted"])}
 
 
 def endless(request: dict[str, Any]) -> Frames:
@@ -53,4 +53,4 @@ def endless(request: dict[str, Any]) -> Frames:
     while request:
         yield {"number": number, "width": 1, "height": 1, "turns": 0}, [b"rgb"]
         number += 1
-    return {"places": []}
+    return {"frames": []}

@@ -32,7 +32,7 @@ def check_size(name: str, width: int, height: int) -> None:
         raise ImageError(f"{name} is {width}x{height} pixels: there is nothing to see; give an image with pixels")
     if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
         raise ImageError(
-            f"{name} is {width}x{height} pixels; the limit is {MAX_SIDE:,} a side and {MAX_PIXELS:,} in all; "
+            f"{name} is {width}x{height} pixels; the limit is {MAX_SIDE:,} a side and {MAX_PIXELS:,} in total; "
             "shrink it first"
         )
 

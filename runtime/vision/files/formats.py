@@ -1,4 +1,4 @@
-"""Which format an image file has, and the structure of PNG, WebP, GIF, BMP and PPM files.
+"""The format of an image file, and the structure of PNG, WebP, GIF, BMP and PPM files.
 
 Only what makes the first frame reaches a decoder. Metadata, later frames and junk stay outside, and the number of
 chunks is bounded, because decoders spend time on each.
@@ -48,11 +48,21 @@ def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
 def read_container(name: str, content: bytes, formats: Sequence[str] = DEFAULT_FORMATS) -> Container:
     """The structure of an image file; `name` is for messages.
 
-    Raises ImageError where its format is none of `formats`, where it is damaged, or is beyond a limit.
+    Raises ImageError if its format is none of `formats`, or if it is damaged or beyond a limit.
     """
     kind = next((kind for kind, signature in _SIGNATURES if signature.match(content)), "")
+    if not kind:
+        raise ImageError(f"{name} is not an image that vtx reads; it reads {', '.join(formats)}")
+    if kind not in KNOWN_FORMATS:
+        raise ImageError(
+            f"{name} is a {kind} image; vtx reads {', '.join(formats)}; convert it, or open it yourself and give a PIL "
+            "image or an array"
+        )
     if kind not in formats:
-        raise _refused(name, kind, formats)
+        raise ImageError(
+            f"{name} is a {kind} image, and only {', '.join(formats)} are read here; add {kind.lower()} to the "
+            "image formats, or convert it"
+        )
     try:
         container = _READERS[kind](name, content)
     except (DamagedError, struct.error, IndexError) as error:
@@ -62,24 +72,10 @@ def read_container(name: str, content: bytes, formats: Sequence[str] = DEFAULT_F
     return container
 
 
-def _refused(name: str, kind: str, formats: Sequence[str]) -> ImageError:
-    if not kind:
-        return ImageError(f"{name} is not an image that vtx reads; it reads {', '.join(formats)}")
-    if kind in KNOWN_FORMATS:
-        return ImageError(
-            f"{name} is a {kind} image, and only {', '.join(formats)} are read here; add {kind.lower()} to the "
-            "image formats, or convert it"
-        )
-    return ImageError(
-        f"{name} is a {kind} image; vtx reads {', '.join(formats)}; convert it, or open it yourself and give a PIL "
-        "image or an array"
-    )
-
-
 def _read_png(name: str, content: bytes) -> Container:
     view, pieces = memoryview(content), [memoryview(content)[:8]]
     exif = xmp = None
-    for kind, start, end in _limited(name, _png_chunks(content)):
+    for kind, start, end in _chunks(name, content, png=True):
         data = view[start + 8 : end - 4]
         if kind == b"eXIf" and exif is None:
             exif = exif_orientation(bytes(data))
@@ -93,69 +89,49 @@ def _read_png(name: str, content: bytes) -> Container:
     return Container("PNG", width, height, tuple(pieces), exif or xmp or 1)
 
 
-def _png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Type, start and end of each chunk, up to the first IEND; the last may end beyond a file that was cut."""
-    at, kind = 8, b""
-    while at + 8 <= len(content) and kind != b"IEND":
-        length, kind = struct.unpack_from(">I4s", content, at)
-        yield kind, at, at + 12 + length
-        at += 12 + length
-
-
 def _read_webp(name: str, content: bytes) -> Container:
     exif = xmp = size = None
-    for kind, start, end in _limited(name, _webp_chunks(content)):
-        if size is None and kind in _WEBP_SIZES:
-            size = _WEBP_SIZES[kind](content, start + 8)
-        if kind == b"EXIF":
-            exif = exif_orientation(content[start + 8 : end])
+    for kind, start, end in _chunks(name, content, png=False):
+        data = content[start + 8 : end]
+        if size is None and kind == b"VP8X":
+            sides = content[start + 12 : start + 18]
+            size = int.from_bytes(sides[:3], "little") + 1, int.from_bytes(sides[3:], "little") + 1
+        elif size is None and kind == b"VP8 ":
+            width, height = struct.unpack_from("<HH", content, start + 14)
+            size = width & 0x3FFF, height & 0x3FFF
+        elif size is None and kind == b"VP8L":
+            (bits,) = struct.unpack_from("<I", content, start + 9)
+            size = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+        elif kind == b"EXIF":
+            exif = exif_orientation(data)
         elif kind == b"XMP ":
-            xmp = xmp_orientation(content[start + 8 : end])
+            xmp = xmp_orientation(data)
     if size is None:
         raise DamagedError("it holds no picture")
     return Container("WEBP", *size, (content,), exif or xmp or 1)
 
 
-def _webp_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Type, start and end of each chunk, without the byte that evens it out."""
-    at, total = 12, min(len(content), 8 + int.from_bytes(content[4:8], "little"))
+def _chunks(name: str, content: bytes, *, png: bool) -> Iterator[tuple[bytes, int, int]]:
+    """Type, start and end of each chunk of a PNG, up to its IEND, or of a WebP; the last may end beyond a cut file."""
+    at, count = 8 if png else 12, 0
+    total = len(content) if png else min(len(content), 8 + int.from_bytes(content[4:8], "little"))
     while at + 8 <= total:
-        kind, length = struct.unpack_from("<4sI", content, at)
-        yield kind, at, at + 8 + length
-        at += 8 + length + length % 2
-
-
-def _webp_canvas(content: bytes, at: int) -> tuple[int, int]:
-    flags = content[at : at + 10]
-    return int.from_bytes(flags[4:7], "little") + 1, int.from_bytes(flags[7:10], "little") + 1
-
-
-def _webp_lossy(content: bytes, at: int) -> tuple[int, int]:
-    width, height = struct.unpack_from("<HH", content, at + 6)
-    return width & 0x3FFF, height & 0x3FFF
-
-
-def _webp_lossless(content: bytes, at: int) -> tuple[int, int]:
-    (bits,) = struct.unpack_from("<I", content, at + 1)
-    return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-
-
-_WEBP_SIZES: dict[bytes, Callable[[bytes, int], tuple[int, int]]] = {
-    b"VP8X": _webp_canvas,
-    b"VP8 ": _webp_lossy,
-    b"VP8L": _webp_lossless,
-}
-
-
-def _limited(name: str, chunks: Iterator[tuple[bytes, int, int]]) -> Iterator[tuple[bytes, int, int]]:
-    for count, chunk in enumerate(chunks):
         if count >= MAX_PARTS:
             raise too_many(name, "chunks", MAX_PARTS)
-        yield chunk
+        if png:
+            length, kind = struct.unpack_from(">I4s", content, at)
+            end = at + 12 + length
+        else:
+            kind, length = struct.unpack_from("<4sI", content, at)
+            end = at + 8 + length
+        yield kind, at, end
+        if png and kind == b"IEND":
+            return
+        at, count = end if png else end + length % 2, count + 1
 
 
 def _read_gif(name: str, content: bytes) -> Container:
-    """The screen, the first frame, and what is said of its transparency."""
+    """The screen, the first frame, and its transparency."""
     view, (width, height, flags) = memoryview(content), struct.unpack_from("<HHB", content, 6)
     at = 13 + _colours(flags)
     pieces: list[bytes | memoryview] = [view[:at]]
@@ -180,7 +156,7 @@ def _colours(flags: int) -> int:
 
 
 def _gif_blocks(name: str, content: bytes, at: int, count: int) -> tuple[int, int]:
-    """The end of a chain of blocks, and how many there have been; a file that was cut ends beyond itself."""
+    """The end of a chain of blocks, and the number of blocks so far; the end may lie beyond a file that was cut."""
     while at < len(content) and content[at]:
         at, count = at + 1 + content[at], count + 1
         if count > MAX_GIF_BLOCKS:

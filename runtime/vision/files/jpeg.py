@@ -56,7 +56,13 @@ def read_jpeg(name: str, content: bytes) -> Container:
         if marker is None or marker[1][0] == _END:
             break
         code, start = marker[1][0], marker.end() - 2
-        end = _segment_end(content, code, start)
+        if code in _STANDALONE:
+            end = start + 2
+        else:
+            length = int.from_bytes(content[start + 2 : start + 4], "big")
+            if length < 2:
+                raise DamagedError(f"segment {code:02X} has a length of {length}")
+            end = start + 2 + length
         segment = content[start + 4 : end]
         if code in _METADATA:
             if code == 0xE1:
@@ -69,10 +75,17 @@ def read_jpeg(name: str, content: bytes) -> Container:
             frame = _Frame(segment)
         elif code == _SCAN:
             if frame is None or not segment:
-                raise DamagedError("a scan stands before the frame header")
+                raise DamagedError("a scan comes before the frame header")
             scans, visited = scans + 1, visited + frame.visited(segment)
-            _check_scans(name, scans, visited)
-            end = _data_end(content, end)
+            if scans > MAX_SCANS:
+                raise too_many(name, "scans", MAX_SCANS)
+            if visited > MAX_SCAN_BLOCKS:
+                raise ImageError(
+                    f"the scans of {name} pass over more than {MAX_SCAN_BLOCKS:,} blocks of 8x8 pixels, the limit; "
+                    "save it as a baseline JPEG, or shrink it"
+                )
+            following = _MARKER.search(content, end)  # the compressed data ends there, or with the file
+            end = len(content) if following is None else following.start()
         elif code == _LINES:
             raise DamagedError("its height is not in its header")
         pieces.append(view[start:end])
@@ -82,28 +95,3 @@ def read_jpeg(name: str, content: bytes) -> Container:
         raise DamagedError("it has no frame header")
     closing = () if marker is None else (b"\xff\xd9",)
     return Container("JPEG", frame.width, frame.height, (*pieces, *closing), exif or xmp or 1)
-
-
-def _segment_end(content: bytes, code: int, start: int) -> int:
-    if code in _STANDALONE:
-        return start + 2
-    length = int.from_bytes(content[start + 2 : start + 4], "big")
-    if length < 2:
-        raise DamagedError(f"segment {code:02X} has a length of {length}")
-    return start + 2 + length
-
-
-def _data_end(content: bytes, start: int) -> int:
-    """Where the compressed data of a scan ends: at the next marker, or with the file."""
-    marker = _MARKER.search(content, start)
-    return len(content) if marker is None else marker.start()
-
-
-def _check_scans(name: str, scans: int, visited: int) -> None:
-    if scans > MAX_SCANS:
-        raise too_many(name, "scans", MAX_SCANS)
-    if visited > MAX_SCAN_BLOCKS:
-        raise ImageError(
-            f"the scans of {name} pass over more than {MAX_SCAN_BLOCKS:,} blocks of 8x8 pixels, the limit; "
-            "save it as a baseline JPEG, or shrink it"
-        )

@@ -1,4 +1,4 @@
-"""What an image may be given as, and its bytes, read within `MAX_FILE_BYTES`."""
+"""The sources of an image, and its bytes, read within `MAX_FILE_BYTES`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BGR:
 
 
 def bgr(array: NDArray[np.uint8]) -> BGR:
-    """Say of an array [height, width, 3 or 4] that it is BGR, as OpenCV's are: `model.open(vtx.bgr(frame))`."""
+    """Mark an array [height, width, 3 or 4] as BGR, OpenCV's order: `model.open(vtx.bgr(frame))`."""
     return BGR(array)
 
 
@@ -50,30 +50,24 @@ def read_bytes(source: Any) -> tuple[str, bytes]:
     elif isinstance(source, (bytes, bytearray, memoryview)):
         name, content = "the given image", source
     elif isinstance(source, (str, os.PathLike)):
-        name = f"image {_shown(source)}"
-        content = _read_file(name, source)
+        path = repr(os.fspath(source))
+        name = f"image {path if len(path) <= 200 else f'{path[:120]}...{path[-60:]}'}"
+        with open_file(name, source) as file:
+            content = _read_stream(name, file)
     elif callable(getattr(source, "read", None)):
         name = "the image from the stream"
         content = _read_stream(name, source)
     else:
-        raise ImageError(f"an object of type {type(source).__name__} is not an image; {_FORMS}{_array_cure(source)}")
+        fix = "; numpy.asarray makes one" if hasattr(source, "__array__") or isinstance(source, list) else ""
+        if hasattr(source, "detach"):
+            fix = "; of a tensor [channels, height, width] give tensor.permute(1, 2, 0).cpu().numpy()"
+        raise ImageError(f"an object of type {type(source).__name__} is not an image; {_FORMS}{fix}")
     size = content.nbytes if isinstance(content, memoryview) else len(content)
     if not size:
         raise ImageError(f"{name} is empty (0 bytes); save or copy it again")
     if size > MAX_FILE_BYTES:
         raise ImageError(f"{name} is over {MAX_FILE_BYTES >> 20} MiB, the limit for a file; save it smaller")
     return name, content if isinstance(content, bytes) else bytes(content)
-
-
-def _shown(path: str | os.PathLike[str]) -> str:
-    text = repr(os.fspath(path))
-    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
-
-
-def _array_cure(source: Any) -> str:
-    if hasattr(source, "detach"):
-        return "; of a tensor [channels, height, width] give tensor.permute(1, 2, 0).cpu().numpy()"
-    return "; numpy.asarray makes one" if hasattr(source, "__array__") or isinstance(source, list) else ""
 
 
 def read_data_url(url: str, wanted: str, limit: int) -> bytes:
@@ -91,11 +85,6 @@ def read_data_url(url: str, wanted: str, limit: int) -> bytes:
         return base64.b64decode(url[header.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"the data URL is not valid base64 ({error}); encode the file again") from error
-
-
-def _read_file(name: str, path: str | os.PathLike[str]) -> bytes:
-    with open_file(name, path) as file:
-        return _read_stream(name, file)
 
 
 def open_file(name: str, path: str | os.PathLike[str]) -> BinaryIO:
@@ -125,6 +114,6 @@ def _read_stream(name: str, stream: BinaryIO) -> bytes:
     except MemoryError as error:
         raise ImageError(f"no memory left to read {name}; give a smaller file, or free memory") from error
     except (OSError, ValueError, TypeError) as error:
-        cure = "give a readable binary stream" if error.args[:1] != (errno.EIO,) else "check the disk"
-        raise ImageError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error}); {cure}") from error
+        fix = "give a readable binary stream" if error.args[:1] != (errno.EIO,) else "check the disk"
+        raise ImageError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error}); {fix}") from error
     return bytes(content)

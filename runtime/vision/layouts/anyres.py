@@ -1,7 +1,7 @@
 """The whole image squeezed into one tile, and the image in tiles at its own aspect ratio: LLaVA-NeXT, LLaVA-OneVision.
 
-The tiles' tokens form one grid. What stands for padding is cut off it, a learned newline ends each of its rows, and
-the whole comes after the tokens of the squeezed image. LLaVA-OneVision shrinks large grids, and gives each of several
+The tiles' tokens form one grid. Tokens of padding are cut off it, a learned newline ends each of its rows, and
+the grid comes after the tokens of the squeezed image. LLaVA-OneVision shrinks large grids, and gives each of several
 images one tile.
 """
 
@@ -19,12 +19,12 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.strict import optional
-from vtx.runtime.vision.bilinear import nearest, resized
+from vtx.runtime.vision import bilinear
 from vtx.runtime.vision.fit import square_settings
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import Layout, check_max_tiles, check_tiles, image_layout
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, joined
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, joined
 
 MAX_RESOLUTIONS = 128
 MAX_TILES = 64  # of one image
@@ -39,8 +39,8 @@ class Anyres(Layout):
     Of equally good resolutions the first is taken, so their order counts. `rounded`: the rows and columns left after
     unpadding are rounded to 7 digits before they are cut down to whole numbers, as transformers does it.
 
-    `shrink`: a grid of clearly more tokens than that many tiles have is shrunk to about as many, bilinearly, before the
-    newlines; and each of several images in a prompt is one tile, padded to a square. 0: neither. `padded`: the only
+    `shrink`: a grid of clearly more tokens than `shrink` tiles have is shrunk to about that number, bilinearly, before
+    the newlines; and each of several images in a prompt is one tile, padded to a square. 0: neither. `padded`: the only
     tile shows the image so.
     """
 
@@ -71,9 +71,14 @@ class Anyres(Layout):
 
     @property
     def max_tokens(self) -> int:
-        if self.shrink:
-            return _most_shrunk(self)
-        return max((self.count(*resolution) for resolution in self.resolutions), default=self.one_tile + 1)
+        if not self.shrink:
+            return max((self.count(*resolution) for resolution in self.resolutions), default=self.one_tile + 1)
+        # Any cut of any resolution: a grid just too small to be shrunk has more tokens than larger ones.
+        grids = {tuple(side // self.tile * self.grid for side in resolution) for resolution in self.resolutions}
+        cuts = [(cut, down) for across, down in grids for cut in range(across, 0, -2)]
+        cuts += [(across, cut) for across, down in grids for cut in range(down, 0, -2)]
+        shrunk = (self.shrunk(*cut) for cut in cuts)
+        return self.one_tile + max((down * (across + 1) for across, down in shrunk), default=1)
 
     @property
     def max_views(self) -> int:
@@ -105,20 +110,28 @@ class Anyres(Layout):
         return 1 + across * down // self.tile**2
 
     def shrunk(self, across: int, down: int) -> tuple[int, int]:
-        """The columns and rows that a grid of so many has before its newlines."""
+        """The columns and rows of a grid of this size, before its newlines, after it is shrunk."""
         ratio = math.sqrt(across * down / (self.shrink * self.one_tile)) if self.shrink else 1.0
         return (int(across // ratio) or 1, int(down // ratio) or 1) if ratio > CLEARLY_MORE else (across, down)
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image = to_rgb(image)
         barred = self.padded and image.width != image.height
-        found = [preprocess(image, square_settings(settings) if barred else settings)]
+        views = [preprocess(image, square_settings(settings) if barred else settings)]
         if self.resolutions:
-            padded, side = self._padded(image, settings), self.tile
-            for top in range(0, padded.height, side):
-                for left in range(0, padded.width, side):
-                    found.append(preprocess(padded.crop((left, top, left + side, top + side)), settings))
-        return np.stack(found)
+            width, height = self._resolution(*image.size)
+            across, down, side = width / image.width, height / image.height, self.tile
+            if across < down:
+                size = width, min(math.ceil(image.height * across), height)
+            else:
+                size = min(math.ceil(image.width * down), width), height
+            padded = Image.new("RGB", (width, height))
+            resized = image.resize(size, Image.Resampling[settings.resample.upper()])
+            padded.paste(resized, ((width - size[0]) // 2, (height - size[1]) // 2))
+            for top in range(0, height, side):
+                for left in range(0, width, side):
+                    views.append(preprocess(padded.crop((left, top, left + side, top + side)), settings))
+        return np.stack(views)
 
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         if any(len(view) != self.one_tile for view in views):
@@ -131,13 +144,14 @@ class Anyres(Layout):
             return every.take(np.append(whole, len(every) - 1))
         columns, rows = (side // self.tile for side in self._resolution(width, height))
         left, top, right, bottom = self._unpadded(width, height)
-        # where each token of the grid stands among those of the tiles, which follow the squeezed image in raster order
+        # the index of each token of the grid: the tiles' tokens follow the squeezed image in raster order
         of_tile = np.arange(rows * columns * self.one_tile).reshape(rows, columns, self.grid, self.grid) + self.one_tile
         grid = of_tile.transpose(0, 2, 1, 3).reshape(rows * self.grid, columns * self.grid)[top:bottom, left:right]
         across, down = self.shrunk(right - left, bottom - top)
         shrinks = (down, across) != grid.shape
         if shrinks:  # a token of four has the patch index of the nearest
-            grid, shrunk = _nearest(grid, down, across), resized(every.hidden[grid], down, across)
+            shrunk = bilinear.resized(every.hidden[grid], down, across)
+            grid = grid[bilinear.nearest(grid.shape[0], down)[:, None], bilinear.nearest(grid.shape[1], across)]
         ends = np.full((down, 1), len(every) - 1)  # the one newline serves all rows
         tokens = every.take(np.concatenate([whole, np.concatenate([grid, ends], 1).ravel()]))
         if shrinks:
@@ -145,7 +159,7 @@ class Anyres(Layout):
         return tokens
 
     def _resolution(self, width: int, height: int) -> tuple[int, int]:
-        """The resolution (width, height) that shows most of an image, and of these the one with the least padding."""
+        """The resolution (width, height) that shows most of an image, and of those the one with the least padding."""
 
         def shown(size: tuple[int, int]) -> tuple[int, int]:
             scale = min(size[0] / width, size[1] / height)
@@ -153,19 +167,6 @@ class Anyres(Layout):
             return effective, effective - size[0] * size[1]
 
         return max(self.resolutions, key=shown)  # the first of equals
-
-    def _padded(self, image: Image.Image, settings: ImageSettings) -> Image.Image:
-        """The image at its best resolution, on black."""
-        width, height = self._resolution(*image.size)
-        across, down = width / image.width, height / image.height
-        if across < down:
-            size = width, min(math.ceil(image.height * across), height)
-        else:
-            size = min(math.ceil(image.width * down), width), height
-        resized = image.resize(size, Image.Resampling[settings.resample.upper()])
-        padded = Image.new("RGB", (width, height))
-        padded.paste(resized, ((width - size[0]) // 2, (height - size[1]) // 2))
-        return padded
 
     def _unpadded(self, width: int, height: int) -> tuple[int, int, int, int]:
         """Left, top, right and bottom of the part of the grid of tokens that shows the image."""
@@ -179,21 +180,3 @@ class Anyres(Layout):
 
     def _whole(self, side: int, scale: float) -> int:
         return int(round(side * scale, 7) if self.rounded else side * scale)
-
-
-def _nearest(grid: Ids, rows: int, columns: int) -> Ids:
-    """`grid` [height, width] at the middles of [rows, columns]."""
-    near: Ids = grid[nearest(grid.shape[0], rows)[:, None], nearest(grid.shape[1], columns)]
-    return near
-
-
-def _most_shrunk(layout: Anyres) -> int:
-    """The most tokens of any cut of any resolution: a grid just too small to be shrunk has more than larger ones."""
-    grids = {
-        (width // layout.tile * layout.grid, height // layout.tile * layout.grid)
-        for width, height in layout.resolutions
-    }
-    sides = [(cut, down) for across, down in grids for cut in range(across, 0, -2)]
-    sides += [(across, cut) for across, down in grids for cut in range(down, 0, -2)]
-    shrunk = (layout.shrunk(*side) for side in sides)
-    return layout.one_tile + max((down * (across + 1) for across, down in shrunk), default=1)

@@ -1,6 +1,6 @@
 """Some frames of a video, each one view of the same number of tokens: Video-LLaVA, LLaVA-NeXT-Video and others.
 
-The tokens stand frame by frame.
+The tokens follow frame by frame.
 """
 
 from __future__ import annotations
@@ -53,17 +53,9 @@ class Frames:
         """Tokens of a video of the usual number of frames."""
         return self.count(self.frames)
 
-    @property
-    def _side(self) -> int:
-        return math.isqrt(self.tokens)
-
-    @property
-    def _half(self) -> int:
-        return math.ceil(self._side / 2)
-
     def count(self, frames: int) -> int:
         """Tokens of a video of `frames` frames."""
-        return frames * (self._half**2 if self.halved else self.tokens) + self.newline
+        return frames * (math.ceil(math.isqrt(self.tokens) / 2) ** 2 if self.halved else self.tokens) + self.newline
 
     def prompt_image(self, frames: int) -> PromptImage:
         """A video of `frames` frames in a prompt: its tokens, and the text between frames."""
@@ -73,12 +65,15 @@ class Frames:
 
     def arrange(self, views: Sequence[ImageTokens], newline: HiddenStates) -> ImageTokens:
         """The tokens of a video from those of its frames; `newline` [1, hidden], [0, hidden] if none."""
-        frames = [self._shrunk(view) for view in views] if self.halved else [*views]
+        frames = [*views]
+        if self.halved:
+            side = math.isqrt(self.tokens)
+            half = math.ceil(side / 2)
+            near = nearest(side, half)
+            patches = (near[:, None] * side + near).ravel()  # each token is a mean of four, at the nearest one's patch
+            shrunk = [resized(view.hidden.reshape(side, side, -1), half, half) for view in views]
+            frames = [
+                ImageTokens(hidden.reshape(half**2, -1), view.patches.take(patches))
+                for hidden, view in zip(shrunk, views, strict=True)
+            ]
         return joined([*frames, ImageTokens.newlines(newline)] if self.newline else frames)
-
-    def _shrunk(self, view: ImageTokens) -> ImageTokens:
-        """A frame's tokens with each a mean of four, which has the patch index of the nearest."""
-        side, half = self._side, self._half
-        near = nearest(side, half)
-        rows = resized(view.hidden.reshape(side, side, -1), half, half).reshape(half**2, -1)
-        return ImageTokens(rows, view.patches.take((near[:, None] * side + near).ravel()))

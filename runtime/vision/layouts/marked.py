@@ -1,4 +1,4 @@
-"""Tiles row by row, each after text that says where it stands, and after them the whole image: SmolVLM, Idefics3."""
+"""Tiles row by row, each after text with its row and column, and after them the whole image: SmolVLM, Idefics3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import PromptImage
 
 MAX_SIDE = 8  # tiles: transformers resizes nothing beyond 4,096 pixels
-_FRAME, _WHOLE, _PLACE = "<fake_token_around_image>", "<global-img>", "<row_{}_col_{}>"
+_FRAME, _WHOLE, _TILE = "<fake_token_around_image>", "<global-img>", "<row_{}_col_{}>"
 
 
 @image_layout("marked")
@@ -27,7 +27,7 @@ _FRAME, _WHOLE, _PLACE = "<fake_token_around_image>", "<global-img>", "<row_{}_c
 class MarkedTiles(Layout):
     """Tiles of `tile` pixels a side and `tokens` each, up to `side` of them along the longer side, and the whole image.
 
-    Images are resized to the largest size that gives at most `most` tiles, the whole image counted; where that is one
+    Images are resized to the largest size that gives at most `most` tiles, including the whole image; if that is one
     tile, it is the only one.
     """
 
@@ -46,7 +46,7 @@ class MarkedTiles(Layout):
 
     @property
     def max_views(self) -> int:
-        """A square image has the most tiles, but where fewer are allowed a strip may come nearer to that number."""
+        """A square image has the most tiles, but if fewer are allowed, a strip may come nearer to that number."""
         sides = product(range(1, self.side + 1), repeat=2)
         return max(views for a, b in sides if (views := a * b + (a * b > 1)) <= self.most)
 
@@ -73,10 +73,11 @@ class MarkedTiles(Layout):
         columns, rows = self._grid(width, height)
         if columns * rows == 1:
             return PromptImage((self.tokens,), (_FRAME + _WHOLE, _FRAME))
-        places = [_FRAME + _PLACE.format(row, column) for row, column in product(_from_1(rows), _from_1(columns))]
-        places[columns::columns] = ["\n" + place for place in places[columns::columns]]
+        numbers = product(range(1, rows + 1), range(1, columns + 1))
+        tiles = [_FRAME + _TILE.format(row, column) for row, column in numbers]
+        tiles[columns::columns] = ["\n" + tile for tile in tiles[columns::columns]]
         spans = (self.tokens,) * (columns * rows + 1)
-        return PromptImage(spans, (*places, f"\n\n{_FRAME}{_WHOLE}", _FRAME))
+        return PromptImage(spans, (*tiles, f"\n\n{_FRAME}{_WHOLE}", _FRAME))
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image, side = to_rgb(image), self.tile
@@ -109,20 +110,12 @@ class MarkedTiles(Layout):
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """The size of an image whose longer side has as many whole tiles as are allowed."""
+        aspect = width / height
         for side in range(self.side, 0, -1):
-            size = _scaled(width, height, side * self.tile)
+            longer = side * self.tile
+            other = int(longer / aspect) if width >= height else int(longer * aspect)
+            other = max(other + other % 2, 1)  # even, as transformers rounds it
+            size = (longer, other) if width >= height else (other, longer)
             if self._views(*self._covering(*size)) <= self.most:
                 break
         return size
-
-
-def _from_1(count: int) -> range:
-    return range(1, count + 1)
-
-
-def _scaled(width: int, height: int, longer: int) -> tuple[int, int]:
-    """The size with a longer side of `longer`, and the other one even, as transformers rounds it."""
-    aspect = width / height
-    other = int(longer / aspect) if width >= height else int(longer * aspect)
-    other = max(other + other % 2, 1)
-    return (longer, other) if width >= height else (other, longer)

@@ -271,7 +271,7 @@ def test_too_many_pixels_are_refused_from_the_header_alone(content, monkeypatch)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded := Mock())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        refused(content, "pixels", "16,384 a side and 67,108,864 in all")
+        refused(content, "pixels", "16,384 a side and 67,108,864 in total")
     decoded.assert_not_called()
 
 

@@ -12,7 +12,7 @@ Picture squared(const Picture& picture, const std::array<int, 3>& background) {
   int side = std::max(picture.width, picture.height);
   if (int64_t{side} * side > names::kMaxPixels)
     fail(Kind::image, "the image is ", picture.width, "x", picture.height, " pixels, padded to a square it would be ", side,
-         "x", side, "; the limit is ", grouped(names::kMaxPixels), " in all; shrink its longer side");
+         "x", side, "; the limit is ", grouped(names::kMaxPixels), " in total; shrink its longer side");
   Picture out(side, side);
   for (size_t i = 0; i < out.data.size(); ++i) out.data[i] = static_cast<uint8_t>(background[i % 3]);
   int left = (side - picture.width) / 2, top = (side - picture.height) / 2;
@@ -59,7 +59,7 @@ void check_size(const std::string& name, int64_t width, int64_t height) {
     fail(Kind::image, name, " is ", width, "x", height, " pixels: there is nothing to see; give an image with pixels");
   if (std::max(width, height) > names::kMaxSide || width * height > names::kMaxPixels)
     fail(Kind::image, name, " is ", width, "x", height, " pixels; the limit is ", grouped(names::kMaxSide), " a side and ",
-         grouped(names::kMaxPixels), " in all; shrink it first");
+         grouped(names::kMaxPixels), " in total; shrink it first");
 }
 
 Picture cut(const Picture& picture, int x, int y, int side) {

@@ -77,7 +77,7 @@ def test_a_read_only_array_is_read():
     [
         (RGB / 255, r"float64, the limit is uint8 of 0 to 255; give \(array \* 255\)\.round\(\)\.astype\('uint8'\)"),
         (RGB.astype(np.float32), "float32"),
-        (RGB.astype(np.int64), r"int64, .*; give array\.astype\('uint8'\) where its values lie from 0 to 255"),
+        (RGB.astype(np.int64), r"int64, .*; give array\.astype\('uint8'\) if its values are from 0 to 255"),
         (RGB > 5, r"bool, .*; give array\.astype\('uint8'\) \* 255"),
         (RGB.transpose(2, 0, 1), r"\[3, 20, 30\] has its channels first; give array\.transpose\(1, 2, 0\)"),
         (RGB[None], r"\[1, 20, 30, 3\] is a batch; give one image at a time: array\[0\]"),

@@ -108,7 +108,7 @@ Container read_jpeg(std::string_view content, const std::string& name) {
       if (frame) damaged(name, "it has two frame headers");
       frame = read_frame(segment, name);
     } else if (code == 0xDA) {
-      if (!frame || segment.empty()) damaged(name, "a scan stands before the frame header");
+      if (!frame || segment.empty()) damaged(name, "a scan comes before the frame header");
       count_scan(*frame, segment, scans, visited, name);
       size_t next = next_marker(content, end);
       end = next == std::string_view::npos ? content.size() : content.find_last_not_of('\xFF', next - 1) + 1;
