@@ -13,8 +13,8 @@ from itertools import chain, pairwise, product
 from vtx.exporter.checkpoint.template_syntax import UnprovenError, check_provable
 from vtx.runtime.bundle.spec.text_settings import END, REPLY, ROLES, SIDES, START, ContentForm, PromptForms
 from vtx.runtime.errors import TemplateError
-from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.prompt.rendering import render_forms
 
 MAX_SPLIT = 200  # characters between two texts of a message
 _MARKS = ("vTx0aQ", "vTx1bQ", "vTx2cQ", "vTx3dQ", "vTx4eQ", "vTx5fQ")

@@ -10,7 +10,7 @@ from vtx.runtime.prompt.tokenizer import decode
 
 
 class Detokenizer:
-    """Text of one answer, token by token: never half a character, and together what `Text.decode` gives."""
+    """Text of one answer, token by token: never half a character, and in total the text of `Text.decode`."""
 
     def __init__(self, tokenizer: Tokenizer, *, hidden: Set[int], byte_tokens: Set[int | None]) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class Detokenizer:
         self._shown = ""
 
     def push(self, id: int) -> str:
-        """The text that is certain with token `id`, maybe none."""
+        """The text that token `id` makes certain; may be empty."""
         if id in self._hidden or self._tokenizer.id_to_token(id) is None:
             return ""
         self._window.append(id)
@@ -39,7 +39,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """The rest, with U+FFFD where a character stayed incomplete."""
+        """The rest, with U+FFFD for an incomplete character."""
         piece = decode(self._tokenizer, self._window)[len(self._shown) :]
         self._window, self._context, self._shown = [], 0, ""
         return piece

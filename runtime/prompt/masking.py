@@ -1,7 +1,7 @@
 """Special tokens that a user types stay text.
 
 They are masked before the conversation is rendered: the first character of each becomes a private-use character that
-occurs nowhere else. So whatever the chat template does, the control tokens found in its output are its own. Text
+occurs nowhere else. So the control tokens found in the chat template's output are always its own. Text
 between those is unmasked and encoded by the tokenizer without control tokens.
 """
 
@@ -17,13 +17,13 @@ from tokenizers import Encoding, Tokenizer
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.messages import Message, Part, texts_of
-from vtx.runtime.prompt.tokenizer import encode, plain_tokenizers
+from vtx.runtime.prompt.tokenizer import encode, without_control_tokens
 
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 class Masking:
-    """Masks messages, and encodes what was rendered of them; safe for many threads.
+    """Masks messages, and encodes the text rendered from them; safe for many threads.
 
     `control` holds the ids of the control tokens by their text, `literals` every character that a template may print.
     """
@@ -39,23 +39,30 @@ class Masking:
     def mask(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """The messages with special tokens masked, and the masking character of each character masked."""
         marks: dict[str, str] = {}
-        free = self._free_characters(messages)
+        taken = self._taken.union(*(text for message in messages for text in texts_of(message)))
+        free = (char for code in chain(*_PRIVATE_USE) if (char := chr(code)) not in taken)
         masked: list[Message] = []
         for message in messages:
             role = self._mask_text(message["role"], marks, free)
-            # A special token may stand across two parts, so a message is masked as one text and cut again.
+            # A special token may span two parts, so a message is masked as one text and cut again.
             text = iter(self._mask_text("".join(texts_of(message)), marks, free))
             content = message["content"]
             if isinstance(content, str):
                 masked.append({"role": role, "content": "".join(text)})
-            else:
-                masked.append({"role": role, "content": [_refill(part, text) for part in content]})
+                continue
+            parts: list[Part] = [
+                {"type": "text", "text": "".join(islice(text, len(part["text"])))}
+                if part["type"] == "text"
+                else {"type": part["type"]}
+                for part in content
+            ]
+            masked.append({"role": role, "content": parts})
         return masked, marks
 
     def encode(self, rendered: str, marks: Mapping[str, str], encoding: Encoding) -> list[int]:
-        """The ids of the template's own control tokens in `encoding`, and of the text between them as plain text."""
+        """The ids of the template's own control tokens in `encoding`, and of the text between them as ordinary text."""
         unmask = str.maketrans({mark: character for character, mark in marks.items()})
-        at_start, elsewhere = self._plain
+        at_start, elsewhere = self._text_tokenizers
         tokens = list(zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True))
         ids = [id for id, _, _ in takewhile(itemgetter(2), tokens)]
         suffix = [id for id, _, _ in takewhile(itemgetter(2), reversed(tokens[len(ids) :]))]
@@ -71,13 +78,20 @@ class Masking:
         return ids + suffix[::-1]
 
     @cached_property
-    def _plain(self) -> tuple[Tokenizer, Tokenizer]:
-        return plain_tokenizers(self._tokenizer, self._control)
+    def _text_tokenizers(self) -> tuple[Tokenizer, Tokenizer]:
+        return without_control_tokens(self._tokenizer, self._control)
 
     def _mask_text(self, text: str, marks: dict[str, str], free: Iterator[str]) -> str:
-        while spots := self._find_control(text):
+        while True:
+            starts = [match.start() for match in self._pattern.finditer(text)]
+            if not starts and self._tokenizer.normalizer is not None:  # which may make control tokens of other text
+                encoding = encode(self._tokenizer, text)
+                control, tokens = self._ids - {self._unk_id}, zip(encoding.ids, encoding.offsets, strict=True)
+                starts = [start for id, (start, end) in tokens if start < end and id in control]
+            if not starts:
+                return text
             characters = list(text)
-            for spot in spots:
+            for spot in starts:
                 character = characters[spot]
                 if character not in marks:
                     marks[character] = "" if character in marks.values() else next(free, "")
@@ -85,26 +99,3 @@ class Masking:
                     raise RequestError(f"the special token at character {spot} cannot be kept as text; leave it out")
                 characters[spot] = marks[character]
             text = "".join(characters)
-        return text
-
-    def _find_control(self, text: str) -> list[int]:
-        """Where control tokens start in `text`, as written or as the tokenizer's normalizer would make them."""
-        spots = [match.start() for match in self._pattern.finditer(text)]
-        if spots or self._tokenizer.normalizer is None:
-            return spots
-        encoding = encode(self._tokenizer, text)
-        return [
-            start
-            for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-            if start < end and id in self._ids and id != self._unk_id
-        ]
-
-    def _free_characters(self, messages: Sequence[Message]) -> Iterator[str]:
-        taken = self._taken.union(*(text for message in messages for text in texts_of(message)))
-        return (char for code in chain(*_PRIVATE_USE) if (char := chr(code)) not in taken)
-
-
-def _refill(part: Part, text: Iterator[str]) -> Part:
-    if part["type"] != "text":
-        return {"type": part["type"]}
-    return {"type": "text", "text": "".join(islice(text, len(part["text"])))}

@@ -1,4 +1,4 @@
-"""The messages of a conversation: their shape, and what can be asked."""
+"""The messages of a conversation: their shape, and the check that they can be asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Message(TypedDict):
 
 
 def parts_of(message: Message) -> Sequence[Part]:
-    """The content as parts, whichever way it was given."""
+    """The content as parts."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -37,9 +37,9 @@ def texts_of(message: Message) -> list[str]:
 
 
 def asked_text(messages: Sequence[Message]) -> str:
-    """What was asked about the last image or video: the user's text in its message, else in the first one after it.
+    """The question about the last image or video: the user's text in its message, else in the first one after it.
 
-    It is the same at every turn of a chat. Empty where none stands in the messages.
+    It is the same at every turn of a chat. Empty if there is no image or video.
     """
     with_image = [n for n, message in enumerate(messages) if any(p["type"] != "text" for p in parts_of(message))]
     following = messages[with_image[-1] :] if with_image else ()
@@ -47,17 +47,29 @@ def asked_text(messages: Sequence[Message]) -> str:
     return next((text for text in texts if text.strip()), "")
 
 
-def pictures_of(messages: Sequence[Message]) -> list[str]:
-    """The types of the images and videos, in their order."""
-    return [part["type"] for message in messages for part in parts_of(message) if part["type"] != "text"]
-
-
 def check_messages(messages: Sequence[Message]) -> list[str]:
     """The types of the images and videos, in their order. Raises `RequestError` for what cannot be asked."""
     if not messages:
         raise RequestError("the conversation is empty; ask a question")
     for message in messages:
-        _check_message(message)
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError("a message must be a dict with a role and content; got " + type(message).__name__)
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, (list, tuple)):
+            raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+        for part in parts:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in PICTURES and not (kind == "text" and isinstance(part.get("text"), str)):
+                raise RequestError(
+                    'a part must be {"type": "image"}, {"type": "video"} or {"type": "text", "text": ...}; got '
+                    + repr(part)[:99]
+                )
+        for text in (message["role"], *texts_of(message)):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as e:
+                raise RequestError(f"character {e.start} of the text is half of a surrogate pair; remove it") from e
     texts = ["".join(texts_of(message)) for message in messages]
     length = sum(map(len, texts))
     if length > MAX_TEXT:
@@ -65,29 +77,4 @@ def check_messages(messages: Sequence[Message]) -> list[str]:
     questions = [text for message, text in zip(messages, texts, strict=True) if message["role"] == "user"]
     if not questions or not questions[-1].strip():
         raise RequestError("the question is empty; write at least one word")
-    return pictures_of(messages)
-
-
-def _check_message(message: Message) -> None:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError("a message must be a dict with a role and content; got " + type(message).__name__)
-    content = message.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, (list, tuple)):
-        raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in PICTURES and not (kind == "text" and isinstance(part.get("text"), str)):
-            raise RequestError(
-                'a part must be {"type": "image"}, {"type": "video"} or {"type": "text", "text": ...}; got '
-                + repr(part)[:99]
-            )
-    for text in (message["role"], *texts_of(message)):
-        _check_unicode(text)
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(f"character {error.start} of the text is half of a surrogate pair; remove it") from error
+    return [part["type"] for message in messages for part in parts_of(message) if part["type"] != "text"]

@@ -1,4 +1,4 @@
-"""A conversation as text: by the bundle's prompt forms where they cover it, else by its chat template."""
+"""A conversation as text: by the bundle's prompt forms, or by its chat template if they do not cover it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vtx.runtime.bundle.spec.text_settings import TextSettings
-from vtx.runtime.prompt.forms import render_forms
-from vtx.runtime.prompt.messages import Message
+from vtx.runtime.bundle.spec.text_settings import END, REPLY, START, ContentForm, PromptForms, TextSettings
+from vtx.runtime.prompt.messages import Message, Part, parts_of
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.shaping import ShapingTemplate
@@ -27,7 +26,7 @@ class Renderer:
 
     @property
     def literals(self) -> str:
-        """A text that has every character a prompt can have beside those of its messages."""
+        """A text with every character that a prompt can have in addition to those of its messages."""
         forms = self._settings.forms
         contents = [] if forms is None else forms.contents.values()
         pieces = [text for form in contents for text in (form.text_before, form.text_after, form.image or "")]
@@ -44,7 +43,46 @@ class Renderer:
 
     @cached_property
     def template(self) -> ShapingTemplate:
-        """The template itself, whatever forms there are."""
+        """The chat template, with or without forms."""
         from vtx.runtime.prompt.shaping import ShapingTemplate  # jinja2 is heavy, and with forms not needed
 
         return ShapingTemplate(self._source, self._settings)
+
+
+def render_forms(forms: PromptForms, messages: Sequence[Message], *, add_generation_prompt: bool) -> str | None:
+    """The conversation as text, or None if the forms do not cover it."""
+    pieces: list[str] = []
+    before = START
+    for message in messages:
+        role = message["role"]
+        join, form = forms.joins.get(f"{before}>{role}"), forms.contents.get(role)
+        content = None if form is None else render_content(form, parts_of(message))
+        if join is None or content is None:
+            return None
+        pieces += join, content
+        before = role
+    ending = forms.joins.get(f"{before}>{REPLY if add_generation_prompt else END}")
+    return None if ending is None else "".join([*pieces, ending])
+
+
+def render_content(form: ContentForm, parts: Sequence[Part]) -> str | None:
+    """The parts of one message as text, or None if the form does not cover them."""
+    images = [part for part in parts if part["type"] == "image"]
+    texts = [part for part in parts if part["type"] == "text"]
+    blank = not any(part["text"].strip() for part in texts)
+    if len(images) + len(texts) < len(parts):  # forms do not cover videos
+        return None
+    if not texts or (images and form.image is None) or (blank and not form.blank):
+        return None
+    pieces = [
+        form.image or ""
+        if part["type"] == "image"
+        else form.text_before + _strip(part["text"], form.strip_text) + form.text_after
+        for part in ([*images, *texts] if form.images_first else parts)
+    ]
+    return _strip("".join(pieces), form.strip_content)
+
+
+def _strip(text: str, side: str) -> str:
+    text = text.lstrip() if side in ("left", "both") else text
+    return text.rstrip() if side in ("right", "both") else text

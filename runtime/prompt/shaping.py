@@ -22,21 +22,18 @@ class ShapingTemplate:
 
     def __init__(self, source: str, settings: TextSettings) -> None:
         self._template, self._settings = ChatTemplate(source), settings
-        self._reads: dict[str, tuple[bool, bool]] = {}
+        self._reads: dict[str, tuple[bool, bool]] = {}  # by role: the template reads parts, it reads strings
         for role in ("user", *(role for role in ROLES if role != "user")):
-            self._reads[role] = self._probe(role)
+            image: list[Part] = [{"type": "image"}] if role == "user" else []
+            parts = self._try(role, [*image, {"type": "text", "text": _PROBE}])
+            reads_parts = _PROBE in parts and not re.search("""['"]type['"]""", parts)
+            reads_parts = reads_parts and parts.count(settings.image_token) == len(image)
+            self._reads[role] = reads_parts, _PROBE in self._try(role, _PROBE)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as text. Raises `TemplateError`."""
         shaped = [self._shape(message) for message in messages]
         return self._template.render(shaped, self._settings.variables(), add_generation_prompt=add_generation_prompt)
-
-    def _probe(self, role: str) -> tuple[bool, bool]:
-        """Whether the template reads parts, and whether it reads strings, in messages of this role."""
-        image: list[Part] = [{"type": "image"}] if role == "user" else []
-        parts = self._try(role, [*image, {"type": "text", "text": _PROBE}])
-        reads_parts = _PROBE in parts and not re.search("""['"]type['"]""", parts)
-        return reads_parts and parts.count(self._settings.image_token) == len(image), _PROBE in self._try(role, _PROBE)
 
     def _try(self, role: str, content: str | Sequence[Part]) -> str:
         chat: list[Message] = [{"role": role, "content": content}]

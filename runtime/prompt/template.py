@@ -1,7 +1,7 @@
 """A chat template in jinja2's sandbox.
 
-What a stranger's template may cost is found out by `vtx-export`, in a process of its own with limits. A bundle is
-trusted as a program is, so here only what is cheap to limit is limited.
+The cost of an untrusted template is tested by `vtx-export`, in a confined process. A bundle is trusted like a program,
+so only cheap limits are applied here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CURE = "give another one with vtx-export --chat-template FILE"
 
 
 class LimitError(TemplateError):
-    """A chat template is too long, or makes more than the sandbox grants."""
+    """A chat template is too long, or makes more than the sandbox allows."""
 
 
 class ChatTemplate:
@@ -51,26 +51,20 @@ class ChatTemplate:
 
         Raises `TemplateError` when the template refuses the conversation, fails, or prints too much.
         """
+        given: dict[str, Any] = {"messages": messages, "tools": None, "documents": None, **variables}
+        chunks, length = list[str](), 0
         try:
-            return self._collect(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
+            for chunk in self._compiled.generate(**given, add_generation_prompt=add_generation_prompt):
+                chunks.append(chunk)
+                length += len(chunk)
+                if length > MAX_OUTPUT:
+                    break
         except TemplateError:
             raise
         except Exception as error:
             raise TemplateError(f"the chat template fails: {_one_line(error)}; {CURE}") from error
-
-    def _collect(self, **variables: object) -> str:
-        chunks, length = [], 0
-        for chunk in self._compiled.generate(**variables):
-            length += len(chunk)
-            if length > MAX_OUTPUT:
-                raise LimitError(f"the chat template prints more than {MAX_OUTPUT:,} characters; {CURE}")
-            chunks.append(chunk)
+        if length > MAX_OUTPUT:
+            raise LimitError(f"the chat template prints more than {MAX_OUTPUT:,} characters; {CURE}")
         return "".join(chunks)
 
 
@@ -105,7 +99,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it only is a scope."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012, jinja declares it so
 
@@ -115,7 +109,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox as transformers sets it up, without what is random."""
+    """jinja2's sandbox as transformers sets it up, without random functions."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -128,15 +122,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if _product_size(operator, left, right) > MAX_PRODUCT:
+        made = 0
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length()
+            made = bits * max(right, 1) if operator == "**" else bits + right.bit_length()
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(times, int) and isinstance(sequence, (str, bytes, list, tuple)):
+                made = len(sequence) * times
+        if made > MAX_PRODUCT:
             raise SecurityError(f"{operator} makes more than {MAX_PRODUCT:,} characters, items or bits")
         return super().call_binop(context, operator, left, right)
-
-
-def _product_size(operator: str, left: Any, right: Any) -> int:
-    if isinstance(left, int) and isinstance(right, int):
-        return left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
-    for sequence, times in ((left, right), (right, left)):
-        if isinstance(times, int) and isinstance(sequence, (str, bytes, list, tuple)):
-            return len(sequence) * times
-    return 0

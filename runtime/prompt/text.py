@@ -27,7 +27,7 @@ class Text:
     """A tokenizer and a chat template; safe for many threads.
 
     Prompts that cannot fit into `max_context` slots are refused before they are tokenised, in a message that ends with
-    `or_more_context`, and ids beyond a model's `vocab` before a graph sees them; None: no such check.
+    `or_more_context`, and ids beyond a model's `vocab` before they enter a graph; None: no such check.
 
     Raises `BundleError` when tokenizer and settings do not fit together, `TemplateError` for an unusable template.
     """

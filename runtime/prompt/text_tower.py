@@ -1,4 +1,4 @@
-"""A question as CLIP's text tower sees it: its own ids, in segments, to one vector a segment."""
+"""A question in CLIP's text tower: its own ids, in segments, and one vector a segment."""
 
 from __future__ import annotations
 
@@ -42,24 +42,21 @@ class TextTower:
         """
         last = self._last
         if last is None or last[0] != text:
-            parts = [self._run(np.array(part, np.int64)) for part in self._segments(text)]
-            last = self._last = text, np.concatenate(parts)
+            spec, ids = self._spec, list(encode(self._tokenizer, text, add_special_tokens=True).ids)
+            if not ids or max(ids) >= spec.vocab:
+                raise BundleError(
+                    f"{spec.tokenizer} gives token {max(ids, default=None)}, the text tower has {spec.vocab:,} tokens, "
+                    "numbered from 0; export again with the tokenizer that belongs to it"
+                )
+            segments = [ids[start : start + spec.max_tokens] for start in range(0, len(ids), spec.max_tokens)]
+            # Later ids are hidden from the pooled one.
+            inputs = [np.array(ids[: pooled(ids, spec.end_id) + 1], np.int64) for ids in segments]
+            last = self._last = text, np.concatenate([self._run(ids) for ids in inputs])
         return last[1]
-
-    def _segments(self, text: str) -> list[list[int]]:
-        """The ids of each segment up to the one that stands for it; later ones are hidden from it anyway."""
-        spec, ids = self._spec, list(encode(self._tokenizer, text, add_special_tokens=True).ids)
-        if not ids or max(ids) >= spec.vocab:
-            raise BundleError(
-                f"{spec.tokenizer} gives token {max(ids, default=None)}, the text tower has {spec.vocab:,} tokens, "
-                "numbered from 0; export again with the tokenizer that belongs to it"
-            )
-        parts = [ids[start : start + spec.max_tokens] for start in range(0, len(ids), spec.max_tokens)]
-        return [part[: pooled(part, spec.end_id) + 1] for part in parts]
 
 
 def pooled(ids: Sequence[int], end_id: int | None) -> int:
-    """Which of `ids` stands for them all: the first end token, else the first token; without one the highest id."""
+    """The index of the pooled id: the first end token, else the first token; without an end token the highest id."""
     if end_id is None:
         return ids.index(max(ids))
     return ids.index(end_id) if end_id in ids else 0

@@ -44,7 +44,7 @@ def rust_errors(kind: type[VtxError], message: str) -> Iterator[None]:
         raise kind(f"{message}: {' '.join(str(error).split())[:200]}") from error
 
 
-def plain_tokenizers(tokenizer: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, Tokenizer]:
+def without_control_tokens(tokenizer: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, Tokenizer]:
     """The tokenizer without the `control` tokens, for the start of a prompt and for text after a control token.
 
     They are renamed, not removed, so that all other ids stay: nobody can type the new names.
@@ -54,21 +54,16 @@ def plain_tokenizers(tokenizer: Tokenizer, control: Mapping[str, int]) -> tuple[
     for token in spec["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     spec["post_processor"] = None
-    _rename(spec["model"], names)
-    text = json.dumps(spec)
-    never = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
-    return parse_tokenizer(text, BundleError), parse_tokenizer(never, BundleError)
-
-
-def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Give tokens of a tokenizer.json's model new names, and drop the merges that would make them."""
-    vocab = model["vocab"]
-    if isinstance(vocab, dict):
+    model: dict[str, Any] = spec["model"]
+    if isinstance(vocab := model["vocab"], dict):
         model["vocab"] = {names.get(token, token): id for token, id in vocab.items()}
     else:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    if "merges" in model:
+    if "merges" in model:  # those that would make a renamed token go
         pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
         model["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
+    text = json.dumps(spec)
+    never = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+    return parse_tokenizer(text, BundleError), parse_tokenizer(never, BundleError)

@@ -16,7 +16,7 @@ from vtx.exporter.checkpoint.resolving import resolve, with_forms
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError, VtxError
 from vtx.runtime.host.confined_child import LENGTHS
-from vtx.runtime.prompt.forms import render_forms
+from vtx.runtime.prompt.rendering import render_forms
 from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.template import ChatTemplate
 from vtx.runtime.strict import Strict

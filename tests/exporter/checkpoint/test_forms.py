@@ -18,8 +18,8 @@ from tests.support.text import CHATML, MISTRAL, SPECIALS, STRINGS, VICUNA, make_
 from vtx.exporter.checkpoint.resolving import with_forms
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError
-from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.prompt.rendering import render_forms
 from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.strict import Strict, json_value

@@ -19,9 +19,8 @@ from vtx.exporter.checkpoint.original.templates import TEMPLATES as ORIGINAL
 from vtx.exporter.checkpoint.template_syntax import check_provable
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError
-from vtx.runtime.prompt.forms import render_forms
 from vtx.runtime.prompt.messages import Message, Part
-from vtx.runtime.prompt.rendering import Renderer
+from vtx.runtime.prompt.rendering import Renderer, render_forms
 from vtx.runtime.prompt.template import ChatTemplate
 
 LOOP = "{% for m in messages %}"
