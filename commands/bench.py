@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.libraries import exporter
 from vtx.commands.shared.options import (
     bundle_option,
     given,
     images_option,
     ks_option,
     loading_options,
+    need_exporter,
     plot_option,
 )
 from vtx.runtime.errors import BundleError, DeviceError
@@ -229,10 +229,12 @@ def methods_bundle(named: str | None) -> Path:
         held = Bundle.open(out).manifest.reductions
     if held != tuple(to_spec(parse(spec)) for spec in DEMO_REDUCTIONS):
         note("exporting the built-in demo model with every method; --bundle uses one of your own")
-        library = exporter()
-        plan = library.plan_export(library.ExportOptions(ks=DEMO_KS, reductions=DEMO_REDUCTIONS, dialects=("ort",)))
+        need_exporter()
+        from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+
+        plan = plan_export(ExportOptions(ks=DEMO_KS, reductions=DEMO_REDUCTIONS, dialects=("ort",)))
         with bar() as report:
-            library.run_export(plan, out, force=True, report=report)
+            run_export(plan, out, force=True, report=report)
     return out
 
 

@@ -1,10 +1,10 @@
-"""vtx-build. It parses, calls and prints; heavy imports stand inside it."""
+"""vtx-build: TensorRT engines from a bundle's graphs. It parses, calls and prints."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.tools.tensorrt.build import EngineOutcome
-    from vtx.tools.tensorrt.lint import LintFinding
     from vtx.tools.tensorrt.targets import Target
-
-DEFAULT_TARGET = "this"
 
 
 @command(
@@ -29,15 +26,15 @@ DEFAULT_TARGET = "this"
 )
 @bundle_option
 @click.option(
-    "--target", "targets", default=DEFAULT_TARGET, show_default=True, metavar="this|sm89,sm120|jetson-orin|...",
+    "--target", "targets", default="this", show_default=True, metavar="this|sm89,sm120|jetson-orin|...",
     callback=lambda _, __, value: value.split(","),
     help="Machines to build for. Engines for RTX cards are built anywhere, others on the machine that runs them.",
 )  # fmt: skip
-@click.option("--dialect", help="Graphs to build from [default: by the target's TensorRT].")
+@click.option("--dialect", help="Dialect of the graphs [default: by the target's TensorRT].")
 @click.option("--workspace", type=click.IntRange(min=1), metavar="MiB", help="Device memory for the builder's kernels.")
 @click.option(
     "--timing-cache", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-    help="Kernel timings, read and written: the next build is faster. Not for RTX, which measures no kernels.",
+    help="File of kernel timings, read and written, for faster builds. Not for RTX, which measures no kernels.",
 )  # fmt: skip
 @click.option(
     "--check", is_flag=True, help="Check the graphs against the rules of the target's TensorRT; build nothing."
@@ -56,28 +53,44 @@ def build(
     end_on_sigterm()
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import SigningKey
+    from vtx.runtime.units import size
     from vtx.tools.tensorrt.targets import check_libraries, find_target
 
     key = SigningKey.load(sign) if sign else None
-    known, opened = (
-        [find_target(name) for name in targets],
-        Bundle.open(last_bundle(bundle), key=key.public if key else None),
-    )
+    known = [find_target(name) for name in targets]
+    opened = Bundle.open(last_bundle(bundle), key=key.public if key else None)
     for target in known:
         check_libraries(target, building=not check)
     if check:
         _check(opened, known, dialect, as_json=as_json)
         return
-    built = {}
-    for target in known:
-        built[target.name] = _build(
+    built = {
+        target.name: _build(
             opened, target, dialect=dialect, workspace=workspace, timing_cache=timing_cache, key=key, force=force
         )
+        for target in known
+    }
     if as_json:
-        say_json({"bundle": str(opened.folder), "engines": {name: _facts(made) for name, made in built.items()}})
+        engines = {
+            name: [
+                {
+                    "file": o.record.file, "weights_bytes": o.job.weights, "bytes": o.record.bytes,
+                    "seconds": o.built and o.built.seconds, "memory_bytes": o.built and o.built.memory,
+                }
+                for o in outcomes
+            ]
+            for name, outcomes in built.items()
+        }  # fmt: skip
+        say_json({"bundle": str(opened.folder), "engines": engines})
         return
-    for name, made in built.items():
-        _show_engines(f"engines for {name}", made)
+    for name, outcomes in built.items():
+        rows = [
+            [o.record.file, size(o.job.weights), size(o.record.bytes), *(
+                ["kept", ""] if o.built is None else [f"{o.built.seconds:.1f} s", size(o.built.memory)]
+            )]
+            for o in outcomes
+        ]  # fmt: skip
+        table(f"engines for {name}", ["engine", "weights", "size", "time", "peak memory"], rows)
 
 
 def _check(bundle: Bundle, targets: list[Target], dialect: str | None, *, as_json: bool) -> None:
@@ -89,26 +102,22 @@ def _check(bundle: Bundle, targets: list[Target], dialect: str | None, *, as_jso
         written = dialect or target.release.dialect
         findings = lint_bundle(bundle, written, target.release)
         found[target.name] = [asdict(finding) for finding in findings]
-        if not as_json:
-            _show_findings(f"{written} on {target.machine}, {target.release.name}", findings)
+        if as_json:
+            continue
+        title = f"{written} on {target.machine}, {target.release.name}"
+        click.echo(title if findings else f"{title}: TensorRT reads every graph")
+        alike: dict[tuple[str, str, str], list[str]] = {}  # nodes with the same problem share a line
+        for f in findings:
+            alike.setdefault((f.graph, f.rule, f.problem), []).append(f.node)
+        for (graph, rule, problem), nodes in alike.items():
+            more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+            click.echo(f"  {graph}{f', {nodes[0]}{more}' if nodes[0] else ''}: {problem} [{rule}]")
+        if findings:
+            click.echo(f"  the {findings[0].dialect!r} dialect is written for {findings[0].release}")
     if as_json:
         say_json({"bundle": str(bundle.folder), "findings": found})
     if count := sum(map(len, found.values())):
-        raise BundleError(f"{count} findings, see above; build from the dialect that is named there")
-
-
-def _show_findings(title: str, findings: list[LintFinding]) -> None:
-    """A line for each problem; nodes that share one are counted."""
-    click.echo(title if findings else f"{title}: TensorRT reads every graph")
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for f in findings:
-        alike.setdefault((f.graph, f.rule, f.problem), []).append(f.node)
-    for (graph, rule, problem), nodes in alike.items():
-        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        where = f", {nodes[0]}{more}" if nodes[0] else ""
-        click.echo(f"  {graph}{where}: {problem} [{rule}]")
-    if findings:
-        click.echo(f"  the {findings[0].dialect!r} dialect is written for {findings[0].release}")
+        raise BundleError(f"{count} findings, see above; build from the dialect named there")
 
 
 def _build(
@@ -139,26 +148,3 @@ def _build(
     note(f"predicted: {size(plan.memory)} of memory at the peak, {len(plan.jobs)} engines for {target.machine}")
     with bar() as report:
         return list(engines.build_engines(plan, report))
-
-
-def _facts(outcomes: list[EngineOutcome]) -> list[dict[str, Any]]:
-    """Of each engine its file, sizes in bytes, and what building it took; None where it was kept."""
-    return [
-        {
-            "file": o.record.file, "weights_bytes": o.job.weights, "bytes": o.record.bytes,
-            "seconds": o.built and o.built.seconds, "memory_bytes": o.built and o.built.memory,
-        }
-        for o in outcomes
-    ]  # fmt: skip
-
-
-def _show_engines(title: str, outcomes: list[EngineOutcome]) -> None:
-    from vtx.runtime.units import size
-
-    rows = [
-        [o.record.file, size(o.job.weights), size(o.record.bytes), *(
-            ["kept", ""] if o.built is None else [f"{o.built.seconds:.1f} s", size(o.built.memory)]
-        )]
-        for o in outcomes
-    ]  # fmt: skip
-    table(title, ["engine", "weights", "size", "time", "peak memory"], rows)

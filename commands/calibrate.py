@@ -1,4 +1,4 @@
-"""vtx-calibrate and vtx-train-gate. They parse, call and print; heavy imports stand inside them."""
+"""vtx-calibrate and vtx-train-gate. They parse, call and print."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.libraries import exporter
-from vtx.commands.shared.options import allow_pickle_option, given, tower_option
+from vtx.commands.shared.options import (
+    allow_pickle_option,
+    chat_template_option,
+    given,
+    images_option,
+    items_option,
+    model_option,
+    need_exporter,
+    report_option,
+    tower_option,
+)
 from vtx.runtime.errors import DeviceError, RequestError
-from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, table
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 
 if TYPE_CHECKING:
     from vtx.exporter.calibration.calibrate import CalibrationOptions
@@ -20,7 +29,7 @@ if TYPE_CHECKING:
     from vtx.exporter.gates.report import Judgement, Outcome
     from vtx.tools.data.choice import RecordedChoice
 
-SAMPLES = 100  # questions measured unless told otherwise: 96 unchanged answers show 90%
+SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
 
 
 @command(
@@ -29,51 +38,52 @@ SAMPLES = 100  # questions measured unless told otherwise: 96 unchanged answers 
     "vtx-calibrate --bundle vtx-demo-k16-fp16 --attention --json"
 )
 @click.argument("data", default="scenes", metavar="[DATA]")
-@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@model_option
 @tower_option
 @allow_pickle_option
 @click.option("--bundle", type=click.Path(path_type=Path), help="A bundle to measure instead.")
-@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
-@click.option("--samples", type=int, default=SAMPLES, show_default=True, help="Items to measure, drawn from DATA.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of that draw.")
+@images_option
+@click.option("--samples", type=int, default=SAMPLES, show_default=True, help="Items to measure, sampled from DATA.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Sampling seed.")
 @click.option(
     "--min-kept", type=float, default=90, show_default=True, metavar="PERCENT",
-    help="Take the smallest K at which so many answers stay the same, at the lower end of the interval.",
+    help="Choose the smallest K at which this share of answers stays the same, at the lower end of the interval.",
 )  # fmt: skip
 @click.option(
     "--max-accuracy-drop", type=float, metavar="POINTS",
-    help="Take instead the smallest K so near to the accuracy without withdrawal.",
+    help="Choose the smallest K that loses at most this much accuracy instead.",
 )  # fmt: skip
 @click.option(
     "--eta", type=float, default=0.003, show_default=True,
-    help="Second opinion: the first K with a mean KL below this. It decides only where no answers are made.",
+    help="Second opinion: the first K with a mean KL below this. It decides only with --max-new-tokens 0.",
 )  # fmt: skip
 @click.option("--k-from", type=int, help="The first K to measure [default: 5].")
 @click.option(
     "--max-new-tokens", type=int, default=16, show_default=True,
-    help="Of the model's own answers. 0: none are made, which takes the memory of a layer, not of the model.",
+    help="Tokens of the model's own answers; 0: none, which needs the memory of one layer, not of the model.",
 )  # fmt: skip
-@click.option("--batch", type=int, default=8, show_default=True, help="Items that share one reading of the weights.")
-@click.option("--attention", is_flag=True, help="Also where the attention goes, layer by layer.")
-@click.option("--chat-template", type=click.Path(path_type=Path), help="A Jinja file, for a checkpoint without one.")
+@click.option("--batch", type=int, default=8, show_default=True, help="Items per pass over the weights.")
+@click.option("--attention", is_flag=True, help="Also measure attention by layer.")
+@chat_template_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Folder for the results [default: vtx-calibration-MODEL, or -BUNDLE].",
+    help="Output directory [default: vtx-calibration-MODEL, or -BUNDLE].",
 )
-@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
+@report_option
 def calibrate(
     data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
     samples: int, seed: int, min_kept: float, max_accuracy_drop: float | None, eta: float, k_from: int | None,
     max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure what withdrawal at every K changes, and choose a K by it.
+    """Measure the effect of withdrawal at every K, and choose a K.
 
-    DATA is a JSONL file of {"image", "question", "answer"}, a folder with one, a file in LLaVA's conversation format,
-    or scenes: drawn pictures with questions. An interrupted run resumes where it stopped.
+    DATA is a JSONL file of {"image", "question", "answer"}, a directory with one, a file in LLaVA's conversation
+    format, or scenes: drawn pictures with questions. An interrupted run resumes where it stopped.
     """
     end_on_sigterm()
-    library = exporter()
+    need_exporter()
+    from vtx.exporter.bundling.export import load_template
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.choosing import Choosing
     from vtx.exporter.calibration.plots import draw_report
@@ -84,8 +94,8 @@ def calibrate(
     of_checkpoints = ("model", "tower", "allow_pickle", "chat_template")
     checkpoints = [f"--{name.replace('_', '-')}" for name in of_checkpoints if given(name)]
     if bundle is not None and checkpoints:
-        raise RequestError(f"a bundle takes no {' or '.join(checkpoints)}; leave it out, or leave out --bundle")
-    template = library.load_template(chat_template) if chat_template else None
+        raise RequestError(f"{' and '.join(checkpoints)} cannot be used with --bundle; leave one out")
+    template = load_template(chat_template) if chat_template else None
     source = open_source(model, bundle, template, tower, allow_pickle=allow_pickle)
     measured = source.name if bundle is None else bundle.expanduser().absolute().name
     folder = out or Path(f"vtx-calibration-{measured}")
@@ -93,16 +103,14 @@ def calibrate(
     try:
         draw_report(report, folder)
     except DeviceError as e:
-        note(f"no plots: {e}; run again then, nothing is measured twice")
+        note(f"plots skipped: {e}; rerun to draw them, results are cached")
     if as_json:
-        import json
-
-        click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
+        say_json(report.to_dict())
     else:
         _show_calibration(report)
         click.echo(f"report and plots are in {folder}")
     if report.warning:
-        note(f"warning: {report.warning}; vtx-export takes this K only with --allow-changed-answers")
+        note(f"warning: {report.warning}; vtx-export accepts this K only with --allow-changed-answers")
 
 
 def _measure(
@@ -148,7 +156,7 @@ def _show_calibration(report: CalibrationReport) -> None:
     table(f"{report.data.items} items of {report.data.source}", heads, rows)
     click.echo(
         "K: first layer without vision tokens, after this number of full layers. KL: mean of the next token's,\n"
-        f"with its {CONFIDENCE:.0%} interval. token, answer: as without withdrawal. right: as the data say."
+        f"with its {CONFIDENCE:.0%} interval. token, answer: as without withdrawal. right: as in the data."
     )
     for choice in report.choices:
         click.echo(f"{choice.rule}: K = {choice.k or 'none found'}")
@@ -164,7 +172,7 @@ def _show_calibration(report: CalibrationReport) -> None:
 def calibrated(
     data: str, images: Path | None, model: str, template: str | None, tower: str | None, *, allow_pickle: bool
 ) -> RecordedChoice:
-    """The K that a calibration on `data` chooses, or that an earlier one chose, and what to record of it."""
+    """The K of a calibration on `data`, or of an earlier one in that directory."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.choosing import Choosing
     from vtx.exporter.calibration.report import chosen, find_report, read_choice
@@ -188,32 +196,32 @@ def calibrated(
     "vtx-export --k auto --gates vtx-gates-demo.safetensors"
 )
 @click.argument("data", default="scenes", metavar="[DATA]")
-@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@model_option
 @tower_option
 @allow_pickle_option
-@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
-@click.option("--items", type=int, default=1000, show_default=True, help="Items to learn from, drawn from DATA.")
-@click.option("--held-out", type=int, default=250, show_default=True, help="Items on other images, to judge by.")
+@images_option
+@items_option
+@click.option("--held-out", type=int, default=250, show_default=True, help="Items on other images, to evaluate on.")
 @click.option(
     "--answers", type=click.Choice(["own", "reference"]), default="own", show_default=True,
-    help="What must stay the same: the model's own greedy answer, or the one in DATA.",
+    help="Answers that must stay the same: the model's own greedy ones, or those in DATA.",
 )  # fmt: skip
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Of the model's own answers.")
-@click.option("--batch", type=int, default=8, show_default=True, help="Items that share one reading of the weights.")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Tokens of the model's own answers.")
+@click.option("--batch", type=int, default=8, show_default=True, help="Items per pass over the weights.")
 @click.option(
-    "--alpha", type=float, default=1.03, show_default=True, help="Cross-entropy may rise to this multiple; inf: to any."
+    "--alpha", type=float, default=1.03, show_default=True, help="Limit on the growth of cross-entropy; inf: none."
 )
-@click.option("--width", type=int, default=2048, show_default=True, help="Of a gate's hidden layer.")
+@click.option("--width", type=int, default=2048, show_default=True, help="Width of a gate's hidden layer.")
 @click.option("--lr", type=float, default=4e-5, show_default=True, help="Learning rate.")
-@click.option("--epochs", type=int, help="[default: as many as show a gate 8,000 items, at least 1]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw and of the gates.")
+@click.option("--epochs", type=int, help="[default: enough for 8,000 items per gate, at least 1]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling and of the gates.")
 @click.option("--ray-address", metavar="ADDR", help="Measure on a Ray cluster: host:port, or auto.")
-@click.option("--work", type=click.Path(path_type=Path), help="Folder for what is measured [default: OUT.work].")
+@click.option("--work", type=click.Path(path_type=Path), help="Directory of the measurements [default: OUT.work].")
 @click.option(
     "--out", type=click.Path(path_type=Path),
-    help="The gates; beside them the report [default: vtx-gates-MODEL.safetensors].",
+    help="File of the gates; the report is written next to it [default: vtx-gates-MODEL.safetensors].",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
+@report_option
 def train_gate(
     data: str, model: str, tower: str | None, allow_pickle: bool, images: Path | None, items: int, held_out: int,
     answers: str, max_new_tokens: int, batch: int, alpha: float, width: int, lr: float, epochs: int | None, seed: int,
@@ -221,11 +229,11 @@ def train_gate(
 ) -> None:  # fmt: skip
     """Train gates that decide per question where the image leaves, and judge them against every fixed K.
 
-    DATA is what vtx-calibrate takes. An interrupted run resumes where it stopped; other options of training measure
-    nothing again.
+    DATA is as for vtx-calibrate. An interrupted run resumes where it stopped; a change of training options repeats no
+    measurement.
     """
     end_on_sigterm()
-    exporter()
+    need_exporter()
     from vtx.exporter.gates.fit import FitOptions
     from vtx.exporter.gates.train import TrainOptions, default_out, train_gates
     from vtx.exporter.gates.workdir import MeasureOptions
@@ -241,14 +249,12 @@ def train_gate(
     for line in report.skipped:
         note(f"skipped {line}")
     if report.plot:
-        note(f"no plot: {report.plot}")
+        note(f"plot skipped: {report.plot}")
     if as_json:
-        import json
-
-        click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
+        say_json(report.to_dict())
         return
     _show_gates(report.judgement)
-    click.echo(f"gates are in {target}, the report beside them; vtx-export --k auto --gates {target}")
+    click.echo(f"gates are in {target}, with the report next to it; vtx-export --k auto --gates {target}")
 
 
 def _show_gates(judgement: Judgement) -> None:
@@ -265,5 +271,5 @@ def _show_gates(judgement: Judgement) -> None:
     rows += [row(f"K = {point.k or 'none'}", point) for point in judgement.fixed]
     heads = ["", "full layers", "same answer", "best fixed K there", "right answer", "prompt FLOPs"]
     table(f"{judgement.items} items held out", heads, rows)
-    table("K that the gates chose above 0.5", ["K", "items"], [[k, str(n)] for k, n in exits.items() if n])
+    table("K chosen by the gates above 0.5", ["K", "items"], [[k, str(n)] for k, n in exits.items() if n])
     click.echo(judgement.verdict)

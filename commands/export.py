@@ -1,4 +1,4 @@
-"""vtx-export. It parses, calls and prints; heavy imports stand inside it."""
+"""vtx-export: bundles from checkpoints, and the bundle of other commands. It parses, calls and prints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vtx.commands.shared.libraries import exporter
-from vtx.commands.shared.options import allow_pickle_option, precision_type, tower_option
+from vtx.commands.shared.options import (
+    allow_pickle_option,
+    chat_template_option,
+    head_precision_option,
+    images_option,
+    model_option,
+    need_exporter,
+    precision_type,
+    tower_option,
+    vision_precision_option,
+)
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.depth import Depth, DepthType, joined
@@ -22,16 +31,13 @@ DEMO_K = 16  # of the bundle that a first question makes
 
 if TYPE_CHECKING:
     from vtx.exporter.bundling.export import Plan
-    from vtx.exporter.bundling.options import ActivationAware
-    from vtx.exporter.bundling.retain import Retain
-    from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.tools.data.items import Data
 
 
 def _chosen_ks(
     context: click.Context, option: click.Parameter, given: tuple[tuple[Depth, ...], ...]
-) -> tuple[int, ...] | str:
+) -> tuple[int, ...] | Literal["auto"]:
     """None prebuilt, "auto" for every K with a gate, or numbers; these do not mix."""
     depths = joined(context, option, given)
     if depths == (None,):
@@ -53,94 +59,84 @@ def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | No
     return int(float(match[1]) * {"MB": 10**6, "GB": 10**9}[match[2].upper()])
 
 
-def _dialects(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...]:
-    return DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))
-
-
 @command(
     epilog="vtx-export --k 16 --precision fp16\n"
     "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
     "vtx-export --model ./my-llava --k none --precision fp32 --max-context 2048"
 )
-@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
+@model_option
 @click.option(
     "--k", "ks", default=("none",), show_default=True, type=DepthType(several=True), multiple=True,
     callback=_chosen_ks, metavar="N|N,M,...|auto|none",
     help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
 )  # fmt: skip
-@click.option("--precision", type=precision_type(), default="fp16", show_default=True, help="Of the decoder's weights.")
 @click.option(
-    "--vision-precision", type=precision_type(),
-    help="Of the tower and projector [default: as --precision; int8 beside int8 and int4].",
-)  # fmt: skip
-@click.option(
-    "--head-precision", type=precision_type(),
-    help="Of the output matrix [default: as --precision; int8 beside int8 and int4].",
-)  # fmt: skip
+    "--precision", type=precision_type(), default="fp16", show_default=True, help="Precision of the decoder weights."
+)
+@vision_precision_option
+@head_precision_option
 @click.option(
     "--int4-block", type=click.Choice(["64", "128"]), default="64", show_default=True,
     help="Weights that share a scale in int4; 128: smaller and faster, a little coarser.",
 )  # fmt: skip
-@click.option("--kv-precision", help="Of K and V: fp32, fp16 or int8 [default: fp16; fp32 beside fp32].")
+@click.option("--kv-precision", help="Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32].")
 @click.option(
-    "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, at most the model's own]."
+    "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, or the model's if fewer]."
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION]."
 )
-@click.option(
-    "--chat-template", type=click.Path(path_type=Path),
-    help="A Jinja file, for a checkpoint without one; or one of original LLaVA's by name, as llava_v1.",
-)  # fmt: skip
+@chat_template_option
 @tower_option
 @allow_pickle_option
-@click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto takes all of them.")
+@click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto uses all of them.")
 @click.option(
     "--calibration", metavar="DATA",
-    help="For --k auto, --retain and --activation-aware: questions as vtx-calibrate takes them, or scenes; for "
-    "--k auto also the folder of an earlier calibration.",
+    help="Questions for --k auto, --retain and --activation-aware, as for vtx-calibrate; for --k auto also the "
+    "directory of an earlier calibration.",
 )  # fmt: skip
-@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: --calibration's].")
+@images_option
 @click.option(
     "--allow-changed-answers", is_flag=True,
-    help="Take the K of --k auto even if fewer than 90% of the answers stay the same, or nobody compared them.",
+    help="Accept the K of --k auto if fewer than 90% of the answers stay the same, or if that is unknown.",
 )  # fmt: skip
 @click.option(
     "--activation-aware", is_flag=True,
-    help="With int4 or int8: scale the decoder's channels, leaving what it computes, so that rounding loses least on "
-    "the questions of --calibration [for the demo: scenes].",
+    help="With int4 or int8: scale the decoder's channels, without changing its outputs, so that rounding loses least "
+    "on the questions of --calibration [for the demo: scenes].",
 )  # fmt: skip
 @click.option(
-    "--dialect", "dialects", callback=_dialects, metavar="ort,...",
+    "--dialect", "dialects", metavar="ort,...",
+    callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(","))),
     help="Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO and others [default: all].",
 )  # fmt: skip
 @click.option(
     "--reduce", "reductions", multiple=True, metavar="SPEC",
-    help="Method that leaves out vision tokens, as mustdrop:192 or lsm+fastv:k=2,ratio=0.5; given again, one more "
-    "variant over the same weights. The first is the default.",
+    help="Method that leaves out vision tokens, e.g. mustdrop:192 or lsm+fastv:k=2,ratio=0.5; repeat for more variants "
+    "over the same weights. The first is the default.",
 )  # fmt: skip
 @click.option(
     "--text-tower", metavar="CLIP",
-    help="Directory or Hugging Face id of the CLIPModel whose vision tower the LLaVA has: with its text tower, "
-    "cdpruner:text=tower is CDPruner as its authors run it.",
+    help="Directory or Hugging Face id of the CLIPModel of the vision tower; cdpruner:text=tower needs its text tower.",
 )  # fmt: skip
 @click.option(
     "--retain", type=float, metavar="TOKENS",
-    help="Scale the first --reduce's thresholds so that this many vision tokens stay, mean over layers and over the "
+    help="Scale the thresholds of the first --reduce to keep this many vision tokens, averaged over layers and the "
     "questions of --calibration [for the demo: scenes].",
 )  # fmt: skip
 @click.option(
-    "--max-memory", callback=_bytes, metavar="SIZE", help="Refuse an export that is expected to need more, as 2GB."
+    "--max-memory", callback=_bytes, metavar="SIZE", help="Refuse an export that is predicted to need more, e.g. 2GB."
 )
-@click.option("--force", is_flag=True, help="Replace a bundle that stands at --out.")
-@click.option("--json", "as_json", is_flag=True, help="What vtx-inspect --json says of the bundle, on stdout.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle.")
+@click.option("--json", "as_json", is_flag=True, help="Print the bundle's contents as vtx-inspect --json does.")
 @click.option(
     "--sign", type=click.Path(path_type=Path), metavar="KEY",
     help="Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
 )  # fmt: skip
 def export(
-    model: str, ks: tuple[int, ...] | str, precision: str, vision_precision: str | None, head_precision: str | None,
-    kv_precision: str | None, max_context: int | None, out: Path | None, chat_template: Path | None,
+    model: str, ks: tuple[int, ...] | Literal["auto"], precision: str, vision_precision: str | None,
+    head_precision: str | None, kv_precision: str | None, max_context: int | None, out: Path | None,
+    chat_template: Path | None,
     gates: Path | None, calibration: str | None, images: Path | None, dialects: tuple[str, ...],
     reductions: tuple[str, ...], retain: float | None, max_memory: int | None, force: bool, as_json: bool,
     activation_aware: bool, allow_changed_answers: bool,
@@ -151,13 +147,18 @@ def export(
     An interrupted run resumes where it stopped.
     """
     end_on_sigterm()
+    need_exporter()
+    from vtx.exporter.bundling import export as exporter
+    from vtx.exporter.bundling.activation_aware import SAMPLES as AWARE_SAMPLES
+    from vtx.exporter.bundling.options import ActivationAware
+    from vtx.exporter.bundling.retain import SAMPLES as RETAIN_SAMPLES
+    from vtx.exporter.bundling.retain import Retain
     from vtx.runtime.bundle.seal import SigningKey
 
-    library = exporter()
     if out is not None:
-        library.check_target(out.expanduser().absolute(), force)
+        exporter.check_target(out.expanduser().absolute(), force)
     key = SigningKey.load(sign) if sign else None
-    template = library.load_template(chat_template) if chat_template else None
+    template = exporter.load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None
     if calibration is not None and not one_k and retain is None and not activation_aware:
         raise click.UsageError(
@@ -168,28 +169,36 @@ def export(
         raise click.UsageError("--images has no effect without --calibration; leave it out")
     if allow_changed_answers and (calibration is None or not one_k):
         raise click.UsageError("--allow-changed-answers is about the K of --k auto --calibration DATA; leave it out")
-    demo = model == library.DEMO
-    retained = None if retain is None else _retain(retain, calibration, images, demo=demo)
-    aware = _aware(calibration, images, demo=demo) if activation_aware else None
+    demo = model == exporter.DEMO
+
+    def questions(purpose: str, samples: int) -> Data:
+        from vtx.tools.data.items import SCENES, read_data
+
+        if calibration is None and not demo:
+            raise click.UsageError(f"{purpose} questions about images; name some with --calibration DATA, or scenes")
+        return read_data(calibration or SCENES, images, samples)
+
+    retained = None if retain is None else Retain(retain, questions("--retain counts on", RETAIN_SAMPLES))
+    aware = ActivationAware(questions("--activation-aware measures", AWARE_SAMPLES)) if activation_aware else None
     chosen = None
     if calibration is not None and one_k:
         from vtx.commands.calibrate import calibrated
 
         chosen = calibrated(calibration, images, model, template, tower, allow_pickle=allow_pickle)
     ks = (chosen.k,) if chosen else ks
-    options = library.ExportOptions(
+    options = exporter.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
         head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
         allow_changed_answers,
     )  # fmt: skip
     if demo:
-        note("exporting the built-in demo model; --model takes a Hugging Face id or a directory with another")
-    plan = library.plan_export(options)
+        note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")
+    plan = exporter.plan_export(options)
     for line in plan.checkpoint.notes:
         note(line)
     for warning in plan.warnings:
         note(f"warning: {warning}")
-    library.check_memory(plan.prediction, max_memory)
+    exporter.check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
     made = export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), key, force=force)
     if chosen and chosen.warning:
@@ -201,34 +210,18 @@ def export(
         say_json(describe(Bundle.open(made)))
 
 
-def _retain(tokens: float, calibration: str | None, images: Path | None, *, demo: bool) -> Retain:
-    from vtx.exporter.bundling.retain import SAMPLES, Retain
+def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, force: bool) -> Path:
+    """Export with predicted disk and memory before, bars during, and the measured figures after."""
+    import time
 
-    return Retain(tokens, _questions("--retain counts on", calibration, images, SAMPLES, demo=demo))
-
-
-def _aware(calibration: str | None, images: Path | None, *, demo: bool) -> ActivationAware:
-    from vtx.exporter.bundling.activation_aware import SAMPLES
-    from vtx.exporter.bundling.options import ActivationAware
-
-    return ActivationAware(_questions("--activation-aware measures", calibration, images, SAMPLES, demo=demo))
-
-
-def _questions(purpose: str, calibration: str | None, images: Path | None, samples: int, *, demo: bool) -> Data:
-    from vtx.tools.data.items import SCENES, read_data
-
-    if calibration is None and not demo:
-        raise click.UsageError(f"{purpose} questions about images; name some with --calibration DATA, or scenes")
-    return read_data(calibration or SCENES, images, samples)
-
-
-def _note_predicted(plan: Plan) -> None:
+    from vtx.exporter.bundling.export import run_export
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
     from vtx.runtime.precision import PRECISIONS
     from vtx.runtime.report.inspect import INT8_KV
-    from vtx.runtime.units import size
+    from vtx.runtime.units import duration, size
+    from vtx.tools.common.memory import peak
 
-    predicted, p = plan.prediction, plan.precisions
+    predicted, p, started = plan.prediction, plan.precisions, time.monotonic()
     linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
     note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if PRECISIONS[part].expands})
@@ -240,26 +233,25 @@ def _note_predicted(plan: Plan) -> None:
             note(f"warning: to answer with onnxruntime here, {obstacle}")
     for spec in plan.reductions.specs:
         note(f"reduces:   {spec}")
-
-
-def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, force: bool) -> Path:
-    """Export with predicted disk and memory before, bars during, and the measured figures after."""
-    import time
-
-    from vtx.runtime.units import duration
-    from vtx.tools.common.memory import peak
-
-    predicted, started = plan.prediction, time.monotonic()
-    _note_predicted(plan)
     with bar(in_bytes=("weights", "checksums")) as progress:
-        bundle = exporter().run_export(plan, out, force=force, report=progress, say=note, sign=sign)
+        bundle = run_export(plan, out, force=force, report=progress, say=note, sign=sign)
+
+    def compared(measured: int, predicted: int) -> str:
+        error = f", {predicted / measured - 1:+.0%}" if measured else ""
+        return f"{size(measured)} (predicted {size(predicted)}{error})"
+
     disk = sum(record.bytes for record in bundle.manifest.files.values())
     note(
-        f"measured:  {_compared(disk, predicted.disk)} of disk, {_compared(peak() or 0, predicted.export_memory)} of "
+        f"measured:  {compared(disk, predicted.disk)} of disk, {compared(peak() or 0, predicted.export_memory)} of "
         f"memory, {duration(time.monotonic() - started)}"
     )
     if plan.options.retain is not None:
-        _show_retained(bundle)
+        retained = bundle.manifest.record["retain"]
+        note(
+            f"retains:   {retained['found']:.1f} vision tokens for {retained['asked']:g} asked, mean of "
+            f"{retained['questions']} questions of {retained['data']}, thresholds times {retained['factor']:.3g}"
+        )
+        note(f"           {bundle.manifest.reductions[0]}")
     if scaled := bundle.manifest.record.get("activation_aware"):
         note(f"scaled by the activations of {scaled['items']} items of {scaled['data']}")
     remember(bundle.folder)
@@ -269,32 +261,12 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     return Path(bundle.folder)
 
 
-def _compared(measured: int, predicted: int) -> str:
-    """Measured bytes with the prediction, and by how much that was too high or too low."""
-    from vtx.runtime.units import size
-
-    error = f", {predicted / measured - 1:+.0%}" if measured else ""
-    return f"{size(measured)} (predicted {size(predicted)}{error})"
-
-
-def _show_retained(bundle: Bundle) -> None:
-    retained = bundle.manifest.record["retain"]
-    note(
-        f"retains:   {retained['found']:.1f} vision tokens for {retained['asked']:g} asked, mean of "
-        f"{retained['questions']} questions of {retained['data']}, thresholds times {retained['factor']:.3g}"
-    )
-    note(f"           {bundle.manifest.reductions[0]}")
-
-
 def find_bundle(named: str | None, ks: Iterable[Depth] = ()) -> Path:
-    """The bundle to use: the one named, else the one exported last, else the demo, exported now.
-
-    `ks` are those that the command was asked for: no demo is exported for a K that it will not have.
-    """
+    """The bundle to use: the one named, else the one exported last, else the demo, exported now if it has all `ks`."""
     if named:
         return Path(named)
     if last := remembered():
-        if os.path.isfile(last / "vtx.json"):  # unlike Path.is_file it raises nothing
+        if os.path.isfile(last / "vtx.json"):  # Path.is_file may raise
             return last
         note(f"the bundle exported last, {last}, is gone")
     out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
@@ -305,7 +277,9 @@ def find_bundle(named: str | None, ks: Iterable[Depth] = ()) -> Path:
                 f"no bundle yet, and the demo model's, which would be exported now, has only K = none and {DEMO_K}, "
                 f"not {absent[0]}; leave out --k, or make a bundle that has it: vtx-export --k {absent[0]}{gates}"
             )
-        library = exporter()
+        need_exporter()
+        from vtx.exporter.bundling.export import ExportOptions, plan_export
+
         note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")
-        export_with_bar(library.plan_export(library.ExportOptions(ks=(DEMO_K,))), out, force=True)
+        export_with_bar(plan_export(ExportOptions(ks=(DEMO_K,))), out, force=True)
     return out

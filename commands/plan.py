@@ -1,4 +1,4 @@
-"""vtx-plan. It parses, calls and prints; heavy imports stand inside it."""
+"""vtx-plan: the cost of a model before anything is built. It parses, calls and prints."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import given, precision_type
+from vtx.commands.shared.options import (
+    given,
+    head_precision_option,
+    max_new_tokens_option,
+    plot_option,
+    precision_type,
+    vision_precision_option,
+)
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.terminal.console import command, note, table
+from vtx.runtime.terminal.console import command, note, say_json, table
 from vtx.runtime.terminal.depth import DepthType, joined
 
 if TYPE_CHECKING:
-    from vtx.tools.estimate.plan import CostPlan, PrecisionCost
+    from vtx.tools.estimate.plan import CostPlan
     from vtx.tools.estimate.sizes import ModelSize
     from vtx.tools.tensorrt.support import EngineSupport
 
 
-def _sides(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]:
+def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", value)
     if not match or not int(match[1]) or not int(match[2]):
         raise click.BadParameter(f"{value!r} is not a size in pixels such as 1280x720")
@@ -35,17 +42,17 @@ def _sides(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]
     "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
 )
 @click.option(
-    "--model", required=True, metavar="NAME|FOLDER", help="A known name, a checkpoint (its config.json), or a bundle."
+    "--model", required=True, metavar="NAME|FOLDER", help="A known model, a checkpoint or its config.json, or a bundle."
 )
 @click.option(
-    "--image-size", "picture", default="1280x720", show_default=True, callback=_sides, metavar="WxH",
-    help="Pixels of the image in the prompt, where its tokens depend on them.",
+    "--image-size", "picture", default="1280x720", show_default=True, callback=_image_size, metavar="WxH",
+    help="Size of the image in pixels, for models whose image tokens depend on it.",
 )  # fmt: skip
 @click.option("--sequence", type=int, help="Tokens of the prompt [default: one image of --image-size and --text].")
-@click.option("--text", type=int, default=64, show_default=True, help="Tokens of it that are not of images.")
+@click.option("--text", type=int, default=64, show_default=True, help="Text tokens of the prompt.")
 @click.option(
     "--k", "ks", type=DepthType(several=True, auto=False), multiple=True, callback=joined, metavar="N|none|N,M,...",
-    help="First layer without vision tokens, counted from 1 [default: none and a spread].",
+    help="First layer without vision tokens, from 2 [default: none and a spread].",
 )  # fmt: skip
 @click.option(
     "--reduce",
@@ -53,34 +60,33 @@ def _sides(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]
     default="none",
     show_default=True,
     metavar="SPEC",
-    help="Method that leaves out vision tokens, as vtx-export takes it: fastv:k=2,ratio=0.5.",
+    help="Method that leaves out vision tokens, as for vtx-export: fastv:k=2,ratio=0.5.",
 )
 @click.option(
-    "--precision", "precisions", multiple=True, help="Of the weights; may be given again.",
+    "--precision", "precisions", multiple=True, help="Precision of the weights; repeat for more.",
     type=precision_type(), show_default="all",
 )  # fmt: skip
-@click.option(
-    "--vision-precision", type=precision_type(), help="Of the tower and projector [default: as vtx-export's]."
-)
-@click.option("--head-precision", type=precision_type(), help="Of the output matrix [default: as vtx-export's].")
-@click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Of the answer, for the peak memory.")
-@click.option("--profile", metavar="NAME", help="A device: which engines answer, does it fit, an estimate of the time.")
+@vision_precision_option
+@head_precision_option
+@max_new_tokens_option
+@click.option("--profile", metavar="NAME", help="A device, for its engines, memory and estimated times.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it as well.")
+@plot_option
 def plan(
     model: str, picture: tuple[int, int], sequence: int | None, text: int, ks: tuple[int | None, ...],
     reduction: str, precisions: tuple[str, ...], vision_precision: str | None, head_precision: str | None,
     max_new_tokens: int, profile: str | None, as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
-    """Say what a model will cost: arithmetic, weights, KV cache, memory, per K and precision."""
+    """Compute the cost of a model: arithmetic, weights, KV cache and memory per K and precision."""
     from vtx.exporter.checkpoint.sizes import find_size
+    from vtx.runtime.host.profiles import load_profile
     from vtx.runtime.policies.spec import parse
-    from vtx.tools.estimate.plan import Workload, find_profile, make_plan
+    from vtx.tools.estimate.plan import Workload, make_plan
     from vtx.tools.tensorrt.support import engines_on
 
     if sequence is not None and given("picture"):
-        raise click.UsageError("--sequence says how long the prompt is, whatever the image; leave out --image-size")
-    device = None if profile is None else find_profile(profile)
+        raise click.UsageError("--sequence and --image-size are mutually exclusive")
+    device = None if profile is None else load_profile(profile)
     size = find_size(model)
     image, views = size.picture(*picture)
     work = Workload(text, image, max_new_tokens, views)
@@ -103,10 +109,7 @@ def plan(
 
         plot_plan(costs.to_dict(), plot)
     if as_json:
-        import json
-
-        further = {"image_size": seen, "engines": [engine.to_dict() for engine in engines]}
-        click.echo(json.dumps(costs.to_dict() | further, ensure_ascii=False))
+        say_json({**costs.to_dict(), "image_size": seen, "engines": [engine.to_dict() for engine in engines]})
         return
     _show_plan(costs, seen, size, engines)
     if plot is not None:
@@ -138,7 +141,7 @@ def _show_plan(
             only = "" if not engine.refusals else f", {' '.join(engine.answered)} only"
             click.echo(f"answers with --device {engine.device}: {engine.software}, {engine.dialect} graphs{only}")
             if engine.device == "tensorrt" and engine.dialect == "plain":
-                click.echo("  in float32, slower than the times below, which are those of trt graphs")
+                click.echo("  in float32, slower than the times below, which are for trt graphs")
         for reason in dict.fromkeys(engine.refusals.values()):
             refused = " ".join(name for name, why in engine.refusals.items() if why == reason)
             click.echo(f"not {refused if engine.answered else engine.device} with {engine.software}: {reason}")
@@ -152,30 +155,23 @@ def _show_plan(
     heads = ["K", "precision", "KV cache", "peak memory"]
     heads += ["fits", "vision", "prefill", "per token"] if device else []
     able = {name for engine in engines for name in engine.answered}
-    rows = [
-        _memory_row(depth.k, name, cost, answered=name in able)
-        for depth in costs.depths
-        for name, cost in depth.precisions.items()
-    ]
+    rows = []
+    for depth in costs.depths:
+        for name, cost in depth.precisions.items():
+            row = [str(depth.k or "none"), name, size(cost.kv_bytes), size(cost.peak_bytes)]
+            if cost.phases is not None and name not in able:
+                row += ["no engine", *("-" for _ in cost.phases)]
+            elif cost.phases is not None:
+                row.append("yes" if cost.fits else "NO")
+                row += [f"{p.ms:.0f} ms" if p.ms >= 100 else f"{p.ms:.3g} ms" for p in cost.phases.values()]
+            rows.append(row)
     table(f"memory on {device.name}" if device else "memory", heads, rows)
     if device:
         click.echo(f"{device.power_mode}, {size(device.usable_bytes)} usable; times are {ESTIMATE}")
 
 
 def _spans(counts: Sequence[int]) -> str:
-    """Counts by layer, as "layers 1-2: 576, 3-32: 288"."""
+    """Counts by layer, e.g. "layers 1-2: 576, 3-32: 288"."""
     starts = [i for i, count in enumerate(counts) if i == 0 or count != counts[i - 1]]
     ends = [*starts[1:], len(counts)]
     return "layers " + ", ".join(f"{a + 1}-{b}: {counts[a]}" for a, b in zip(starts, ends, strict=True))
-
-
-def _memory_row(k: int | None, precision: str, cost: PrecisionCost, *, answered: bool) -> list[str]:
-    from vtx.runtime.units import size
-
-    row = [str(k or "none"), precision, size(cost.kv_bytes), size(cost.peak_bytes)]
-    if cost.phases is not None:
-        if not answered:
-            return [*row, "no engine", *("-" for _ in cost.phases)]
-        row.append("yes" if cost.fits else "NO")
-        row += [f"{p.ms:.0f} ms" if p.ms >= 100 else f"{p.ms:.3g} ms" for p in cost.phases.values()]
-    return row

@@ -1,15 +1,14 @@
-"""vtx-tune. It parses, calls and prints; heavy imports stand inside it."""
+"""vtx-tune: fine-tuning for an earlier K. It parses, calls and prints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
-from vtx.commands.shared.libraries import exporter
+from vtx.commands.shared.options import images_option, items_option, model_option, need_exporter, report_option
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 
 
@@ -21,51 +20,57 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     "vtx-export --model vtx-tuned-my-llava/merged --k 8"
 )
 @click.argument("data", default="scenes", metavar="[DATA]")
-@click.option("--k", required=True, metavar="N|LOW-HIGH", help="Withdrawal in training: around N, or from LOW to HIGH.")
-@click.option("--model", default="demo", show_default=True, help="Directory or Hugging Face id; demo: built in.")
-@click.option("--images", type=click.Path(path_type=Path), help="The images' folder [default: the data file's].")
-@click.option("--items", type=int, default=1000, show_default=True, help="Items to learn from, drawn from DATA.")
-@click.option("--held-out", type=int, default=250, show_default=True, help="Items on other images, to judge by; or 0.")
-@click.option("--full-share", type=float, default=0.2, show_default=True, help="Of the images, seen in all layers.")
-@click.option("--kl-weight", type=float, default=1.0, show_default=True, help="Of the divergence from the teacher.")
-@click.option("--ce-weight", type=float, default=1.0, show_default=True, help="Of the cross-entropy of DATA's answers.")
+@click.option("--k", required=True, metavar="N|LOW-HIGH", help="K during training: around N, or from LOW to HIGH.")
+@model_option
+@images_option
+@items_option
 @click.option(
-    "--hidden-weight", type=float, default=0.0, show_default=True, help="Of the last hidden states' distance."
+    "--held-out", type=int, default=250, show_default=True, help="Items to evaluate on, of other images; or 0."
 )
-@click.option("--rank", type=int, default=16, show_default=True, help="Of the adapters.")
-@click.option("--alpha", type=int, default=32, show_default=True, help="Of the adapters: they count alpha / rank.")
-@click.option("--layers", metavar="N|FIRST-LAST", help="The layers that learn [default: all].")
-@click.option("--full", is_flag=True, help="These layers' own weights learn, not adapters.")
+@click.option("--full-share", type=float, default=0.2, show_default=True, help="Share of images that all layers see.")
+@click.option("--kl-weight", type=float, default=1.0, show_default=True, help="Weight of the KL to the teacher.")
+@click.option("--ce-weight", type=float, default=1.0, show_default=True, help="Weight of DATA's answers' loss.")
+@click.option(
+    "--hidden-weight",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Weight of the final hidden states.",
+)
+@click.option("--rank", type=int, default=16, show_default=True, help="Rank of the adapters.")
+@click.option("--alpha", type=int, default=32, show_default=True, help="Scale of the adapters: alpha / rank.")
+@click.option("--layers", metavar="N|FIRST-LAST", help="Layers to train [default: all].")
+@click.option("--full", is_flag=True, help="Train these layers in full, without adapters.")
 @click.option("--lr", type=float, default=2e-4, show_default=True, help="Learning rate.")
 @click.option("--epochs", type=float, default=1.0, show_default=True)
-@click.option("--steps", type=int, metavar="N", help="This many steps instead of epochs.")
-@click.option("--batch", type=int, default=8, show_default=True, help="Rows of questions a step, over all processes.")
-@click.option("--questions", type=int, default=8, show_default=True, help="About one image that share a row.")
-@click.option("--max-tokens", type=int, default=2048, show_default=True, help="Of a row.")
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Of an answer.")
+@click.option("--steps", type=int, metavar="N", help="Number of steps, instead of --epochs.")
+@click.option("--batch", type=int, default=8, show_default=True, help="Rows of questions per step, over all processes.")
+@click.option("--questions", type=int, default=8, show_default=True, help="Questions per row, about one image.")
+@click.option("--max-tokens", type=int, default=2048, show_default=True, help="Max tokens per row.")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Max tokens per answer.")
 @click.option("--dtype", type=click.Choice(["auto", "fp32", "bf16"]), default="auto", show_default=True,
               help="Arithmetic; auto: bf16 on a GPU.")  # fmt: skip
 @click.option(
     "--gradient-checkpointing/--no-gradient-checkpointing", "checkpointing", default=True, show_default=True,
-    help="Compute layers twice and keep less in memory.",
+    help="Recompute layers to save memory.",
 )  # fmt: skip
-@click.option("--save-every", type=int, default=50, show_default=True, help="Steps between saved states.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw, the order, K and the adapters.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for the results [default: vtx-tuned-MODEL].")
-@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else.")
+@click.option("--save-every", type=int, default=50, show_default=True, help="Steps between checkpoints.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling, order, K and adapters.")
+@click.option("--out", type=click.Path(path_type=Path), help="Output directory [default: vtx-tuned-MODEL].")
+@report_option
 def tune(
     data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, kl_weight: float,
     ce_weight: float, hidden_weight: float, rank: int, alpha: int, layers: str | None, full: bool, lr: float,
     epochs: float, steps: int | None, batch: int, questions: int, max_tokens: int, max_new_tokens: int, dtype: str,
     checkpointing: bool, save_every: int, seed: int, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Fine-tune a model so that its image may leave earlier, the model itself being the teacher.
+    """Fine-tune a model for an earlier K, with the model itself as the teacher.
 
-    DATA is what vtx-calibrate takes; answers are optional. An interrupted run resumes where it stopped. The result is
+    DATA is as for vtx-calibrate; answers are optional. An interrupted run resumes where it stopped. The result is
     a checkpoint, its adapters, and a report of every K before and after.
     """
     end_on_sigterm()
-    exporter()
+    need_exporter()
     from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
     from vtx.exporter.tuning.tune import is_main_process, open_workspace, run
 
@@ -78,9 +83,13 @@ def tune(
     )  # fmt: skip
     target = out or Path(f"vtx-tuned-{Path(model).expanduser().absolute().name}")
     main = is_main_process()
-    say = note if main else _nothing
+
+    def silent(*_: object) -> None:
+        """Report nothing, on processes other than the main one."""
+
+    say = note if main else silent
     work = open_workspace(options, target, say)
-    with _progress(main) as progress:
+    with bar() if main else nullcontext(silent) as progress:
         report = run(work, options, target, progress, say)
     if not main:
         return
@@ -91,24 +100,10 @@ def tune(
     click.echo(f"the checkpoint is {target / 'merged'}, the report {target / 'report.json'}")
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
-@contextmanager
-def _progress(main: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on the main process; the others are silent."""
-    if not main:
-        yield _nothing
-        return
-    with bar() as report:
-        yield report
-
-
 def _show(report: dict[str, Any]) -> None:
     judged = report["judged"]
     if judged is None:
-        click.echo("no items held out, so nothing was judged; vtx-calibrate measures the checkpoint")
+        click.echo("no items were held out to evaluate on; measure the checkpoint with vtx-calibrate")
         return
 
     def cells(point: dict[str, Any]) -> list[str]:

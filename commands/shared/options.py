@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from vtx.runtime.backends.engines import COMPUTE, DEVICES
+from vtx.runtime.errors import DeviceError
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import require_signature_option
 from vtx.runtime.terminal.depth import DepthType, joined
@@ -88,6 +90,21 @@ images_option = click.option(
 model_option = click.option(
     "--model", default="demo", show_default=True, help="Checkpoint directory or Hugging Face id; demo: built in."
 )
+
+
+def precision_type() -> click.Choice[str]:
+    """fp32, fp16, bf16, int8 or int4, in any case."""
+    return click.Choice(list(PRECISIONS), case_sensitive=False)
+
+
+vision_precision_option = click.option(
+    "--vision-precision", type=precision_type(),
+    help="Precision of tower and projector [default: --precision; int8 for int8 and int4].",
+)  # fmt: skip
+head_precision_option = click.option(
+    "--head-precision", type=precision_type(),
+    help="Precision of the output matrix [default: --precision; int8 for int8 and int4].",
+)  # fmt: skip
 tower_option = click.option(
     "--tower", metavar="PATH",
     help="Directory or Hugging Face id of the vision tower, for a checkpoint that only names one.",
@@ -110,9 +127,13 @@ plot_option = click.option(
 )
 
 
-def precision_type() -> click.Choice[str]:
-    """fp32, fp16, bf16, int8 or int4, in any case."""
-    return click.Choice(list(PRECISIONS), case_sensitive=False)
+def need_exporter() -> None:
+    """Raise DeviceError, with the command that installs it, if a library of the exporter is missing."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # errors of a model are reported by vtx
+    try:
+        import vtx.exporter.bundling.export  # noqa: F401
+    except ImportError as e:
+        raise DeviceError(f'exporting needs {e.name}; pip install "vtx-edge[export]"') from e
 
 
 def given(name: str) -> bool:

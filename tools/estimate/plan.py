@@ -15,7 +15,7 @@ from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
-from vtx.runtime.host.profiles import Profile, load_profile
+from vtx.runtime.host.profiles import Profile
 from vtx.runtime.policies.base import Reduction
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.tools.estimate.flops import (
@@ -153,16 +153,6 @@ class CostPlan:
             "profile": None if self.profile is None else _profile(self.profile),
             "estimate": None if self.profile is None else ESTIMATE,
         }
-
-
-def find_profile(name: str) -> Profile:
-    """The profile called `name`.
-
-    Raises:
-        RequestError: no such profile, or its file is damaged; the message lists the known ones.
-
-    """
-    return load_profile(name)
 
 
 def spread_ks(layers: int) -> tuple[int | None, ...]:

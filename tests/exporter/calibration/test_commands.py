@@ -120,7 +120,7 @@ def test_bad_requests_are_one_line(
 def test_options_of_a_checkpoint_do_not_go_with_a_bundle(workplace: Path) -> None:
     refused = vtx("calibrate", "--bundle", "x", "--model", "demo", "--tower", "tower")
     assert refused.exit_code == 1
-    assert "a bundle takes no --model or --tower; leave it out" in refused.stderr
+    assert "--model and --tower cannot be used with --bundle; leave one out" in refused.stderr
     assert "not a bundle" in vtx("calibrate", "--bundle", ".").stderr
 
 

@@ -19,6 +19,7 @@ from vtx.exporter.calibration.report import (
 )
 from vtx.exporter.gates.plots import draw_judgement
 from vtx.exporter.gates.report import FixedOutcome, FixedRival, GatesOutcome, Judgement
+from vtx.runtime.host.profiles import load_profile
 from vtx.tools.bench.compare import ComparedData, ComparedModel, Comparison, MethodResult
 from vtx.tools.bench.machine import Machine
 from vtx.tools.bench.plots import draw_comparison
@@ -27,7 +28,7 @@ from vtx.tools.bench.report import BenchedModel, BenchReport, BenchWorkload, Dep
 from vtx.tools.bench.series import Series
 from vtx.tools.common.plots import draw, lines
 from vtx.tools.data.intervals import MeanInterval, ShareInterval
-from vtx.tools.estimate.plan import Workload, find_profile, make_plan
+from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.plot import plot_plan
 from vtx.tools.estimate.sizes import KNOWN
 
@@ -97,7 +98,7 @@ def gates_report() -> Judgement:
 
 
 def plan_report(profile: str | None) -> dict[str, Any]:
-    device = find_profile(profile) if profile else None
+    device = load_profile(profile) if profile else None
     return make_plan(KNOWN["llava-1.5-7b"], Workload(64, 576, 256), profile=device).to_dict()
 
 
@@ -150,7 +151,7 @@ def test_layers_are_counted_in_integers(drawn: Callable[[str], list[Figure]], na
 
 def test_the_plan_names_its_device_and_shows_its_latency(drawn: Callable[[str], list[Figure]]) -> None:
     [figure] = drawn("plan on a device")
-    assert find_profile("orin-nx-16").name in figure.get_suptitle()
+    assert load_profile("orin-nx-16").name in figure.get_suptitle()
     assert [axes.get_title(loc="left") for axes in figure.axes][2] == "First token: tower and prompt"
 
 

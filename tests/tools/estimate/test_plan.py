@@ -24,11 +24,11 @@ from vtx.exporter.checkpoint.sizes import find_size, model_size
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import CheckpointError, RequestError
-from vtx.runtime.host.profiles import Figure
+from vtx.runtime.host.profiles import Figure, load_profile
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.report.inspect import kv_bytes
 from vtx.tools.estimate.flops import encode_flops
-from vtx.tools.estimate.plan import Workload, find_profile, make_plan, spread_ks
+from vtx.tools.estimate.plan import Workload, make_plan, spread_ks
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
 from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
 
@@ -332,14 +332,14 @@ def test_a_tied_head_in_another_precision_than_its_table_is_refused(tiny_checkpo
 
 
 def test_a_cpu_widens_half_precision_and_not_quantised_matrices() -> None:
-    found = make_plan(SEVEN, WORK, [None], PRECISIONS, find_profile("cpu")).depths[0].precisions
+    found = make_plan(SEVEN, WORK, [None], PRECISIONS, load_profile("cpu")).depths[0].precisions
     for name in ("fp16", "bf16"):
         assert found[name].resident_weights_bytes == found["fp32"].resident_weights_bytes
     assert found["int4"].resident_weights_bytes < found["fp32"].resident_weights_bytes / 4
 
 
 def decode_ms(model: str, precision: str, profile: str, *, bandwidth: float | None = None) -> float:
-    device = find_profile(profile)
+    device = load_profile(profile)
     if bandwidth:
         device = replace(device, bandwidth=Figure(bandwidth, "another card of the same generation"))
     found = make_plan(KNOWN[model], WORK, [None], [precision], device, "fp16", "fp16")  # TinyChat's tower and head
@@ -375,7 +375,7 @@ def test_decode_reads_weights_and_so_scales_with_the_bandwidth() -> None:
 
 
 def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> None:
-    found = make_plan(SEVEN, WORK, [None, 17], ["fp16"], find_profile("agx-orin-64")).to_dict()["depths"]
+    found = make_plan(SEVEN, WORK, [None, 17], ["fp16"], load_profile("agx-orin-64")).to_dict()["depths"]
     none, at_k = (depth["precisions"]["fp16"]["latency_ms"] for depth in found)
     assert at_k["vision"] == none["vision"]
     assert at_k["prefill"] / none["prefill"] == pytest.approx(0.55, abs=0.01)
@@ -383,7 +383,7 @@ def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> 
 
 
 def test_a_text_prompt_costs_no_vision_time() -> None:
-    found = make_plan(SEVEN, Workload(66, 0, 0), [None], ["fp16"], find_profile("agx-orin-64")).to_dict()
+    found = make_plan(SEVEN, Workload(66, 0, 0), [None], ["fp16"], load_profile("agx-orin-64")).to_dict()
     assert found["vision_flops"] == 0
     assert found["depths"][0]["precisions"]["fp16"]["latency_ms"]["vision"] == 0
 
