@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import numbers
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,9 @@ from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
+from vtx.runtime.units import Progress
 
 log = logging.getLogger(__name__)
-
-
-def _ignore(phase: str, done: int, total: int) -> None:
-    """No progress is shown."""
 
 
 def export(
@@ -32,7 +29,7 @@ def export(
     reduce: Sequence[str] | str | None = None,
     max_context: int | None = None,
     force: bool = False,
-    progress: Callable[[str, int, int], None] = _ignore,
+    progress: Progress = lambda *_: None,
 ) -> Bundle:
     """Export a checkpoint to the bundle directory `out`, as `vtx-export` does.
 

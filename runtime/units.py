@@ -7,6 +7,18 @@ from collections.abc import Callable
 Progress = Callable[[str, int, int], None]  # gets the name of the step, the units done, and the units in all
 
 
+def counter(report: Progress, phase: str, total: int) -> Callable[[int], None]:
+    """Return a callback that adds to the units done of a phase and reports them."""
+    done = 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        report(phase, done, total)
+
+    return count
+
+
 def size(count: float) -> str:
     """Bytes with three figures: 9.41 MB."""
     if count < 1000:

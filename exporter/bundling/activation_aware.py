@@ -1,13 +1,13 @@
 """Activation-aware scaling: the activations of some questions in the decoder, and the factors found from them.
 
-One pass of the plain reference, a layer in memory at a time; each layer's factors are settled before the next is read.
+One pass of the plain reference, a layer in memory at a time; each layer's factors are found before the next is read.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,30 +18,28 @@ from vtx.exporter.bundling.options import ActivationAware
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.awq import TOKENS, find_factors, tried
-from vtx.exporter.weights.scaling import Channels, Floats, quantised_channels
+from vtx.exporter.weights.scaling import Floats, quantised_channels
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16, write_safetensors
 from vtx.runtime.bundle.spec.stored import scheme
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.strict import Strict, json_value
+from vtx.runtime.units import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vtx.exporter.reference.model import Reference, Sample
-    from vtx.exporter.reference.prompts import PreparedItem
-    from vtx.exporter.reference.source import Source
+    from vtx.exporter.reference.model import Sample
 
 SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
 FACTORS = ".factors.safetensors"
 NORM = "layernorm.weight"
 STRICT = Strict(ExportError, "remove the staging directory beside the output and export again")
-Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class FactorsRecord:
-    """What factors were measured on: items and their tokens (`rows`), and the mean exponent of each kind of matrix."""
+    """The items that factors were measured on, their tokens (`rows`), and the mean exponent of each kind of matrix."""
 
     data: str
     items: int
@@ -69,7 +67,7 @@ class Factors:
         return cls(factors, STRICT.read(FactorsRecord, record, path.name))
 
 
-def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Factors:
+def measure_factors(plan: Plan, aware: ActivationAware, report: Progress) -> Factors:
     """Run the reference over the items of `aware` and find every layer's factors. `report` gets (phase, done, total).
 
     Raises:
@@ -79,7 +77,7 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
     """
     import torch
 
-    from vtx.exporter.reference.model import Reference
+    from vtx.exporter.reference.model import Reference, Sample
     from vtx.exporter.reference.prompts import prepare
     from vtx.exporter.weights.tensors import CheckpointWeights
 
@@ -88,17 +86,23 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
     reference, layers = Reference(plan.checkpoint, plan.config), plan.config.text.layers
     report("activations", 0, layers)
     with torch.inference_mode(), returning_memory():
-        samples = [_sample(reference, source, question) for question in questions]
+        samples = [
+            Sample(
+                q.ids if q.answer_ids is None else np.concatenate([q.ids, q.answer_ids]),
+                reference.encode(q.item.images, source.image),
+            )
+            for q in questions
+        ]
         search = _FactorSearch(plan, samples, CheckpointWeights(plan.checkpoint).read)
         done = 0
 
         def layer(count: int) -> None:
             nonlocal done
             done += count
-            search.settle(done)
+            search.finish_layer(done)
             report("activations", done, layers)
 
-        reference.hidden(samples, [None], layer, feed=search.take)
+        reference.hidden(samples, [None], layer, feed=search.add)
     record = FactorsRecord(
         data=aware.data.source,
         items=len(questions),
@@ -109,67 +113,49 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Report) -> Facto
     return Factors(search.factors, record)
 
 
-def _sample(reference: Reference, source: Source, question: PreparedItem) -> Sample:
-    from vtx.exporter.reference.model import Sample
-
-    ids = question.ids if question.answer_ids is None else np.concatenate([question.ids, question.answer_ids])
-    return Sample(ids, reference.encode(question.item.images, source.image))
-
-
-@dataclass(slots=True)
-class _Taken:
-    """The inputs of the readers of some channels: mean magnitudes [in], and a sample of the inputs [tokens, in]."""
-
-    sizes: Tensor | float = 0.0
-    inputs: list[Floats] = field(default_factory=list)
-
-
 class _FactorSearch:
-    """The factors of one layer after the other, while the reference passes through them."""
+    """Finds the factors of one layer after the other, while the reference passes through them."""
 
     def __init__(self, plan: Plan, samples: Sequence[Sample], read: Callable[..., Tensor]) -> None:
         self._config, self._stored, self._read = plan.config.text, plan.weights.stored, read
         self._precision, self._block = plan.precisions.decoder, plan.precisions.block
         is_vision = [sample.ids == plan.config.image_token_id for sample in samples]
         self._shares, self._drawn = shares(is_vision), drawn(is_vision)
-        self._taken: dict[str, _Taken] = {}
+        self._sizes: dict[str, Tensor] = {}  # by matrix, mean magnitudes of its inputs [in]
+        self._inputs: dict[str, list[Floats]] = {}  # by matrix, a sample of its inputs [tokens, in]
         self.factors: dict[str, Floats] = {}
         self.alphas: dict[str, list[float]] = {}
 
-    def take(self, layer: int, number: int, name: str, inputs: Tensor) -> None:
+    def add(self, layer: int, number: int, name: str, inputs: Tensor) -> None:
         """Accumulate the `inputs` [n, in] that sample `number` brings to the matrix `name` of `layer`."""
-        taken = self._taken.setdefault(f"text.layers.{layer - 1}.{name}.weight", _Taken())
-        taken.sizes = taken.sizes + self._shares[number] @ inputs.abs()
-        taken.inputs.append(inputs[self._drawn[number]].numpy())
+        matrix, sizes = f"text.layers.{layer - 1}.{name}.weight", self._shares[number] @ inputs.abs()
+        self._sizes[matrix] = self._sizes[matrix] + sizes if matrix in self._sizes else sizes
+        self._inputs.setdefault(matrix, []).append(inputs[self._drawn[number]].numpy())
 
-    def settle(self, layer: int) -> None:
+    def finish_layer(self, layer: int) -> None:
         """Find the factors of a layer that all samples have passed, and drop its inputs."""
         for group in quantised_channels(self._config, layer, self._precision):
-            alpha, factors = self._find(group, self._taken[group.readers[0]])
+            sizes = self._sizes[group.readers[0]].numpy()
+            if not np.isfinite(sizes).all():
+                raise CheckpointError(
+                    f"the inputs of {group.readers[0]} are NaN or infinite on the calibration's items; export "
+                    "without --activation-aware: that checks every weight, and measures no activations"
+                )
+            matrices = [self._read(name, tried(self._stored[name].shape[0])).numpy() for name in group.readers]
+            for name, matrix in zip(group.readers, matrices, strict=True):
+                check_finite(matrix, name)
+            storage = scheme(self._precision, matrices[0].shape, self._block)
+            assert storage is not None
+            inputs = np.concatenate(self._inputs[group.readers[0]])
+            alpha, factors = find_factors(group, sizes, inputs, matrices, storage)
             self.alphas.setdefault(group.source.split(".", 3)[3], []).append(alpha)
+            if alpha and group.source.endswith(NORM):  # as its weight is stored, so that no factor is lost to rounding
+                norm = self._read(group.source).numpy()
+                factors = exact_factors(norm, factors, self._stored[group.source].dtype)
             if alpha:
-                self.factors[group.source] = self._as_stored(group.source, factors)
-        self._taken.clear()
-
-    def _find(self, group: Channels, taken: _Taken) -> tuple[float, Floats]:
-        sizes = np.asarray(taken.sizes)
-        if not np.isfinite(sizes).all():
-            raise CheckpointError(
-                f"the inputs of {group.readers[0]} are NaN or infinite on the calibration's items; export "
-                "without --activation-aware: that checks every weight, and measures no activations"
-            )
-        matrices = [self._read(name, tried(self._stored[name].shape[0])).numpy() for name in group.readers]
-        for name, matrix in zip(group.readers, matrices, strict=True):
-            check_finite(matrix, name)
-        storage = scheme(self._precision, matrices[0].shape, self._block)
-        assert storage is not None
-        return find_factors(group, sizes, np.concatenate(taken.inputs), matrices, storage)
-
-    def _as_stored(self, source: str, factors: Floats) -> Floats:
-        """The factors of a norm as they are once its weight is rounded, so that none of them is lost to rounding."""
-        if not source.endswith(NORM):
-            return factors
-        return exact_factors(self._read(source).numpy(), factors, self._stored[source].dtype)
+                self.factors[group.source] = factors
+        self._sizes.clear()
+        self._inputs.clear()
 
 
 def exact_factors(norm: Floats, factors: Floats, dtype: str) -> Floats:

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from vtx import __version__
 from vtx.exporter.bundling.activation_aware import FACTORS, Factors, measure_factors
@@ -56,32 +54,44 @@ from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.strict import json_value
+from vtx.runtime.units import Progress, counter
 from vtx.runtime.vision.fit import trained_fit
 from vtx.runtime.vision.layout_spec import spec_of
 from vtx.tools.common.files import sync_file
 
 GATES = "gates.safetensors"
-# Bytes of a bundle above which the reference gives back each matrix's memory when it is done with it, as the forecast
-# counts. Where matrices are small that would only take time.
+# Bytes of a bundle above which the reference gives back the memory of each matrix once it is done with it, as the
+# prediction assumes. Small matrices would only make that slower.
 LARGE = 256 << 20
-Report = Callable[[str, int, int], None]
 
 
-def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> None:
+def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> None:
     """Write the parts of the bundle that `journal` lacks into `folder`; `report` gets (phase, done, total)."""
     started = time.time()
-    _write_text(folder, plan)
-    _write_graphs(folder, plan, report)
-    total, done = plan.prediction.work, 0
-
-    def wrote(count: int) -> None:
-        nonlocal done
-        done += count
-        report("weights", done, total)
-
-    factors = _factors(folder, plan, journal, report)
+    _write_file(folder / TOKENIZER, plan.tokenizer)
+    _write_file(folder / TEMPLATE, plan.template)
+    if plan.text_tower is not None:
+        _write_file(folder / plan.text_tower.spec.tokenizer, plan.text_tower.tokenizer)
+    cos, sin = plan.config.text.rope.tables(plan.max_context)
+    write_safetensors(folder / ROPE, {names.COS: cos, names.SIN: sin}, None)
+    stored = dict(plan.weights.stored)
+    if plan.gates is not None:
+        gates = {n: w for k in plan.gated_ks for n, w in zip(gate_tensors(k), plan.gates.by_k[k], strict=True)}
+        write_safetensors(folder / GATES, gates, plan.gates.metadata)
+        for info in read_header(folder / GATES).tensors.values():
+            stored[info.name] = StoredTensor(GATES, info.offset, info.nbytes, info.dtype, info.shape)
+    for number, (dialect, graphs) in enumerate(plan.dialects.items(), 1):
+        _write_dialect(folder, plan, dialect, graphs, stored)
+        report("graphs", number, len(plan.dialects))
+    factors = None
+    if plan.options.aware is not None:
+        if not journal.factors:
+            measure_factors(plan, plan.options.aware, report).write(folder / FACTORS)
+            sync_file(folder / FACTORS)
+            journal.add_factors()
+        factors = Factors.read(folder / FACTORS)
     scaled = scalings(plan.config.text, factors.by_source) if factors else {}
-    records = write_weights(plan.weights, folder, journal, wrote, scaled)
+    records = write_weights(plan.weights, folder, journal, counter(report, "weights", plan.prediction.work), scaled)
     if plan.reductions.needs.final_norm or plan.text.seg_token_id is not None:
         weight = CheckpointWeights(plan.checkpoint).read("text.norm.weight").numpy()
         write_safetensors(folder / FINAL_NORM, {FINAL_NORM_WEIGHT: weight}, None)
@@ -92,7 +102,7 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> No
         with returning_memory() if plan.prediction.disk > LARGE else nullcontext():
             _write_golden(folder, plan, report)
         journal.add_golden()
-    manifest = _manifest(folder, plan, records, _record(plan, started, factors), report)
+    manifest = _manifest(folder, plan, records, factors, started, report)
     journal.remove()
     (folder / FACTORS).unlink(missing_ok=True)
     seal_manifest(folder, manifest)
@@ -100,22 +110,6 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> No
 
 def _write_file(path: Path, text: str) -> None:
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-
-
-def _write_text(folder: Path, plan: Plan) -> None:
-    _write_file(folder / TOKENIZER, plan.tokenizer)
-    _write_file(folder / TEMPLATE, plan.template)
-    if plan.text_tower is not None:
-        _write_file(folder / plan.text_tower.spec.tokenizer, plan.text_tower.tokenizer)
-    cos, sin = plan.config.text.rope.tables(plan.max_context)
-    write_safetensors(folder / ROPE, {names.COS: cos, names.SIN: sin}, None)
-
-
-def _write_graphs(folder: Path, plan: Plan, report: Report) -> None:
-    weights = {**plan.weights.stored, **_write_gates(folder, plan)}
-    for done, (dialect, graphs) in enumerate(plan.dialects.items(), 1):
-        _write_dialect(folder, plan, dialect, graphs, weights)
-        report("graphs", done, len(plan.dialects))
 
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
@@ -154,75 +148,66 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         write(file, precisions.decoder, partial(build_gate, c=text, k=k))
 
 
-def _write_gates(folder: Path, plan: Plan) -> dict[str, StoredTensor]:
-    """Write the weights of the gates that are used. Returns their locations."""
-    if plan.gates is None:
-        return {}
-    tensors: dict[str, NDArray[np.float32]] = {}
-    for k in plan.gated_ks:
-        tensors.update(zip(gate_tensors(k), plan.gates.by_k[k], strict=True))
-    write_safetensors(folder / GATES, tensors, plan.gates.metadata)
-    infos = read_header(folder / GATES).tensors.values()
-    return {info.name: StoredTensor(GATES, info.offset, info.nbytes, info.dtype, info.shape) for info in infos}
-
-
-def _factors(folder: Path, plan: Plan, journal: ExportJournal, report: Report) -> Factors | None:
-    """The channel factors of --activation-aware: those of an interrupted export, else measured now."""
-    if plan.options.aware is None:
-        return None
-    path = folder / FACTORS
-    if not journal.factors:
-        measure_factors(plan, plan.options.aware, report).write(path)
-        sync_file(path)
-        journal.add_factors()
-    return Factors.read(path)
-
-
-def _write_golden(folder: Path, plan: Plan, report: Report) -> None:
+def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
     from vtx.exporter.reference.golden import record_golden
     from vtx.exporter.reference.kv_scales import record_kv_scales
     from vtx.exporter.reference.model import Reference
 
     scaled = plan.precisions.kv_dtype == "int8"
-    layers, done = plan.config.text.layers * (1 + scaled), 0
-
-    def layer(count: int) -> None:
-        nonlocal done
-        done += count
-        report("reference", done, layers)
-
-    report("reference", 0, layers)
-    reference, text = (
-        Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored)),
-        Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text),
-    )
+    layer = counter(report, "reference", plan.config.text.layers * (1 + scaled))
+    layer(0)
+    reference = Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored))
+    text = Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text)
     if scaled:
         record_kv_scales(folder / KV_SCALES, reference, text, plan.image, layer)
-    record_golden(
-        folder / GOLDEN,
-        reference,
-        text,
-        plan.image,
-        [None, *plan.ks],
-        layer,
-    )
+    record_golden(folder / GOLDEN, reference, text, plan.image, [None, *plan.ks], layer)
 
 
 def _manifest(
-    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], record: dict[str, Any], report: Report
-) -> Manifest:
-    precisions = plan.precisions
+    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], factors: Factors | None, started: float,
+    report: Progress,
+) -> Manifest:  # fmt: skip
+    """The manifest, with the checksums of all files and a record of what is needed to make the bundle again."""
+    precisions, options = plan.precisions, plan.options
     others = {*weights, JOURNAL, FACTORS}
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
-    total, done, records = sum(p.stat().st_size for p in paths), 0, dict(weights)
-
-    def hashed(count: int) -> None:
-        nonlocal done
-        done += count
-        report("checksums", done, total)
-
+    hashed, records = counter(report, "checksums", sum(p.stat().st_size for p in paths)), dict(weights)
     for path in paths:
         records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, sha256(path, hashed))
+    record = {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "seconds": round(time.time() - started, 1),
+        "source": {
+            "model": plan.name,
+            "revision": plan.checkpoint.revision,
+            "fingerprint": plan.checkpoint.fingerprint(),
+            "tower": plan.config.vision.family,
+            "fit": trained_fit(plan.image),
+            "parameters": plan.weights.parameters,
+        },
+        "options": {
+            "model": options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode
+            "k": list(plan.ks),
+            "reduce": list(options.reductions),
+            "precision": precisions.decoder,
+            "vision_precision": precisions.vision,
+            "head_precision": precisions.head,
+            "kv_precision": precisions.kv,
+            "max_context": options.max_context,
+            "dialects": list(options.dialects),
+            "chat_template": options.template is not None,
+            **({"text_tower": options.text_tower} if options.text_tower else {}),
+            **({"int4_block": precisions.block} if precisions.block != BLOCK else {}),
+            **({"tower": options.tower} if options.tower else {}),
+            **({"allow_pickle": True} if options.allow_pickle else {}),
+            **({"allow_changed_answers": True} if options.allow_changed_answers else {}),
+        },
+        **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),
+        **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
+        **({"calibration": json_value(options.calibration)} if options.calibration else {}),
+        **({"activation_aware": json_value(factors.record)} if factors else {}),
+        "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
+    }
     return Manifest(
         format=FORMAT,
         vtx=__version__,
@@ -251,41 +236,3 @@ def _manifest(
         record=record,
         video=plan.video,
     )
-
-
-def _record(plan: Plan, started: float, factors: Factors | None) -> dict[str, Any]:
-    """How the bundle was made: enough to make it again."""
-    return {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-        "seconds": round(time.time() - started, 1),
-        "source": {
-            "model": plan.name,
-            "revision": plan.checkpoint.revision,
-            "fingerprint": plan.checkpoint.fingerprint(),
-            "tower": plan.config.vision.family,
-            "fit": trained_fit(plan.image),
-            "parameters": plan.weights.parameters,
-        },
-        "options": {
-            "model": plan.options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode
-            "k": list(plan.ks),
-            "reduce": list(plan.options.reductions),
-            "precision": plan.precisions.decoder,
-            "vision_precision": plan.precisions.vision,
-            "head_precision": plan.precisions.head,
-            "kv_precision": plan.precisions.kv,
-            "max_context": plan.options.max_context,
-            "dialects": list(plan.options.dialects),
-            "chat_template": plan.options.template is not None,
-            **({"text_tower": plan.options.text_tower} if plan.options.text_tower else {}),
-            **({"int4_block": plan.precisions.block} if plan.precisions.block != BLOCK else {}),
-            **({"tower": plan.options.tower} if plan.options.tower else {}),
-            **({"allow_pickle": True} if plan.options.allow_pickle else {}),
-            **({"allow_changed_answers": True} if plan.options.allow_changed_answers else {}),
-        },
-        **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),
-        **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
-        **({"calibration": json_value(plan.options.calibration)} if plan.options.calibration else {}),
-        **({"activation_aware": json_value(factors.record)} if factors else {}),
-        "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
-    }

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from vtx.exporter.bundling.build import Report, fill
+from vtx.exporter.bundling.build import fill
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import check_disk, check_memory
 from vtx.exporter.bundling.prepare import Plan, demo_checkpoint, load_template, plan_export
-from vtx.exporter.bundling.resume import can_resume, key_of
-from vtx.exporter.bundling.retain import settle
+from vtx.exporter.bundling.retain import fit_thresholds
 from vtx.exporter.bundling.staging import (
     alone_in,
     building,
@@ -22,12 +24,13 @@ from vtx.exporter.bundling.staging import (
     make_folder,
     put_in_place,
     set_back_after_killed,
-    sync,
 )
 from vtx.exporter.weights.journal import ExportJournal, begin
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
+from vtx.runtime.units import Progress
+from vtx.tools.common.files import sync_file
 
 
 def run_export(
@@ -35,7 +38,7 @@ def run_export(
     out: Path,
     *,
     force: bool,
-    report: Report,
+    report: Progress,
     say: Callable[[str], None] = lambda _: None,
     sign: SigningKey | None = None,
 ) -> Bundle:
@@ -43,16 +46,29 @@ def run_export(
 
     `sign` is the key that signs the manifest once it is complete.
 
-    An interrupted export leaves its hidden staging directory beside `out`; the same export resumes there.
+    An interrupted export leaves its hidden staging directory next to `out`; the same export resumes there.
 
     Raises:
         ExportError: `out` exists, the disk is too small or full; nothing is left behind.
         RequestError: no thresholds retain that number of tokens; nothing is left behind.
-        CheckpointError: a weight is NaN, or a file changed underway.
+        CheckpointError: a weight is NaN, or a file changed during the export.
 
     """
-    out, key = _ready(plan, out, force), key_of(plan)
-    with building(out, lambda folder: can_resume(folder, key), say) as folder:
+    try:
+        out = out.expanduser().absolute()
+        make_folder(out.parent)
+        with alone_in(out.parent):
+            set_back_after_killed(out)
+            check_target(out, force)
+            left = left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
+        device = out.parent.stat().st_dev
+        linked = sum(f.size for f in plan.weights.files if f.whole and f.source.stat().st_dev == device)
+        needed = plan.prediction.disk - linked - left
+        check_disk(out.parent, needed, purpose="the bundle", fix="or choose another --out")
+    except (OSError, RuntimeError, ValueError) as e:
+        raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
+    key = key_of(plan)
+    with building(out, key, say) as folder:
         journal = ExportJournal(folder)
         if journal.has_work:
             say("resuming an interrupted export; its finished parts are kept")
@@ -60,36 +76,33 @@ def run_export(
             begin(folder, key)
         fill(folder, plan, journal, report)
         if plan.options.retain is not None:
-            settle(folder, plan.options.retain, report)
+            fit_thresholds(folder, plan.options.retain, report)
         if sign is not None:
             seal_manifest(folder, Bundle.open(folder, check=False).manifest, sign)
-        sync(folder)
+        for path in [*folder.rglob("*"), folder]:
+            sync_file(path)
         with alone_in(out.parent):
             put_in_place(folder, out, force)
             made = Bundle.open(out, check=False)  # before another export may replace it
     return made
 
 
-def _ready(plan: Plan, out: Path, force: bool) -> Path:
-    """`out`, absolute, where the bundle may be written and fits. Raises ExportError."""
-    try:
-        out = out.expanduser().absolute()
-        make_folder(out.parent)
-        with alone_in(out.parent):
-            set_back_after_killed(out)
-            check_target(out, force)
-            there = left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
-        needed = plan.prediction.disk - _linkable(plan, out.parent) - there
-        check_disk(out.parent, needed, purpose="the bundle", fix="or choose another --out")
-    except (OSError, RuntimeError, ValueError) as e:
-        raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
-    return out
+def key_of(plan: Plan) -> str:
+    """Equal for two exports that write the same weights and golden vectors from unchanged source files.
 
-
-def _linkable(plan: Plan, folder: Path) -> int:
-    """Bytes that take no disk space because they are linked: whole files on the same disk."""
-    device = folder.stat().st_dev
-    return sum(file.size for file in plan.weights.files if file.whole and file.source.stat().st_dev == device)
+    A source file is the same by its path, inode, size and time of change, as they were when its header was read, and a
+    checkpoint by some bytes of each tensor. The device's number is left out: it may change when a machine starts again.
+    """
+    sources = []
+    for file in plan.weights.files:
+        source = file.entries[0].source.identity
+        header = hashlib.sha256(file.header or b"").hexdigest()
+        sources.append([file.name, str(file.source), source and source[1:], header])
+    options = replace(plan.options, retain=None, aware=None)  # `retain` changes only the manifest
+    aware = plan.options.aware.digest() if plan.options.aware else None
+    tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
+    identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
 __all__ = [

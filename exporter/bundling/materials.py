@@ -1,9 +1,9 @@
-"""The packages that took part in making a bundle: a bill of materials for its record."""
+"""The packages that made a bundle, listed in its record."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from types import MappingProxyType
@@ -16,8 +16,8 @@ REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*(?:\[(?P<extras>[^]]*)\])?[^;]*(?
 def packages(requirement: str) -> Mapping[str, str]:
     """Name and version of every installed distribution that `requirement` leads to, itself included, by name.
 
-    Dependencies of an extra count where that extra was asked for. What is not installed is left out. Looked up once in
-    a process: reading the metadata takes longer than writing the graphs of a small model.
+    Dependencies of an extra count only if that extra was asked for; other markers count as met. Distributions that are
+    not installed are left out. Cached: reading the metadata takes longer than writing the graphs of a small model.
     """
     versions: dict[str, str] = {}
     pending, seen = [requirement], set[tuple[str, str]]()
@@ -34,13 +34,9 @@ def packages(requirement: str) -> Mapping[str, str]:
         except metadata.PackageNotFoundError:
             continue
         versions[name] = distribution.version
-        pending += _required(distribution, {extra.strip() for extra in extras.split(",")})
+        wanted = {extra.strip() for extra in extras.split(",")}
+        for line in distribution.requires or ():
+            extra = re.search(r"extra\s*==\s*[\"']([^\"']+)", line)
+            if extra is None or extra[1] in wanted:
+                pending.append(line)
     return MappingProxyType(dict(sorted(versions.items())))
-
-
-def _required(distribution: metadata.Distribution, extras: set[str]) -> Iterator[str]:
-    """The requirements of a distribution without those of other extras; other markers are taken as met."""
-    for line in distribution.requires or ():
-        of = re.search(r"extra\s*==\s*[\"']([^\"']+)", line)
-        if of is None or of[1] in extras:
-            yield line

@@ -1,4 +1,4 @@
-"""Disk, memory and time of an export, predicted before it starts and measured after it."""
+"""Disk and memory of an export, predicted before it starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.decoder import layer_tensors
 from vtx.exporter.weights.awq import OUTPUTS, TOKENS
 from vtx.exporter.weights.plan import WeightPlan
@@ -19,17 +19,17 @@ from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.report.golden import DECODED_TOKENS, FEATURE_TOKENS, golden_image
 from vtx.runtime.units import size
 
-EXPORT_BASE = 385 << 20  # what Python, PyTorch, transformers and onnx_ir take before any weight is touched
-GPU_LIBRARIES = 325 << 20  # what PyTorch takes beside that where it is built for GPUs, whether or not there is one
-QUESTION_TOKENS = 64  # of the golden prompt beside the image
+EXPORT_BASE = 385 << 20  # bytes: Python, PyTorch, transformers and onnx_ir, before any weight is touched
+GPU_LIBRARIES = 325 << 20  # bytes more of a PyTorch that is built for GPUs, whether or not there is one
+QUESTION_TOKENS = 64  # of the golden prompt, without the image
 LAYER_GRAPH = 12_000  # bytes of a layer, the decoder's or the tower's, in a dialect's graphs: 10 to 11 thousand
 OTHER_FILES = 64_000  # bytes: the manifest, the configuration, headers, graphs without layers
-PASSAGE_TOKENS = 256  # of the prompt that the scales of int8 K and V are measured on, beside the image
+PASSAGE_TOKENS = 256  # of the prompt that the scales of int8 K and V are measured on, without the image
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Bytes. `linked` is the part of `disk` that is shared with the checkpoint by hard links where possible."""
+    """Bytes. `linked` is the part of `disk` that is shared with the checkpoint by hard links if possible."""
 
     disk: int
     linked: int
@@ -40,9 +40,8 @@ class Prediction:
 
 
 def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, texts: int) -> int:
-    """Bytes beside the weights: `texts` of them tokenizer and template, graphs, tables of rope, and golden vectors.
-
-    `layers` are those of the decoder and the towers, counted once for each dialect.
+    """Bytes of the files other than weights: graphs, tables of rope, golden vectors, and `texts` bytes of tokenizer,
+    template and gates. `layers` are the layers of the decoder and the towers, counted once for each dialect.
     """
     text, vision = config.text, config.vision
     golden = 3 * vision.image**2 + FEATURE_TOKENS * text.hidden + (1 + ks) * text.vocab
@@ -59,7 +58,7 @@ def predict(
 ) -> Prediction:
     """Disk and memory of an export, and memory of a run on the CPU with a prompt of one image and no withdrawal.
 
-    `small`: bytes of the files beside the weights; `measured`: tokens of each prompt whose activations are measured.
+    `small`: bytes of the files other than weights; `measured`: tokens of each prompt whose activations are measured.
     """
     text = config.text
     slot = 2 * text.kv_heads * text.head_dim * KV_DTYPES[kv_dtype].bytes
@@ -73,13 +72,24 @@ def predict(
         for name, tensor in plan.stored.items()
         if text.tied or name != EMBEDDING  # an untied table stays in its file and is read a row at a time
     )
-    disk = sum(file.size for file in plan.files) + small
+    # While weights are written: the largest tensor, mapped, and its new form.
+    rewritten = [entry for file in plan.files if not file.whole for entry in file.entries]
+    writing = max((entry.source.nbytes + entry.end - entry.target.offset for entry in rewritten), default=0)
+    # While the reference computes: a layer's largest matrix, stored and as float32, and its hidden states.
     golden = config.layout.count(*golden_image().size)
     tokens = golden + PASSAGE_TOKENS if kv_dtype == "int8" else DECODED_TOKENS + QUESTION_TOKENS
+    checking = (4 + 2 + 4) * text.hidden * max(text.ffn, text.heads * text.head_dim) + 4 * 4 * tokens * text.ffn
+    # While activations are measured: a layer as float32, its largest matrix as stored, hidden states, the search.
+    measuring = 0
+    if measured:
+        matrices = sum(prod(shape) for _, shape in layer_tensors(text, 1))
+        widest = max(text.ffn, text.heads * text.head_dim, text.hidden)
+        measuring = 4 * matrices + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
+        measuring += 4 * max(measured) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
     return Prediction(
-        disk=disk,
+        disk=sum(file.size for file in plan.files) + small,
         linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=export_base() + max(_writing(plan), _checking(text, tokens), _measuring(text, measured)),
+        export_memory=export_base() + max(writing, checking, measuring),
         run_memory=resident + answering,
         kv_full=slot * text.layers,
         work=sum(file.work for file in plan.files),
@@ -91,29 +101,6 @@ def export_base() -> int:
     import torch
 
     return EXPORT_BASE + (GPU_LIBRARIES if torch.version.cuda or torch.version.hip else 0)
-
-
-def _writing(plan: WeightPlan) -> int:
-    """While weights are written: the largest tensor, mapped, and its new form."""
-    rewritten = [entry for file in plan.files if not file.whole for entry in file.entries]
-    return max((entry.source.nbytes + entry.end - entry.target.offset for entry in rewritten), default=0)
-
-
-def _checking(text: TextConfig, tokens: int) -> int:
-    """While the reference computes: a layer's largest matrix, stored and as float32, and its hidden states."""
-    matrix = text.hidden * max(text.ffn, text.heads * text.head_dim)
-    return (4 + 2 + 4) * matrix + 4 * 4 * tokens * text.ffn
-
-
-def _measuring(text: TextConfig, tokens: Sequence[int]) -> int:
-    """While activations are measured: a layer as float32 and its largest matrix as stored, hidden states, search."""
-    if not tokens:
-        return 0
-    matrices = sum(prod(shape) for _, shape in layer_tensors(text, 1))
-    widest = max(text.ffn, text.heads * text.head_dim, text.hidden)
-    passing = 4 * max(tokens) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(tokens) * text.hidden
-    search = 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
-    return 4 * matrices + 2 * text.hidden * widest + passing + search
 
 
 def check_memory(prediction: Prediction, limit: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -90,15 +89,28 @@ class Plan:
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
-        """How the decoder is cut, in every dialect."""
+        """The stages of the decoder, in every dialect."""
         cuts, queries = self.reductions.cuts(self.ks), self.reductions.needs.queries
         spans = pairwise([1, *cuts, self.config.text.layers + 1])
         return tuple(StageSpec(first, after - 1, after - 1 in queries) for first, after in spans)
 
     @property
     def dialects(self) -> dict[str, Graphs]:
-        """The files of the graphs to be, by dialect."""
-        return {name: self._graphs(name, f"{name}.onnx") for name in self.options.dialects}
+        """The files of the graphs to write, by dialect."""
+        needs, made = self.reductions.needs, dict[str, Graphs]()
+        for dialect in self.options.dialects:
+            suffix = f"{dialect}.onnx"
+            stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
+            gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
+            made[dialect] = Graphs(
+                f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates,
+                f"score.{suffix}" if needs.queries else None,
+                vision_merges=needs.merging, vision_attention=needs.attention,
+                vision_last_attention=needs.last_attention,
+                text_tower=f"text-tower.{suffix}" if self.text_tower else None,
+                video=f"video.{suffix}" if self.config.frames is not None and dialect != "trt" else None,
+            )  # fmt: skip
+        return made
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -108,53 +120,51 @@ class Plan:
         gates = self.gates.warnings if self.gates else ()
         return *self.disagreements, *gates, *tower, *(f"skipped {line}" for line in skipped)
 
-    def _graphs(self, dialect: str, suffix: str) -> Graphs:
-        needs = self.reductions.needs
-        stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
-        gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
-        score = f"score.{suffix}" if needs.queries else None
-        return Graphs(
-            f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates, score,
-            vision_merges=needs.merging, vision_attention=needs.attention,
-            vision_last_attention=needs.last_attention,
-            text_tower=f"text-tower.{suffix}" if self.text_tower else None,
-            video=f"video.{suffix}" if self.config.frames is not None and dialect != "trt" else None,
-        )  # fmt: skip
-
 
 def plan_export(options: ExportOptions) -> Plan:
     """Read and check everything but the weights themselves; write nothing.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError where vtx
+        CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError if vtx
             does not export this kind of model.
         RequestError: a K out of range, a wrong reduction, or a context larger than the model's.
         DeviceError: a library of the [export] extra is missing.
 
     """
-    _check_libraries()
+    for library in ("torch", "transformers"):  # fail now if one that the last step of an export needs is missing
+        if find_spec(library) is None:
+            raise DeviceError(f'exporting needs {library}; pip install "vtx-edge[export]"')
     model = str(demo_checkpoint()) if options.model == DEMO else options.model
     checkpoint = open_checkpoint(model, tower=options.tower, allow_pickle=options.allow_pickle)
-    family = find_family(checkpoint.config)
-    stated = _config(checkpoint, family)
+    family, original = find_family(checkpoint.config), checkpoint.original
+    stated = read_config(checkpoint.config)
+    if family.adjust is not None:
+        stated = family.adjust(stated, read_image_processor(checkpoint.folder))
+    for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
+        check_activation(activation)
     config = replace(stated, text=with_own_head(stated.text, checkpoint))
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
     text_tower = None
     if options.text_tower:
         text_tower = open_text_tower(options.text_tower, checkpoint, config, allow_pickle=options.allow_pickle)
-    _check_text_tower(text_tower, reductions)
+        check_activation(text_tower.spec.activation)
+    elif reductions.needs.text_tower:
+        raise RequestError(f"cdpruner:text=tower needs CLIP's text tower, which no LLaVA holds; add {TEXT_TOWER_FIX}")
     if options.retain is not None:
         options.retain.check(options.reductions)
     context = _context(options.max_context, config)
-    image = _image_settings(checkpoint, config)
-    text_config = checkpoint.config.get("text_config") or {}
+    image = _image_settings(checkpoint, config, family)
+    chat_template = options.template
+    if chat_template is None and original is not None:
+        chat_template = original.template
+    elif family.template is not None:  # what the family's processor in transformers adds to a prompt
+        chat_template = family.template(read_template(checkpoint.folder) if chat_template is None else chat_template)
     tokenizer, template, text = read_text(
-        checkpoint.original.text_folder if checkpoint.original else checkpoint.folder,
-        config.image_token_id, text_config, checkpoint.config,
-        _template(checkpoint, options, family), original=checkpoint.original is not None,
-        video_token_id=config.video.token_id if config.video else None, seg_token=family.seg_token,
-        end_ids=checkpoint.original.end_ids if checkpoint.original else None,
+        original.text_folder if original else checkpoint.folder,
+        config.image_token_id, checkpoint.config.get("text_config") or {}, checkpoint.config, chat_template,
+        original=original is not None, video_token_id=config.video.token_id if config.video else None,
+        seg_token=family.seg_token, end_ids=original.end_ids if original else None,
     )  # fmt: skip
     precisions = options.precisions()
     weights = _weights(options, checkpoint, config, text_tower, reductions)
@@ -163,38 +173,16 @@ def plan_export(options: ExportOptions) -> Plan:
     texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
     written = sum(len(text.encode("utf-8", "replace")) for text in texts) + gates_bytes
-    small = small_files(config, context, len(ks), _graph_layers(config, text_tower) * len(options.dialects), written)
-    prediction = predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config))
-    return Plan(
-        options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, prediction,
-        precisions, text_tower, reductions, _video(checkpoint, config, family),
-        _disagreements(checkpoint, stated, config, weights),
-    )  # fmt: skip
-
-
-def _disagreements(
-    checkpoint: Checkpoint, stated: ModelConfig, config: ModelConfig, weights: WeightPlan
-) -> tuple[str, ...]:
-    """Warnings: where the weights are others than `stated` in the checkpoint's configuration."""
-    untied = UNTIED if stated.text.tied != config.text.tied else None
+    layers = config.text.layers + max(config.feature_layers) * (1 if config.frames is None else 2)
+    layers += text_tower.spec.layers if text_tower else 0
+    small = small_files(config, context, len(ks), layers * len(options.dialects), written)
     unused = unused_weights(checkpoint, weights.stored, tied=config.text.tied)
-    return tuple(line for line in (untied, unused) if line)
-
-
-def _config(checkpoint: Checkpoint, family: Family) -> ModelConfig:
-    """The checkpoint's configuration, with what its image processor's file adds, and activations that vtx knows."""
-    config = read_config(checkpoint.config)
-    if family.adjust is not None:
-        config = family.adjust(config, read_image_processor(checkpoint.folder))
-    for activation in (config.text.activation, config.vision.activation, config.projector_activation):
-        check_activation(activation)
-    return config
-
-
-def _graph_layers(config: ModelConfig, text_tower: TextTowerCheckpoint | None) -> int:
-    """Layers that the graphs of one dialect have in all: decoder, towers of images and videos, text tower."""
-    towers = max(config.feature_layers) * (1 if config.frames is None else 2)
-    return config.text.layers + towers + (text_tower.spec.layers if text_tower else 0)
+    disagreements = ([UNTIED] if stated.text.tied != config.text.tied else []) + ([unused] if unused else [])
+    return Plan(
+        options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context,
+        predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),
+        precisions, text_tower, reductions, _video(checkpoint, config, family), tuple(disagreements),
+    )  # fmt: skip
 
 
 def _gates_and_ks(
@@ -203,7 +191,13 @@ def _gates_and_ks(
     """The gates of the options' file, and the K to prebuild."""
     gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
     ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
-    _check_ks(ks, config.text.layers)
+    for k in ks:
+        if not 2 <= k <= config.text.layers:
+            raise RequestError(
+                f"K = {k} is outside 2..{config.text.layers}; K is the first layer without vision tokens"
+            )
+    if len(set(ks)) != len(ks):
+        raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each only once")
     if gates and not set(ks) & set(gates.by_k):
         raise RequestError(
             f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"
@@ -211,10 +205,10 @@ def _gates_and_ks(
     return gates, ks
 
 
-def _image_settings(checkpoint: Checkpoint, config: ModelConfig) -> ImageSettings:
-    """The checkpoint's, which must give what its tower takes."""
+def _image_settings(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> ImageSettings:
+    """The checkpoint's image settings, which must give the size of image that its tower takes."""
     processor = checkpoint.original.processor if checkpoint.original else read_image_processor(checkpoint.folder)
-    image = image_settings(processor, find_family(checkpoint.config).processors)
+    image = image_settings(processor, family.processors)
     _check_side(image, config, "image")
     return image
 
@@ -231,11 +225,13 @@ def _check_side(settings: ImageSettings, config: ModelConfig, kind: str) -> None
 
 
 def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> VideoSpec | None:
-    """How the checkpoint sees videos, where it does."""
+    """The checkpoint's treatment of videos; None if it has none."""
     if config.video is None:
         return None
     if family.video_processor is None:  # frames are images
-        return VideoSpec(spec_of(config.video.layout), _image_settings(checkpoint, config), config.frames is not None)
+        return VideoSpec(
+            spec_of(config.video.layout), _image_settings(checkpoint, config, family), config.frames is not None
+        )
     settings, frames = read_video_settings(checkpoint.folder, family.video_processor, family.processors)
     _check_side(settings, config, "video")
     layout = config.video.layout if frames is None else replace(config.video.layout, frames=frames)
@@ -249,7 +245,7 @@ def _weights(
     text_tower: TextTowerCheckpoint | None,
     reductions: Reductions,
 ) -> WeightPlan:
-    """Where every tensor that a graph needs will lie in the bundle."""
+    """The location in the bundle of every tensor that a graph needs."""
     precisions = options.precisions()
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
     needed += decoder_tensors(config.text)
@@ -261,40 +257,9 @@ def _weights(
     return plan_weights(sources, needed, precisions, scaled)
 
 
-def _check_text_tower(tower: TextTowerCheckpoint | None, reductions: Reductions) -> None:
-    if tower is not None:
-        check_activation(tower.spec.activation)
-    elif reductions.needs.text_tower:
-        raise RequestError(f"cdpruner:text=tower needs CLIP's text tower, which no LLaVA holds; add {TEXT_TOWER_FIX}")
-
-
-def _template(checkpoint: Checkpoint, options: ExportOptions, family: Family) -> str | None:
-    """The chat template, with what the family's processor in transformers adds to a prompt; None: as it is found."""
-    if options.template is None and checkpoint.original is not None:
-        return checkpoint.original.template
-    if family.template is None:
-        return options.template
-    return family.template(options.template if options.template is not None else read_template(checkpoint.folder))
-
-
-def _check_libraries() -> None:
-    """Fail now if a library that the last step of an export needs is missing."""
-    for name in ("torch", "transformers"):
-        if find_spec(name) is None:
-            raise DeviceError(f'exporting needs {name}; pip install "vtx-edge[export]"')
-
-
 def demo_checkpoint() -> Path:
     """The built-in demo model, a small LLaVA in Hugging Face's layout."""
     return Path(str(files("vtx.exporter") / "demo_model"))
-
-
-def _check_ks(ks: Sequence[int], layers: int) -> None:
-    for k in ks:
-        if not 2 <= k <= layers:
-            raise RequestError(f"K = {k} is outside 2..{layers}; K is the first layer without vision tokens")
-    if len(set(ks)) != len(ks):
-        raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each only once")
 
 
 def _context(requested: int | None, config: ModelConfig) -> int:
@@ -311,7 +276,7 @@ def _context(requested: int | None, config: ModelConfig) -> int:
 
 
 def load_template(path: Path) -> str:
-    """The chat template in a file, or one of original LLaVA's by its name where there is no such file."""
+    """The chat template in a file, or one of original LLaVA's by its name if there is no such file."""
     if str(path) in TEMPLATES and not path.exists():
         return TEMPLATES[str(path)]
     try:

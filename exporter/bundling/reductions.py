@@ -44,7 +44,13 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
             raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
         specs.append(canonical)
         needs |= Policy(parts).needs()
-    _check_both(needs, config)
+    # One vision graph serves all variants, so the merging of one changes the attention that another reads.
+    too_early = needs.attention and max(config.feature_layers) < 2
+    if needs.merging and (too_early or (needs.last_attention and config.vision.layers < 2)):
+        raise UnsupportedModelError(
+            "merging and the class token's attention need two layers of the tower, and the model uses one; "
+            "leave out merging (tau=off) or key tokens (key=0)"
+        )
     return Reductions(tuple(specs), needs)
 
 
@@ -70,13 +76,3 @@ def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
                 f"{part.name} merges patches after the tower's first layer, and the model also uses the hidden "
                 "states before it (vision_feature_layer 0); leave merging out (mustdrop:...,tau=off)"
             )
-
-
-def _check_both(needs: Needs, config: ModelConfig) -> None:
-    """One vision graph serves all variants, so the merging of one changes the attention that another reads."""
-    too_early = needs.attention and max(config.feature_layers) < 2
-    if needs.merging and (too_early or (needs.last_attention and config.vision.layers < 2)):
-        raise UnsupportedModelError(
-            "merging and the class token's attention need two layers of the tower, and the model uses one; "
-            "leave out merging (tau=off) or key tokens (key=0)"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +15,9 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import seal_manifest
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec
+from vtx.runtime.units import Progress
 from vtx.tools.data.items import Data
 
-Report = Callable[[str, int, int], None]
 SAMPLES = 20
 STEPS = 24  # the most specs that are tried
 CLOSE = 0.5  # tokens; the search stops when it is this near
@@ -44,16 +44,7 @@ class Retain:
             raise RequestError(f"--retain is {self.tokens}; it must be a number of vision tokens above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The spec that keeps `tokens` image tokens, by the `factor` on the thresholds that were given."""
-
-    spec: str
-    tokens: float
-    factor: float
-
-
-def settle(folder: Path, retain: Retain, report: Report) -> Settled:
+def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
     """Find the thresholds with the bundle in `folder` and write the spec with them into its manifest.
 
     Raises:
@@ -62,69 +53,72 @@ def settle(folder: Path, retain: Retain, report: Report) -> Settled:
     """
     model = load(folder)
     manifest = model.manifest
-    settled = _ThresholdSearch(model, retain, parse(manifest.reductions[0]), report).find()
+    best = _ThresholdSearch(model, retain, report).find()
     record = {
         "asked": retain.tokens,
-        "found": settled.tokens,
-        "factor": settled.factor,
+        "found": best.tokens,
+        "factor": best.factor,
         "start": manifest.reductions[0],
         "data": retain.data.source,
         "questions": len(retain.data.items),
     }
-    changed = dataclasses.replace(
-        manifest,
-        reductions=(settled.spec, *manifest.reductions[1:]),
-        record={**manifest.record, "retain": record},
-    )
+    reductions = (best.spec, *manifest.reductions[1:])
+    changed = dataclasses.replace(manifest, reductions=reductions, record={**manifest.record, "retain": record})
     seal_manifest(folder, changed)
-    return settled
 
 
 def _with_thresholds(parts: Sequence[Reduction]) -> Reduction | None:
     return next((part for part in parts if part.thresholds), None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The image tokens that a spec keeps whose thresholds are the given ones times `factor`."""
+
+    spec: str
+    tokens: float
+    factor: float
+
+
 class _ThresholdSearch:
     """Bisection on the logarithm of the factor; the mean falls as the factor grows."""
 
-    def __init__(self, model: Model, retain: Retain, parts: Sequence[Reduction], report: Report) -> None:
-        part = _with_thresholds(parts)
+    def __init__(self, model: Model, retain: Retain, report: Progress) -> None:
+        self._model, self._retain, self._report, self._tried = model, retain, report, 0
+        self._parts = parse(model.manifest.reductions[0])
+        part = _with_thresholds(self._parts)
         assert part is not None
-        self._model, self._retain, self._parts, self._part = model, retain, parts, part
-        self._report, self._tried = report, 0
+        self._part = part
+        self._starts: dict[str, float] = {name: getattr(part, name) for name in part.thresholds}
 
-    def find(self) -> Settled:
-        most, least = (self._mean(self._spec(dict.fromkeys(self._part.thresholds, limit))) for limit in (OPEN, SHUT))
-        if not least <= self._retain.tokens <= most:
+    def find(self) -> _Trial:
+        """The trial nearest to the wanted number of tokens."""
+        target = self._retain.tokens
+        most, least = (self._mean(self._spec(dict.fromkeys(self._starts, limit))) for limit in (OPEN, SHUT))
+        if not least <= target <= most:
             raise RequestError(
-                f"--retain {self._retain.tokens:g} cannot be reached: on {self._retain.data.source} the thresholds of "
+                f"--retain {target:g} cannot be reached: on {self._retain.data.source} the thresholds of "
                 f"{self._part.name} keep from {least:.1f} to {most:.1f} vision tokens; name a number in that "
                 "range, or change key=, layers= or tau="
             )
-        best = self._try(1.0)
-        low, high = self._bracket(best)
-        while self._tried < STEPS and abs(best.tokens - self._retain.tokens) > CLOSE and high / low > 1.001:
+        best = trial = self._try(1.0)
+        # Two factors, of which the first keeps more tokens than the target and the second no more.
+        lowest, highest, too_many = 1e-6, SHUT / min(self._starts.values()), best.tokens > target
+        last = 1.0
+        while (trial.tokens > target) == too_many and lowest < trial.factor < highest:
+            last = trial.factor
+            trial = self._try(min(last * 4, highest) if too_many else max(last / 4, lowest))
+        low, high = (last, trial.factor) if too_many else (trial.factor, last)
+        while self._tried < STEPS and abs(best.tokens - target) > CLOSE and high / low > 1.001:
             middle = self._try(math.sqrt(low * high))
-            low, high = (middle.factor, high) if middle.tokens > self._retain.tokens else (low, middle.factor)
-            best = min(best, middle, key=lambda settled: abs(settled.tokens - self._retain.tokens))
+            low, high = (middle.factor, high) if middle.tokens > target else (low, middle.factor)
+            best = min(best, middle, key=lambda trial: abs(trial.tokens - target))
         self._report("thresholds", 1, 1)
         return best
 
-    def _bracket(self, start: Settled) -> tuple[float, float]:
-        """Two factors, of which the first keeps more tokens than the target and the second no more."""
-        target = self._retain.tokens
-        lowest, highest = 1e-6, SHUT / min(getattr(self._part, name) for name in self._part.thresholds)
-        tried, last = start, start.factor
-        while (tried.tokens > target) == (start.tokens > target) and lowest < tried.factor < highest:
-            last = tried.factor
-            factor = min(last * 4, highest) if start.tokens > target else max(last / 4, lowest)
-            tried = self._try(factor)
-        return (last, tried.factor) if start.tokens > target else (tried.factor, last)
-
-    def _try(self, factor: float) -> Settled:
-        starts = {name: getattr(self._part, name) for name in self._part.thresholds}
-        tried = self._spec({name: float(f"{start * factor:.{DIGITS}g}") for name, start in starts.items()})
-        return Settled(tried, self._mean(tried), factor)
+    def _try(self, factor: float) -> _Trial:
+        spec = self._spec({name: float(f"{start * factor:.{DIGITS}g}") for name, start in self._starts.items()})
+        return _Trial(spec, self._mean(spec), factor)
 
     def _spec(self, thresholds: Mapping[str, float]) -> str:
         """The spec with these thresholds."""

@@ -13,14 +13,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from vtx.exporter.weights.journal import key_in
 from vtx.runtime.bundle.bundle import MANIFEST
+from vtx.runtime.bundle.seal import unseal
 from vtx.runtime.errors import ExportError
-from vtx.tools.common.files import sync_file
 from vtx.tools.common.lock import locked, open_directory
 
 
 def check_target(out: Path, force: bool) -> None:
-    """Raise ExportError where a bundle cannot be put at `out`."""
+    """Raise ExportError if a bundle cannot be written to `out`."""
     if not out.exists() and not out.is_symlink():
         return
     replaceable = out.is_dir() and not out.is_symlink() and ((out / MANIFEST).is_file() or not any(out.iterdir()))
@@ -31,14 +32,15 @@ def check_target(out: Path, force: bool) -> None:
 
 
 def make_folder(folder: Path) -> None:
+    """Create a directory and its parents. Raises ExportError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ExportError(f"cannot make the directory {folder} ({e.strerror}); name another --out") from e
+        raise ExportError(f"cannot create the directory {folder} ({e.strerror}); name another --out") from e
 
 
 def set_back_after_killed(out: Path) -> None:
-    """Restore the bundle that a killed export had set aside."""
+    """Restore the bundle that a killed export had moved away."""
     for old in out.parent.glob(f".{glob.escape(out.name)}.replaced-*"):
         set_back(old, out)
 
@@ -56,7 +58,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock of `folder` while it is open; None where it cannot be had."""
+    """A descriptor that holds the lock of `folder` while it is open; None if another process holds it."""
     try:
         descriptor = open_directory(folder)
     except OSError:
@@ -69,15 +71,15 @@ def _lock(folder: Path) -> int | None:
 
 
 @contextmanager
-def building(out: Path, can_resume: Callable[[Path], bool], say: Callable[[str], None]) -> Iterator[Path]:
-    """A hidden sibling of `out` to build in: an interrupted export's where `can_resume` allows, else a new one.
+def building(out: Path, key: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """A hidden sibling of `out` to build in: the one of an interrupted export with the same `key`, else a new one.
 
     An interruption leaves it for the next export to `out`; an error leaves nothing.
     """
     folder, lock, keep = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None, False
     try:
         with alone_in(out.parent):
-            left = _left_by_another(out, can_resume, say)
+            left = _interrupted(out, key, say)
             if left:
                 folder, lock = left
             else:
@@ -101,16 +103,16 @@ def building(out: Path, can_resume: Callable[[Path], bool], say: Callable[[str],
             os.close(lock)
 
 
-def _left_by_another(
-    out: Path, can_resume: Callable[[Path], bool], say: Callable[[str], None]
-) -> tuple[Path, int] | None:
+def _interrupted(out: Path, key: str, say: Callable[[str], None]) -> tuple[Path, int] | None:
     """The directory of an interrupted export that can be resumed, and its lock; every other one is removed."""
     resumable: tuple[Path, int] | None = None
     for folder in sorted(out.parent.glob(f".{glob.escape(out.name)}.partial-*")):
         lock = _lock(folder)
         if lock is None:
             continue
-        if resumable is None and can_resume(folder):
+        if resumable is None and key_in(folder) == key:
+            (folder / MANIFEST).unlink(missing_ok=True)
+            unseal(folder / MANIFEST)
             resumable = folder, lock
             continue
         if resumable is None:
@@ -138,7 +140,7 @@ def left_bytes(out: Path, names: Collection[str]) -> int:
 def put_in_place(folder: Path, out: Path, force: bool) -> None:
     """Rename the complete bundle to `out`; the one it replaces is removed only afterwards.
 
-    Without `force` the rename fails where another export finished first.
+    Without `force` the rename fails if another export finished first.
     """
     old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}")
     try:
@@ -159,7 +161,7 @@ def put_in_place(folder: Path, out: Path, force: bool) -> None:
 
 
 def set_back(old: Path, out: Path) -> None:
-    """Rename the bundle `old` back to `out` where that is free, else remove it."""
+    """Rename the bundle `old` back to `out` if that is free, else remove it."""
     if (old / MANIFEST).is_file():
         with suppress(OSError):
             old.rename(out)
@@ -172,9 +174,3 @@ def _remove(folder: Path) -> None:
     with suppress(OSError):
         (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """Sync all files to the disk before the rename that makes them a bundle."""
-    for path in [*folder.rglob("*"), folder]:
-        sync_file(path)

@@ -30,11 +30,11 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import CheckpointError, RequestError
+from vtx.runtime.units import Progress
 from vtx.tools.data.items import Data, plain
 from vtx.tools.data.journal import ResultJournal
 
 LOGITS = 1 << 25  # logits computed at a time
-Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def predict_memory(source: Source, items: Sequence[PreparedItem], options: Calib
 
 
 def calibrate(
-    source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Report = lambda *_: None
+    source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Progress = lambda *_: None
 ) -> Measurement:
     """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,8 +24,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.strict import json_value
-
-Report = Callable[[str, int, int], None]
+from vtx.runtime.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def _made_from(manifest: Manifest) -> str:
 
 
 @contextmanager
-def answering(source: OpenedModel, folder: Path, report: Report) -> Iterator[Model]:
+def answering(source: OpenedModel, folder: Path, report: Progress) -> Iterator[Model]:
     """The model as the runtime answers with it; a checkpoint is exported to a temporary bundle in `folder`."""
     if isinstance(source.origin, Bundle):
         yield load(source.origin.folder)

@@ -17,11 +17,10 @@ from vtx.exporter.gates.report import GatesReport, HeldOut, Training, judge
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, WorkDirectory, make_shards
 from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
+from vtx.runtime.units import Progress
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import SCENES, read_data
 from vtx.tools.data.split import split_items
-
-Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class TrainOptions:
                 raise RequestError(f"{name} is {value}; it must be at least 1")
 
 
-def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Report) -> GatesReport:
+def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Progress) -> GatesReport:
     """Write the gate file `out`, and beside it its report as .json and .png; return the report.
 
     Measurements stay in `work_folder`: an interrupted run resumes from there, and one with other fitting options
@@ -104,7 +103,7 @@ def disk_bytes(source: Source, shards: Sequence[Shard]) -> int:
     return sum(len(shard.items) for shard in shards) * text.layers * (8 * text.hidden + 16)
 
 
-def _measure(options: TrainOptions, source: Source, work: WorkDirectory, report: Report) -> None:
+def _measure(options: TrainOptions, source: Source, work: WorkDirectory, report: Progress) -> None:
     missing = sum(len(shard.items) for shard in work.missing())
     count = _counter(report, "items", missing)
     if options.ray_address is None:
@@ -117,7 +116,7 @@ def _measure(options: TrainOptions, source: Source, work: WorkDirectory, report:
     measure_on_cluster(options.ray_address, origin, options.measure, work, count)
 
 
-def _counter(report: Report, phase: str, total: int) -> Callable[[int], None]:
+def _counter(report: Progress, phase: str, total: int) -> Callable[[int], None]:
     done = 0
 
     def count(more: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from vtx.exporter.calibration.choosing import Choosing, Point, choose_by_accurac
 from vtx.exporter.calibration.measurement import Measurement
 from vtx.exporter.calibration.report import CalibrationReport, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
+from vtx.runtime.units import Progress
 from vtx.tools.data.items import Data, Item
 
 MAX_DROP = 1.0  # percentage points
-Report = Callable[[str, int, int], None]
 
 
 def judge(
-    before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Report
+    before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Progress
 ) -> dict[str, Any]:
     """Curves of both over K, the earliest K within a point of full depth, and what full depth lost.
 
@@ -40,7 +40,7 @@ def judge(
     return compared(reports["before"], reports["after"])
 
 
-def _phase(report: Report, name: str) -> Report:
+def _phase(report: Progress, name: str) -> Progress:
     return lambda phase, done, total: report(name if phase == "measuring" else phase, done, total)
 
 

@@ -28,7 +28,7 @@ from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
-from vtx.runtime.units import size
+from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import write_json
 from vtx.tools.common.memory import peak
 from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, read_data
@@ -41,7 +41,6 @@ BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weig
 ADAM_BYTES = 16  # of a weight that learns: itself, its gradient and two moments in float32
 KEPT = 8  # hidden-sized and a few FFN-sized tensors that one layer keeps for its backward pass
 LOGITS = 4  # float32 tensors of the vocabulary's width in the loss, each with a gradient
-Report = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
 
@@ -58,7 +57,7 @@ class Workspace:
     dtype: torch.dtype
 
 
-def tune(options: TuneOptions, out: Path, report: Report, say: Say) -> dict[str, Any]:
+def tune(options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[str, Any]:
     """Tune a checkpoint into the directory `out` and return the report, which is also written there.
 
     `out` gets `merged` (a checkpoint), `adapter` (unless whole layers learn), `log.csv`, `report.json`, and what an
@@ -74,7 +73,7 @@ def tune(options: TuneOptions, out: Path, report: Report, say: Say) -> dict[str,
     return run(open_workspace(options, out, say), options, out, report, say)
 
 
-def run(work: Workspace, options: TuneOptions, out: Path, report: Report, say: Say) -> dict[str, Any]:
+def run(work: Workspace, options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[str, Any]:
     """As `tune`, of a workspace that has been opened."""
     decoder = WithdrawingDecoder(
         work.source.config.text,
@@ -153,7 +152,12 @@ def _accelerator() -> Any:
 
 
 def _teacher_answers(
-    work: Workspace, decoder: WithdrawingDecoder, encoder: ImageEncoder, options: TuneOptions, out: Path, report: Report
+    work: Workspace,
+    decoder: WithdrawingDecoder,
+    encoder: ImageEncoder,
+    options: TuneOptions,
+    out: Path,
+    report: Progress,
 ) -> dict[int, Ids]:
     """The untuned model's greedy answer to every question without one, kept in `out` as they are made."""
     missing = [n for n, question in enumerate(work.questions) if question.answer is None]
@@ -172,7 +176,7 @@ def _teacher_answers(
 
 def _generate(
     work: Workspace, decoder: WithdrawingDecoder, encoder: ImageEncoder, options: TuneOptions, journal: ResultJournal,
-    digests: dict[int, str], report: Report,
+    digests: dict[int, str], report: Progress,
 ) -> None:  # fmt: skip
     """Answers that the journal does not hold; questions that share a prefix share its computation."""
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -232,7 +236,7 @@ def learning_weights(model: ModelSize, options: TuneOptions) -> int:
 
 def _finish(
     options: TuneOptions, work: Workspace, decoder: WithdrawingDecoder, rows: Sequence[Row], steps: int, out: Path,
-    report: Report,
+    report: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """Write adapters and checkpoint, judge the checkpoint, and write what came of it into its card and the report."""
     changed = Changed.of(decoder, work.source)

@@ -19,7 +19,7 @@ import click
 from vtx.runtime.errors import VtxError, printable
 from vtx.runtime.interrupts import INTERRUPTED, Interruptible
 from vtx.runtime.process import leave_on_success, own_process, succeed
-from vtx.runtime.units import size
+from vtx.runtime.units import Progress, size
 
 COLUMN_GAP = 3  # of blanks
 
@@ -135,7 +135,7 @@ require_signature_option = click.option(
 
 
 @contextmanager
-def bar(in_bytes: Collection[str] = ()) -> Iterator[Callable[[str, int, int], None]]:
+def bar(in_bytes: Collection[str] = ()) -> Iterator[Progress]:
     """Progress bars on stderr, one for each phase: amount, elapsed time, and time left at the pace so far.
 
     `in_bytes` names the phases whose amounts are bytes.
