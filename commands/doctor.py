@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +61,7 @@ def doctor(
         from vtx.runtime.report.traces.record import write_traces as record
 
         with bar() as progress:
-            traces = record(loading.load(Path(bundle)), write_traces, partial(progress, "cases"))
+            traces = record(loading.load(Path(bundle)), write_traces, progress)
         asked = sum(len(case.questions) for case in traces.cases)
         click.echo(
             f"wrote {len(traces.cases)} cases of {asked} questions to {write_traces}, on {traces.device} in "
@@ -114,9 +113,7 @@ def _check_traces(folder: str, traces: Path, loading: Loading, *, as_json: bool)
     from vtx.runtime.report.doctor import check_traces
 
     with bar() as progress:
-        report = check_traces(
-            folder, traces, loading.device, loading.compute, loading.require_signature, partial(progress, "cases")
-        )
+        report = check_traces(folder, traces, loading.device, loading.compute, loading.require_signature, progress)
     if as_json:
         say_json(report.to_dict())
     else:

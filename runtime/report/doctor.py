@@ -1,10 +1,9 @@
-"""What `vtx-doctor` reports: this machine and its devices, and whether a bundle computes what was exported."""
+"""The reports of `vtx-doctor`: this machine and its devices, and a bundle compared with its export."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,15 +20,15 @@ from vtx.runtime.precision import ARITHMETIC
 from vtx.runtime.report.golden import Check, check_golden, choice_limit, logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.files import read_index
-from vtx.runtime.report.traces.record import Progress, write_traces
-from vtx.runtime.units import size
+from vtx.runtime.report.traces.record import write_traces
+from vtx.runtime.units import Progress, size
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "safetensors", "huggingface-hub")
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFact:
-    """One line about this machine; `ok` is False where it keeps vtx from running."""
+    """One line about this machine; `ok` is False if it keeps vtx from running."""
 
     name: str
     value: str
@@ -38,7 +37,7 @@ class MachineFact:
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """The machine, every device that vtx knows, and what keeps vtx from running."""
+    """The machine, every device that vtx knows, and the problems that keep vtx from running."""
 
     device: Device
     facts: tuple[MachineFact, ...]
@@ -46,7 +45,7 @@ class MachineReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One line each; empty where at least one device's library is installed and nothing is broken."""
+        """One line each; empty if at least one device's library is installed and nothing is broken."""
         broken = tuple(f"{fact.name}: {fact.value}" for fact in self.facts if not fact.ok)
         if any(state.installed for state in self.devices):
             return broken
@@ -71,7 +70,7 @@ class MachineReport:
 
 @dataclass(frozen=True, slots=True)
 class BundleReport:
-    """One bundle computed again: where, and each comparison with what its export recorded."""
+    """One bundle computed again: the device, and each comparison with the record of its export."""
 
     bundle: str
     files: int
@@ -94,19 +93,43 @@ class BundleReport:
 
 
 def look_at_machine(device: Device | None = None) -> MachineReport:
-    """Everything that decides what vtx can do here; `device` is what `recognise` gives unless it is passed."""
+    """All facts that decide what vtx can do here; `device` is the result of `recognise` unless it is passed."""
     device = device or recognise()
-    facts = (
+    free, swapped = available_memory(), swap()
+    swapping = "" if swapped is None else f", {size(swapped)} of swap" if swapped else ", no swap"
+    facts = [
         MachineFact("vtx", version("vtx-edge") or "not installed as a package"),
         MachineFact("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         MachineFact("processor", f"{_processor()}, {os.cpu_count()} cores"),
-        MachineFact("memory", _memory()),
-        _confinement(),
-        *_hardware(device),
-        *_two_onnxruntimes(),
-        _export_extra(),
-    )
-    return MachineReport(device, facts, tuple(engine.load().state(device) for engine in ENGINES.values()))
+        MachineFact("memory", ("unknown" if free is None else f"{size(free)} available") + swapping),
+    ]
+    try:
+        held = ", ".join(confinement()) or "time limits only: untrusted files are parsed less safely"
+        facts.append(MachineFact("confinement", held))
+    except VtxError as error:
+        facts.append(MachineFact("confinement", str(error), ok=False))
+    profile = f"profile {device.profile}" if device.profile else "no profile of vtx fits"
+    if device.jetson:
+        j = device.jetson
+        parts = [j.model, f"module {j.module or 'unknown'}", "CPU and GPU share the memory", profile]
+        jetpack = f"JetPack {j.jetpack or 'unknown'} (Linux for Tegra {j.l4t or 'unknown'})"
+        facts.append(MachineFact("Jetson", ", ".join(parts)))
+        facts.append(MachineFact("JetPack", f"{jetpack}, TensorRT {j.tensorrt or 'not installed'}"))
+    else:
+        for number, g in enumerate(device.gpus):
+            value = f"{g.name} ({g.sm}), {size(g.memory)}, its driver supports CUDA {g.cuda[0]}.{g.cuda[1]}, {profile}"
+            facts.append(MachineFact("GPU" if len(device.gpus) == 1 else f"GPU {number}", value))
+    cpu, gpu = version("onnxruntime"), version("onnxruntime-gpu")
+    if cpu and gpu:  # they overwrite each other's files
+        fix = 'pip uninstall -y onnxruntime onnxruntime-gpu, then pip install "vtx-edge[cpu]" or "vtx-edge[gpu]"'
+        both = f"both onnxruntime {cpu} and onnxruntime-gpu {gpu} are installed: {fix}"
+        facts.append(MachineFact("onnxruntime", both, ok=False))
+    packages = {package: version(package) for package in EXPORT_PACKAGES}
+    missing = ", ".join(package for package, number in packages.items() if number is None)
+    export = ", ".join(f"{package} {number}" for package, number in packages.items())
+    export = f'not possible without {missing}: pip install "vtx-edge[export]"' if missing else export
+    facts.append(MachineFact("export", export))
+    return MachineReport(device, tuple(facts), tuple(engine.load().state(device) for engine in ENGINES.values()))
 
 
 def _processor() -> str:
@@ -119,71 +142,17 @@ def _processor() -> str:
     return platform.processor() or "unknown processor"
 
 
-def _memory() -> str:
-    free, swapped = available_memory(), swap()
-    swapping = "" if swapped is None else f", {size(swapped)} of swap" if swapped else ", no swap"
-    return ("unknown" if free is None else f"{size(free)} available") + swapping
-
-
-def _confinement() -> MachineFact:
-    """What holds the child processes that parse files of strangers."""
-    try:
-        held = confinement()
-    except VtxError as error:
-        return MachineFact("confinement", str(error), ok=False)
-    return MachineFact("confinement", ", ".join(held) or "time limits only: untrusted files are parsed less safely")
-
-
-def _hardware(device: Device) -> list[MachineFact]:
-    """The Jetson, or each NVIDIA GPU."""
-    profile = f"profile {device.profile}" if device.profile else "no profile of vtx fits"
-    if device.jetson:
-        j = device.jetson
-        parts = [j.model, f"module {j.module or 'unknown'}", "CPU and GPU share the memory", profile]
-        jetpack = f"JetPack {j.jetpack or 'unknown'} (Linux for Tegra {j.l4t or 'unknown'})"
-        return [
-            MachineFact("Jetson", ", ".join(parts)),
-            MachineFact("JetPack", f"{jetpack}, TensorRT {j.tensorrt or 'not installed'}"),
-        ]
-    names = ["GPU"] if len(device.gpus) == 1 else [f"GPU {number}" for number in range(len(device.gpus))]
-    return [
-        MachineFact(name, f"{g.name} ({g.sm}), {size(g.memory)}, its driver supports CUDA {_dotted(g.cuda)}, {profile}")
-        for name, g in zip(names, device.gpus, strict=True)
-    ]
-
-
-def _dotted(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"
-
-
-def _two_onnxruntimes() -> list[MachineFact]:
-    """A problem where both packages are there: they overwrite each other's files."""
-    cpu, gpu = version("onnxruntime"), version("onnxruntime-gpu")
-    if not (cpu and gpu):
-        return []
-    fix = 'pip uninstall -y onnxruntime onnxruntime-gpu, then pip install "vtx-edge[cpu]" or "vtx-edge[gpu]"'
-    return [MachineFact("onnxruntime", f"both onnxruntime {cpu} and onnxruntime-gpu {gpu} are installed: {fix}", False)]
-
-
-def _export_extra() -> MachineFact:
-    packages = {package: version(package) for package in EXPORT_PACKAGES}
-    missing = [package for package, number in packages.items() if number is None]
-    if missing:
-        return MachineFact("export", f'not possible without {", ".join(missing)}: pip install "vtx-edge[export]"')
-    return MachineFact("export", ", ".join(f"{package} {number}" for package, number in packages.items()))
-
-
 # --- a bundle -------------------------------------------------------------------------------------
 
 
-def altered_files(bundle: Bundle, report: Callable[[str, int, int], None]) -> list[str]:
-    """What is wrong with each file that is not as it was exported; `report` gets the bytes that are hashed."""
+def altered_files(bundle: Bundle, progress: Progress) -> list[str]:
+    """The problem of each file that is not as exported; `progress` gets the bytes that are hashed."""
     total, done = sum(record.bytes for record in bundle.manifest.files.values()), 0
 
     def hashed(count: int) -> None:
         nonlocal done
         done += count
-        report("checksums", done, total)
+        progress("checksums", done, total)
 
     return [problem for _, problem in bundle.verify(hashed) if problem]
 
@@ -191,7 +160,7 @@ def altered_files(bundle: Bundle, report: Callable[[str, int, int], None]) -> li
 def check_traces(
     folder: str, given: Path, device: str, compute: str | None, require_signature: Path | None, progress: Progress
 ) -> BundleReport:
-    """Write a bundle's traces anew on a device and judge those in `given` by them."""
+    """Write a bundle's traces again on a device and judge the traces in `given` by them."""
     model = load(folder, device=device, compute=compute, require_signature=require_signature)
     theirs = read_index(given).compute
     if theirs not in ARITHMETIC:

@@ -24,7 +24,7 @@ QUESTION = "What is in the picture?"
 FEATURE_TOKENS = 8  # whose vision features are kept
 DECODED_TOKENS = 128  # the image's first ones, with which the decoder is checked: that bounds an export's cost
 PIXEL_TOLERANCE = 1e-5
-# Engines round what enters integer matrices each in their own way: tokens of nearly equal scores may change places.
+# Engines round the inputs of integer matrices differently: the choice among tokens of nearly equal scores may differ.
 OTHER_CHOICES = 0.25
 MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
 

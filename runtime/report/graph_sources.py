@@ -51,7 +51,7 @@ class GraphPart:
 
 
 class GraphSource(Protocol):
-    """The graphs of one dialect, wherever they are computed."""
+    """The graphs of one dialect, and the means to compute them."""
 
     name: str
     dialect: str
@@ -93,7 +93,7 @@ def graph_file(manifest: Manifest, dialect: str, part: GraphPart) -> str:
 
 
 class DialectSource:
-    """Graphs of one dialect on onnxruntime's CPU provider; each is loaded when it is run, and given back after."""
+    """Graphs of one dialect on onnxruntime's CPU provider; each is loaded to be run, then released."""
 
     compute = "f32"
 
@@ -114,9 +114,26 @@ class DialectSource:
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         if part.kind == STAGE:
-            return self._in_float32(self._stage(part.number, inputs), inputs)
+            count, values = len(inputs[names.HIDDEN]), dict[str, NDArray[Any]]()
+            for name, value in self._stage(part.number, inputs).items():
+                values[name] = value
+                if value.ndim == 4:  # K or V: the filled slots
+                    values[name] = value[:, :, :count].astype(np.float32)
+                    if self._scales:
+                        layer = int(name.rsplit(".", 1)[1])
+                        is_key = name == names.present_key(layer)
+                        values[name] *= self._scales[(names.key_scale if is_key else names.value_scale)(layer)]
+            last = [name for name in (names.QUERY, names.HIDDEN_OUT) if name in values]
+            return {name: values[name] for name in (*(n for n in values if n not in last), *last)}
         if part.kind == SCORE:
-            return self._score(part.number, inputs)
+            layer = self._manifest.stages[part.number].last
+            outputs, count = self._stage(part.number, inputs), len(inputs[names.HIDDEN])
+            feeds = {names.QUERY: outputs[names.QUERY], names.KEY: outputs[names.present_key(layer)]}
+            feeds[names.TOTAL_SLOTS] = np.array([count], np.int32)
+            if self._scales:
+                feeds[names.KEY_SCALE] = self._scales[names.key_scale(layer)]
+            assert self._graphs.score is not None
+            return {name: value[:count] for name, value in self._session_run(self._graphs.score, feeds).items()}
         if part.kind == VISION:
             extras = contract.vision_extras(self._manifest, self.dialect, {})
             return {names.FEATURES: ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})).hidden}
@@ -130,8 +147,8 @@ class DialectSource:
         empty = np.zeros((1, model.kv_heads, slots, model.head_dim), self._kv_type)
         layers = range(stage.first, stage.last + 1)
         caches = {name(n): empty for n in layers for name in (names.past_key, names.past_value)}
-        told = {names.LAST_SLOT: count - 1, names.TOTAL_SLOTS: count}
-        numbers = {name: np.array([told[name]], np.int32) for name in names.SLOTS[self.dialect]}
+        slot_numbers = {names.LAST_SLOT: count - 1, names.TOTAL_SLOTS: count}
+        numbers = {name: np.array([slot_numbers[name]], np.int32) for name in names.SLOTS[self.dialect]}
         scales = {
             name(n): self._scales[name(n)]
             for n in layers if self._scales
@@ -141,32 +158,6 @@ class DialectSource:
         return self._session_run(
             self._graphs.stages[number], {**inputs, **positions, **self._rope, **caches, **numbers, **scales}
         )
-
-    def _in_float32(self, outputs: Tensors, inputs: Tensors) -> dict[str, NDArray[Any]]:
-        """The outputs layer by layer, the slots that are filled, K and V as numbers."""
-        count, values = len(inputs[names.HIDDEN]), {}
-        for name, value in outputs.items():
-            if value.ndim == 4:
-                filled = value[:, :, :count].astype(np.float32)
-                values[name] = filled * self._scale_of(name) if self._scales else filled
-            else:
-                values[name] = value
-        last = [name for name in (names.QUERY, names.HIDDEN_OUT) if name in values]
-        return {name: values[name] for name in (*(n for n in values if n not in last), *last)}
-
-    def _scale_of(self, present: str) -> NDArray[np.float32]:
-        layer = int(present.rsplit(".", 1)[1])
-        return self._scales[names.key_scale(layer) if present == names.present_key(layer) else names.value_scale(layer)]
-
-    def _score(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
-        stage = self._manifest.stages[number]
-        outputs, count = self._stage(number, inputs), len(inputs[names.HIDDEN])
-        feeds = {names.QUERY: outputs[names.QUERY], names.KEY: outputs[names.present_key(stage.last)]}
-        feeds[names.TOTAL_SLOTS] = np.array([count], np.int32)
-        if self._scales:
-            feeds[names.KEY_SCALE] = self._scales[names.key_scale(stage.last)]
-        assert self._graphs.score is not None
-        return {name: value[:count] for name, value in self._session_run(self._graphs.score, feeds).items()}
 
     def _session_run(self, graph: str, inputs: Tensors) -> dict[str, NDArray[Any]]:
         try:
@@ -180,7 +171,7 @@ class DialectSource:
 
 
 class BackendSource:
-    """The graphs that a device answers with."""
+    """The graphs of a device's backend."""
 
     def __init__(self, backend: Backend) -> None:
         self.name, self.dialect, self.compute = backend.device, backend.dialect, backend.compute
@@ -198,10 +189,10 @@ class BackendSource:
         if part.kind == GATE:
             return {names.ODDS: backend.gate(part.number, hidden)}
         cache = backend.stage(part.number, len(hidden))
-        further = {
+        extras = {
             name.removeprefix(names.TOKEN_INPUT): x for name, x in inputs.items() if name.startswith(names.TOKEN_INPUT)
         }
-        out = np.array(cache.append(TokenStates(hidden, further), np.arange(len(hidden)), query=part.kind == SCORE))
+        out = np.array(cache.append(TokenStates(hidden, extras), np.arange(len(hidden)), query=part.kind == SCORE))
         if part.kind == STAGE:
             return {names.HIDDEN_OUT: out}
         total, largest = cache.attention()

@@ -1,4 +1,4 @@
-"""What is in a bundle, as plain data: for `vtx-inspect`, and for anyone who reads its JSON."""
+"""The contents of a bundle as data for `vtx-inspect` and its JSON."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     vision, (height, width) = min(manifest.layout.max_tokens, manifest.max_context - 1), manifest.image.sides
     rest = max(0, manifest.max_context - vision)
     depths: list[int | None] = [None, *manifest.variants]
+    aware = manifest.record.get("activation_aware")  # the questions by whose activations channels were scaled
+    measured = aware.get("items") if isinstance(aware, dict) else None
     views = read_layout(manifest.layout, model.tower).max_views
     return {
         "bundle": str(bundle.folder),
@@ -46,7 +48,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         **({} if manifest.video is None else {"video": dataclasses.asdict(manifest.video.layout)}),
         "max_context": manifest.max_context,
         "default_k": manifest.default_k,
-        "activation_aware": _questions_measured(manifest),
+        "activation_aware": measured if isinstance(measured, int) else None,
         "reductions": list(manifest.reductions),
         "bytes": {"weights": sum(b for n, b in sizes.items() if n.startswith("weights/")), "all": sum(sizes.values())},
         "stages": [
@@ -67,7 +69,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def images_seen(facts: Mapping[str, Any]) -> str:
-    """One line on what the tower gets of an image, and the option that changes it."""
+    """One line on the tower's input for an image, and the option that changes it."""
     image, parameters = facts["image"], facts["layout"]["parameters"]
     if image["height"] is None:
         least, most = (f"{parameters[name]:,}" for name in ("min_pixels", "max_pixels"))
@@ -76,10 +78,3 @@ def images_seen(facts: Mapping[str, Any]) -> str:
     if facts["max_tiles"] > 1:
         return f"images: up to {facts['max_tiles']} tiles of {size}, the whole image in one of them (--max-tiles)"
     return f"images: {size}; other shapes: {image['fit']} (--fit)"
-
-
-def _questions_measured(manifest: Manifest) -> int | None:
-    """How many questions' activations the quantised channels were scaled by; None where they were not."""
-    aware = manifest.record.get("activation_aware")
-    items = aware.get("items") if isinstance(aware, dict) else None
-    return items if isinstance(items, int) else None

@@ -1,9 +1,9 @@
-"""A picture of which patches survive: each image beside one panel per cut, with a legend, drawn with pillow."""
+"""A picture of the patches that survive: each image next to one panel per cut, with a legend, drawn with pillow."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ Panel = tuple[str, Image.Image]
 
 
 def check_shown(policy: Policy, pictures: Sequence[PreparedImage], settings: ImageSettings) -> None:
-    """Raise RequestError where no patch could be drawn."""
+    """Raise RequestError if no patch could be drawn."""
     if not pictures:
         raise RequestError("--show-tokens has nothing to show: there is no image; name one, or leave it out")
     if any(picture.kind == "video" for picture in pictures):
@@ -44,48 +44,36 @@ def check_shown(policy: Policy, pictures: Sequence[PreparedImage], settings: Ima
             "--show-tokens draws a square of patches, and this model's images have any shape; leave it out"
         )
     if not policy.reductions:
-        raise RequestError("--show-tokens has nothing to show without a reduction; add --reduce, as --reduce fastv")
+        raise RequestError("--show-tokens has nothing to show without a reduction; add --reduce, e.g. --reduce fastv")
 
 
 def draw_tokens(
     questions: Sequence[str], answers: Sequence[Stats], pictures: Sequence[PreparedImage], manifest: Manifest
 ) -> Image.Image:
-    """One row for each question and image: the image as the tower sees it, then what is left of it after each cut."""
+    """One row for each question and image: the image as the tower sees it, then its tokens left after each cut."""
     side, rows = manifest.model.tower.grid, list[tuple[str, list[Panel]]]()
     shown = [(q, stats.reduced) for q, stats in zip(questions, answers, strict=True) if stats.reduced is not None]
     for question, report in shown:
         for number, picture in enumerate(pictures):
-            pixels = _pixels(picture, manifest.image)
-            title = question if len(pictures) == 1 else f"image {number + 1}: {question}"
-            rows.append((title, [("the image", _enlarged(pixels)), *_panels(pixels, side, report, number)]))
+            values = picture.pixels.transpose(1, 2, 0) * np.array(manifest.image.std) + np.array(manifest.image.mean)
+            pixels: NDArray[np.float64] = (values / manifest.image.rescale).clip(0, 255)  # as the tower sees them
+            entered, merged = len(report.kept[0].patches[number]), len(report.merged[number])
+            panels = [("the image", _enlarged(pixels))]
+            for kept in report.kept:
+                caption = f"{len(kept.patches[number])} of {entered} enter layer {kept.layer} ({kept.by})"
+                if kept.layer == 1:
+                    caption = f"{entered} tokens enter" + (f", {merged} merged" if merged else "")
+                panels.append((caption, _panel(pixels, side, report, kept, number)))
+            rows.append((question if len(pictures) == 1 else f"image {number + 1}: {question}", panels))
     reports = [report for _, report in shown]
     return _sheet(rows, _legend(any(map(any, (r.merged for r in reports))), any(map(any, (r.keys for r in reports)))))
-
-
-def _pixels(picture: PreparedImage, settings: ImageSettings) -> NDArray[np.float64]:
-    """The picture as the tower sees it, [height, width, 3], 0 to 255."""
-    values = picture.pixels.transpose(1, 2, 0) * np.array(settings.std) + np.array(settings.mean)
-    pixels: NDArray[np.float64] = (values / settings.rescale).clip(0, 255)
-    return pixels
 
 
 # --- panels ---------------------------------------------------------------------------------------
 
 
-def _panels(pixels: NDArray[np.float64], side: int, report: ReductionReport, number: int) -> Iterator[Panel]:
-    for kept in report.kept:
-        yield _caption(report, kept, number), _panel(pixels, side, report, kept, number)
-
-
-def _caption(report: ReductionReport, kept: Kept, number: int) -> str:
-    entered, merged = len(report.kept[0].patches[number]), len(report.merged[number])
-    if kept.layer == 1:
-        return f"{entered} tokens enter" + (f", {merged} merged" if merged else "")
-    return f"{len(kept.patches[number])} of {entered} enter layer {kept.layer} ({kept.by})"
-
-
 def _panel(pixels: NDArray[np.float64], side: int, report: ReductionReport, kept: Kept, number: int) -> Image.Image:
-    """The image, `side` patches a side, with those of `kept` lit; of several views the first, which shows all of it."""
+    """The image, `side` patches a side, `kept` ones lit; of several views the first, which shows all of the image."""
     merged, alive = set(report.merged[number]), {index for index in kept.patches[number] if 0 <= index < side**2}
     lit = np.zeros((side, side), bool)
     for index in alive:
@@ -133,18 +121,15 @@ def _sheet(rows: Sequence[tuple[str, Sequence[Panel]]], legend: Image.Image) -> 
         for column, (caption, image) in enumerate(panels):
             left = MARGIN + column * width
             _write(sheet, (left, top + HEADER), caption, SMALL, image.width)
-            _paste(sheet, image, left, top + HEADER + CAPTION)
+            y = top + HEADER + CAPTION
+            sheet.paste(image, (left, y))
+            ImageDraw.Draw(sheet).rectangle((left - 1, y - 1, left + image.width, y + image.height), outline=EDGE)
     sheet.paste(legend, (MARGIN, sheet.height - LEGEND - MARGIN))
     return sheet
 
 
-def _paste(sheet: Image.Image, image: Image.Image, x: int, y: int) -> None:
-    sheet.paste(image, (x, y))
-    ImageDraw.Draw(sheet).rectangle((x - 1, y - 1, x + image.width, y + image.height), outline=EDGE)
-
-
 def _legend(merged: bool, keys: bool) -> Image.Image:
-    """Each mark in a square, and what it means."""
+    """Each mark in a square, and its meaning."""
     entries = {"lit: goes on": True, "dark: left out": True, "merged window": merged, "key token": keys}
     shown, step, square = [label for label, there in entries.items() if there], 150, LEGEND - 6
     image = Image.new("RGB", (step * len(shown), LEGEND), "white")

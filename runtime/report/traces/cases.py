@@ -13,12 +13,12 @@ from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.report.golden import golden_image
 
-TEXT_TOKENS = 96  # left free beside the images of a prompt, for its text and the tokens of the answer
+TEXT_TOKENS = 96  # left free next to the images of a prompt, for its text and the answer
 
 
 @dataclass(frozen=True, slots=True)
 class TraceCase:
-    """A policy: `k` and `reduce` as `vtx-run` takes them."""
+    """A policy: `k` and `reduce` as in `vtx-run`."""
 
     k: str
     reduce: str
@@ -39,7 +39,7 @@ class TraceQuestion:
 
 
 def images() -> tuple[Image.Image, ...]:
-    """Two fixed pictures: that of the golden vectors, and its negative on the side."""
+    """Two fixed pictures: that of the golden vectors, and its negative, turned."""
     first = golden_image()
     return first, ImageOps.invert(first).rotate(90, expand=True)
 
@@ -54,7 +54,7 @@ def cases(manifest: Manifest) -> Iterator[TraceCase]:
 
 
 def questions(manifest: Manifest) -> Iterator[TraceQuestion]:
-    """In the order in which one conversation is asked, so that caches are reused, rebuilt and replaced."""
+    """The questions of one conversation, in an order that reuses, rebuilds and replaces caches."""
     yield TraceQuestion("first", (_user("What is in the picture?", 1),))
     yield TraceQuestion("second", (_user("Which colors can you see?", 1),))
     opening = _user("Is there a pattern?", 1)

@@ -1,4 +1,4 @@
-"""Judging: the traces of any runtime beside those of this one, question by question."""
+"""The traces of any runtime judged by those of this one, question by question."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WRONG = float("inf")
 
 
 def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0.0) -> Iterator[Check]:
-    """One check for the images, then one a question: the first fact that differs, or how far its logits are apart.
+    """One check for the images, then one a question: the first fact that differs, or the difference of its logits.
 
     Token ids, masks, image tokens kept, slots and positions must be equal. Logits may differ by `limit`, a share of
-    the expected ones' largest magnitude. A greedy token may be another one where the expected logits of the two are
+    the expected ones' largest magnitude. A greedy token may be another one if the expected logits of the two are
     within twice that; from there on the answers are different texts, and nothing more is compared.
 
     `choices` holds between two different engines only: the share of the image tokens that may be chosen otherwise at
-    the first cut where the choices differ. Nothing more of such a question is compared.
+    the first cut with other choices. Nothing more of such a question is compared.
 
     Raises:
         RequestError: a directory holds no traces, or these are of different bundles.
@@ -36,7 +36,12 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
             f"{ours.manifest[:12]}...); write them from this one"
         )
     choices = choices if ours.device != theirs.device else 0.0
-    yield _images(read_tensors(expected, IMAGES), read_tensors(given, IMAGES))
+    wanted, tensors = read_tensors(expected, IMAGES), read_tensors(given, IMAGES)
+    if set(wanted) != set(tensors) or any(wanted[name].shape != tensors[name].shape for name in wanted):
+        yield Check("images", WRONG, PIXEL_TOLERANCE, "other images, or of another size")
+    else:
+        worst = max(float(np.abs(wanted[name] - tensors[name]).max() / np.abs(wanted[name]).max()) for name in wanted)
+        yield Check("images", worst if np.isfinite(worst) else WRONG, PIXEL_TOLERANCE)
     cases = {(case.k, case.reduce): case for case in theirs.cases}
     for case in ours.cases:
         name = f"K = {case.k}, {case.reduce}"
@@ -61,15 +66,8 @@ def _of(tensors: Tensors, number: int) -> Tensors:
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-def _images(wanted: Tensors, given: Tensors) -> Check:
-    if set(wanted) != set(given) or any(wanted[name].shape != given[name].shape for name in wanted):
-        return Check("images", WRONG, PIXEL_TOLERANCE, "other images, or of another size")
-    worst = max(float(np.abs(wanted[name] - given[name]).max() / np.abs(wanted[name]).max()) for name in wanted)
-    return Check("images", worst if np.isfinite(worst) else WRONG, PIXEL_TOLERANCE)
-
-
 def _decided(question: TracedQuestion, other: TracedCase, number: int) -> str:
-    """What of the question or of its decisions differs; empty where nothing does."""
+    """The first difference of the question or of its decisions; empty if there is none."""
     if number >= len(other.questions):
         return "this question is missing"
     given = other.questions[number]
@@ -80,7 +78,7 @@ def _decided(question: TracedQuestion, other: TracedCase, number: int) -> str:
 
 
 def _other_choice(wanted: Tensors, given: Tensors) -> Check | None:
-    """The first cut at which other image tokens were kept, with their share; None where there is none."""
+    """The first cut at which other image tokens were kept, with their share; None if there is none."""
     for name in sorted(name for name in wanted if name.startswith("kept.")):
         want, got = wanted[name], given.get(name)
         if got is None or got.shape != want.shape:

@@ -5,12 +5,12 @@ image-N.png            the picture itself
 case-NN.safetensors    of question Q of the case, T the tokens of its prompt:
 Q.ids              [T] int64, image tokens expanded as they enter the decoder
 Q.is_vision        [T] uint8
-Q.kept.C           [image tokens] uint8: which image tokens are left after cut C
+Q.kept.C           [image tokens] uint8: 1 for each image token left after cut C
 Q.positions.L      [slots] int64: the position of the token in each filled slot of layer L after the prompt;
                    [slots, 3] where positions have three parts
 Q.decoded.L        [steps] int64, or [steps, 3]: the positions of the decoded tokens in layer L
 Q.tokens           [1 + steps] int64: the greedy answer
-Q.logits           [1 + steps, vocab] f32: those that each token of the answer was chosen by
+Q.logits           [1 + steps, vocab] f32: of each token of the answer
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TracedCut:
 
 @dataclass(frozen=True, slots=True)
 class TracedQuestion:
-    """What was asked, and what was decided: `k` is the first layer without image tokens."""
+    """One question and its decisions: `k` is the first layer without image tokens."""
 
     name: str
     messages: tuple[dict[str, Any], ...]
@@ -99,7 +99,7 @@ def read_index(folder: Path) -> Traces:
     """The index of `folder`.
 
     Raises:
-        RequestError: there is none, or it is not one.
+        RequestError: it is missing or not an index.
 
     """
     path = folder / INDEX
@@ -121,7 +121,7 @@ def write_images(folder: Path, pictures: tuple[Image.Image, ...], pixels: list[N
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, NDArray[Any]]:
-    """The tensors of one file of a directory of traces, which must lie in it."""
+    """The tensors of one file of a directory of traces; the file must be in it."""
     if Path(name).name != name:
         raise RequestError(f"{INDEX}: the file {name!r:.80} is not in its directory; write the traces again")
     tensors = read_header(folder / name, error=RequestError).tensors

@@ -1,10 +1,9 @@
-"""Recording: every case of a bundle run on a backend that keeps account of slots and positions."""
+"""Recording of traces: every case of a bundle, run on a backend that tracks slots and positions."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,6 @@ from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.bundle.spec.model_spec import PARTS
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.report.golden import golden_pixels
 from vtx.runtime.report.traces.cases import TraceCase, TraceQuestion, cases, images, questions
 from vtx.runtime.report.traces.files import (
@@ -34,18 +32,18 @@ from vtx.runtime.report.traces.files import (
 )
 from vtx.runtime.session.assemble import make_prompt, selecting_text
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
-from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
+from vtx.runtime.session.session import PrefillResult, Selection, Session
+from vtx.runtime.units import Progress
 from vtx.runtime.vision.fit import without_notes
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 STEPS = 4  # tokens decoded after the first one
-Progress = Callable[[int, int], None]
 
 
 class PositionedCache:
-    """A stage's cache that knows the position of the token in each slot; `use` is told whenever it runs.
+    """A stage's cache that knows the position of the token in each slot; `use` is called whenever it runs.
 
-    `parts`: how many numbers a position is of, as the last axis of an array; () where it is one.
+    `parts`: the last axis of the array of positions if they have several parts; () if one.
     """
 
     def __init__(self, cache: StageCache, parts: tuple[int, ...], use: Callable[[PositionedCache], None]) -> None:
@@ -111,25 +109,18 @@ class PositionedBackend:
 
 
 def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: None) -> Traces:
-    """Run every case of the bundle and write its traces into `folder`, which must be empty or not there.
+    """Run every case of the bundle and write its traces into `folder`, which must be empty or absent.
 
     Raises:
-        RequestError: the directory holds something.
+        RequestError: the directory is not empty.
 
     """
-    with _whole(folder):
-        return _write(model, folder, progress)
-
-
-@contextmanager
-def _whole(folder: Path) -> Iterator[None]:
-    """`folder`, empty at first, and empty again after an interruption or an error, so that it can be named again."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RequestError(f"{folder} is not an empty directory; name another for the traces")
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield
-    except BaseException:
+        return _write(model, folder, progress)
+    except BaseException:  # the directory can then be named again
         for file in folder.iterdir():
             file.unlink()
         raise
@@ -143,12 +134,21 @@ def _write(model: Model, folder: Path, progress: Progress) -> Traces:
     write_images(folder, pictures, [golden_pixels(image.views) for image in prepared])
     every, traced = list(cases(model.manifest)), list[TracedCase]()
     for number, case in enumerate(every):
-        progress(number, len(every))
+        progress("cases", number, len(every))
         file = f"case-{number:02d}.safetensors"
-        tensors, asked = _run_case(model, case, sets)
+        recorder = _Recorder(model, case)
+        tensors, asked = dict[str, NDArray[Any]](), list[TracedQuestion]()
+        for index, question in enumerate(questions(model.manifest)):
+            result, seen = recorder.ask(question, sets[question.images])
+            tensors |= {f"{index}.{name}": np.ascontiguousarray(array) for name, array in seen.items()}
+            cuts = tuple(TracedCut(cut.layer, cut.by) for cut in result.cuts)
+            messages = tuple(dict(message) for message in question.messages)
+            asked.append(
+                TracedQuestion(question.name, messages, question.images, question.continues, result.k, cuts)
+            )  # fmt: skip
         write_safetensors(folder / file, tensors, None)
-        traced.append(TracedCase(case.k, case.reduce, file, asked))
-    progress(len(every), len(every))
+        traced.append(TracedCase(case.k, case.reduce, file, tuple(asked)))
+    progress("cases", len(every), len(every))
     traces = Traces(
         format=FORMAT,
         runtime=f"vtx {model.manifest.vtx}",
@@ -170,38 +170,26 @@ def manifest_digest(model: Model) -> str:
         return hashlib.sha256(file.read(MAX_BYTES)).hexdigest()
 
 
-def _run_case(
-    model: Model, case: TraceCase, prepared: Mapping[tuple[int, ...], Sequence[PreparedImage]]
-) -> tuple[dict[str, NDArray[Any]], tuple[TracedQuestion, ...]]:
-    backend = PositionedBackend(model.backend, model.manifest)
-    recorder = _Recorder(model, case, backend)
-    tensors, asked = dict[str, NDArray[Any]](), list[TracedQuestion]()
-    for number, question in enumerate(questions(model.manifest)):
-        result, seen = recorder.ask(question, prepared[question.images])
-        tensors |= {f"{number}.{name}": np.ascontiguousarray(array) for name, array in seen.items()}
-        cuts = tuple(TracedCut(cut.layer, cut.by) for cut in result.cuts)
-        messages = tuple(dict(message) for message in question.messages)
-        asked.append(
-            TracedQuestion(question.name, messages, question.images, question.continues, result.k, cuts)
-        )  # fmt: skip
-    return tensors, tuple(asked)
-
-
 class _Recorder:
     """One conversation under one policy."""
 
-    def __init__(self, model: Model, case: TraceCase, backend: PositionedBackend) -> None:
-        self._model, self._case, self._backend = model, case, backend
-        self._session = Session(cast(Backend, backend), model.manifest)
+    def __init__(self, model: Model, case: TraceCase) -> None:
+        self._model, self._case, self._backend = model, case, PositionedBackend(model.backend, model.manifest)
+        self._session = Session(cast(Backend, self._backend), model.manifest)
         self._selection: Selection | None = None
 
     def ask(
         self, question: TraceQuestion, prepared: Sequence[PreparedImage]
     ) -> tuple[PrefillResult, dict[str, NDArray[Any]]]:
-        """Prefill, decode greedily, and what was seen on the way."""
-        policy = self._policy()
+        """Prefill and decode greedily; returns the result and the recorded tensors."""
+        model, messages = self._model, question.messages
+        k: int | str = int(self._case.k) if self._case.k.isdigit() else self._case.k
+        policy = model.policy(k, reduce=self._case.reduce)
         after = self._selection if question.continues else None
-        prompt = self._prompt(question, prepared, policy, after)
+        ids, token = model.prompt_ids(messages, prepared), model.manifest.text.image_token_id
+        text = selecting_text(model.backend, ids, token, policy, after, partial(model.embed_question, messages))
+        encoders = EncodedImages(model.backend, tuple(prepared)).encoders(policy.entries, text)
+        prompt = make_prompt(ids, token, encoders, policy, partial(model.text.prompt, messages))
         result = self._session.prefill(prompt, policy, after=after)
         self._selection = result.selection
         seen: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}
@@ -213,19 +201,6 @@ class _Recorder:
         seen |= {f"decoded.{layer}": positions[-STEPS:] for layer, positions in self._by_layer().items()}
         seen |= {"tokens": np.array([int(row.argmax()) for row in logits], np.int64), "logits": np.stack(logits)}
         return result, seen
-
-    def _policy(self) -> Policy:
-        k: int | str = int(self._case.k) if self._case.k.isdigit() else self._case.k
-        return self._model.policy(k, reduce=self._case.reduce)
-
-    def _prompt(
-        self, question: TraceQuestion, prepared: Sequence[PreparedImage], policy: Policy, after: Selection | None
-    ) -> Prompt:
-        model, messages = self._model, question.messages
-        ids, token = model.prompt_ids(messages, prepared), model.manifest.text.image_token_id
-        text = selecting_text(model.backend, ids, token, policy, after, partial(model.embed_question, messages))
-        encoders = EncodedImages(model.backend, tuple(prepared)).encoders(policy.entries, text)
-        return make_prompt(ids, token, encoders, policy, partial(model.text.prompt, messages))
 
     def _by_layer(self) -> dict[int, Ids]:
         """The positions of the filled slots of every layer."""

@@ -144,7 +144,7 @@ def test_a_file_that_was_altered_is_named_before_anything_is_computed(folder: Pa
 
 @pytest.mark.parametrize("text", ["ort", "ort,ort", "ort,plain,trt", ""])
 def test_a_comparison_takes_two_different_sources(text: str) -> None:
-    with pytest.raises(RequestError, match="does not name two different sources; write for example ort,plain"):
+    with pytest.raises(RequestError, match=r"does not name two different sources; e\.g\. ort,plain"):
         parse_sources(text)
 
 

@@ -104,7 +104,7 @@ def test_traces_of_a_runtime_agree_with_themselves_written_again(model: Model, t
 
 
 def test_traces_that_end_half_way_leave_a_folder_that_can_be_named_again(model: Model, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(step: str, done: int, total: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
