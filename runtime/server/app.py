@@ -1,4 +1,4 @@
-"""The application: its addresses, who may ask, and the page."""
+"""The application: its addresses, its access control, and the page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -37,7 +38,7 @@ SECURITY = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-OPEN = {"/livez", "/readyz", "/health", *PAGE}  # without a key: they tell nothing of anybody
+OPEN = {"/livez", "/readyz", "/health", *PAGE}  # need no key: they contain nobody's data
 
 
 def make_app(
@@ -51,11 +52,13 @@ def make_app(
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     """The ASGI application over `engines`, which it closes at its end.
 
-    `local_hosts`: take only requests that name this machine in their Host header, as those of a browser do that was
-    not led here from a page of somebody else. `image_hosts`: images may be given by their address there.
+    `local_hosts`: accept only requests that name this machine in their Host header, so that pages of other hosts cannot
+    send any through a browser. `image_hosts`: images may be given by their address there.
     `watchdog` runs as long as the application.
     """
     metrics = Metrics()
+    folder = files("vtx.runtime.server").joinpath("page")
+    pages = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
     chat = ChatCompletions(engines, limits, metrics, frozenset(image_hosts))
 
     async def models(_: Request) -> Response:
@@ -78,6 +81,10 @@ def make_app(
     async def ready(_: Request) -> Response:
         return health(limits.stall_seconds / 2, ready=True)
 
+    async def page(request: Request) -> Response:
+        content, kind = pages[request.url.path]
+        return Response(content, headers={**SECURITY, "content-type": kind})
+
     async def figures(_: Request) -> Response:
         gauges = {**engines.gauges(), **{f"{name}_total": value for name, value in engines.counters().items()}}
         return Response(metrics.text(gauges), media_type=CONTENT_TYPE)
@@ -96,34 +103,23 @@ def make_app(
         Route("/readyz", endpoint=ready),
         Route("/health", endpoint=ready),
         Route("/metrics", endpoint=figures),
-        *(Route(path, endpoint=_page(*page)) for path, page in PAGE.items()),
+        *(Route(path, endpoint=page) for path in PAGE),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _missing, 405: _missing, 500: _failed})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _refuse, 405: _refuse, 500: _refuse})
     return Guard(app, api_key, local_hosts=local_hosts)
 
 
-def _page(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    content = files("vtx.runtime.server").joinpath("page", name).read_bytes()
-
-    async def page(_: Request) -> Response:
-        return Response(content, headers={**SECURITY, "content-type": kind})
-
-    return page
-
-
-async def _missing(request: Request, error: Any) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        refusal = refusal_of(error)
+        return JSONResponse(refusal.body(), refusal.status)
     known = "POST /v1/chat/completions, GET /v1/models, /livez, /readyz, /health, /metrics and /"
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
-    return JSONResponse(refusal.body(), refusal.status, headers=getattr(error, "headers", None))
-
-
-async def _failed(_: Request, error: Exception) -> Response:
-    refusal = refusal_of(error)
-    return JSONResponse(refusal.body(), refusal.status)
+    return JSONResponse(refusal.body(), refusal.status, headers=error.headers)
 
 
 class Guard:
-    """Lets requests pass that name this machine and carry the key, where these are asked for."""
+    """Refuses requests that do not name this machine, if `local_hosts`, or that lack the `api_key`, if there is one."""
 
     def __init__(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_key: str | None, *, local_hosts: bool
@@ -131,30 +127,29 @@ class Guard:
         self._app, self._key, self._local_hosts = app, None if api_key is None else api_key.encode(), local_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        refusal = None
+        if scope["type"] == "http":
+            scheme, _, given = header(scope, b"authorization").partition(" ")
+            if self._local_hosts and not is_local(header(scope, b"host")):
+                refusal = Refusal(
+                    421, "the Host header names another machine; ask for localhost, or start vtx-serve with --host"
+                )
+            elif self._key is None or scope["path"] in OPEN:
+                pass
+            elif scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):
+                refusal = Refusal(
+                    401, "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                )  # fmt: skip
         if refusal is None:
             await self._app(scope, receive, send)
         else:
             reply: Any = JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
             await reply(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Refusal | None:
-        if self._local_hosts and not is_local(header(scope, b"host")):
-            return Refusal(
-                421, "the Host header names another machine; ask for localhost, or start vtx-serve with --host"
-            )
-        if self._key is None or scope["path"] in OPEN:
-            return None
-        scheme, _, given = header(scope, b"authorization").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key):
-            return None
-        return Refusal(
-            401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
-        )
-
 
 def is_local(host: str) -> bool:
-    """Whether a Host header, or an address to listen at, means this machine alone."""
+    """True if a Host header, or an address to listen at, means this machine alone."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
     name = name.strip("[]").lower()
     if name in ("localhost", ""):

@@ -41,7 +41,7 @@ FETCHERS = 8  # threads that fetch images
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request whose images are read and whose prompt `ids` are known to fit; nothing of it is computed yet."""
+    """A request whose images are read and whose prompt `ids` are known to fit, before anything is computed."""
 
     chat: ChatRequest
     images: tuple[PreparedImage, ...]
@@ -49,7 +49,7 @@ class Prepared:
 
 
 class ChatCompletions:
-    """An ASGI application for one address. Images are fetched from `hosts` only. `close` lets go of its threads."""
+    """An ASGI application for one address. Images are fetched from `hosts` only. `close` ends its threads."""
 
     def __init__(self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = ()) -> None:
         self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
@@ -60,27 +60,34 @@ class ChatCompletions:
         self._inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Whatever goes wrong ends this one only."""
+        """Answer one request. An error ends this one only."""
         reply = Reply(send, self._limits)
         try:
-            await self._admitted(scope, receive, reply)
+            await self._answer(scope, receive, reply)
         except ClientLeft:
             self._metrics.cancelled()
             reply.status = CLIENT_LEFT
         except Exception as e:
-            await self._refuse(reply, e)
+            refusal = refusal_of(e)
+            if refusal.status >= 500 and not isinstance(e, Refusal):
+                log.exception("a request failed")
+            with suppress(ClientLeft):
+                if not reply.status:
+                    await reply.json(refusal.status, refusal.body(), refusal.headers)
+                else:  # its stream has begun
+                    await reply.event(refusal.body())
+                    await reply.end_events()
+                    reply.status = refusal.status
         finally:
             self._metrics.request(reply.status or CLIENT_LEFT)
 
     def close(self) -> None:
-        """Let go of the threads that read and load."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
-        self._video_readers.shutdown(wait=False, cancel_futures=True)
-        self._loader.shutdown(wait=False, cancel_futures=True)
-        self._fetchers.shutdown(wait=False, cancel_futures=True)
+        """End the threads that read and load."""
+        for threads in (self._readers, self._video_readers, self._loader, self._fetchers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _admitted(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        most = self._limits.parallel + self._limits.queue
+    async def _answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        most, seconds = self._limits.parallel + self._limits.queue, self._limits.seconds
         if self._inside >= most:
             raise Refusal(
                 429, f"{most} requests are computed or wait, the limit; try again in {RETRY_SECONDS} s",
@@ -88,53 +95,30 @@ class ChatCompletions:
             )  # fmt: skip
         self._inside += 1
         try:
-            await self._answer(scope, receive, reply)
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + seconds
+            body = await read_json_body(scope, receive, self._limits)
+            chat = await loop.run_in_executor(self._readers, read_request, body, self._limits, self._hosts)
+            del body
+            if any(isinstance(image, RemoteImage) for image in chat.images):
+                chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
+            self._engines.check(chat.model)
+            engine = self._engines.acquire_loaded(chat.model)
+            if engine is None:
+                engine = await asyncio.shield(
+                    loop.run_in_executor(self._loader, self._engines.acquire, chat.model)
+                )  # fmt: skip
+            with self._engines.use(engine):
+                videos = any(isinstance(image, Video) for image in chat.images)
+                readers, stopping = self._video_readers if videos else self._readers, threading.Event()
+                reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
+                prepared = await _while_wanted(reading, receive, stopping, deadline, seconds)
+                chat = prepared.chat  # without the images' text, which may be large
+                objects = Objects(chat.model, engine.model, chat.options.logprobs)
+                async with aclosing(_events(engine, prepared, receive, deadline, seconds)) as events:
+                    answer = await _send_answer(reply, events, objects, chat)
         finally:
             self._inside -= 1
-
-    async def _refuse(self, reply: Reply, error: Exception) -> None:
-        refusal = refusal_of(error)
-        if refusal.status >= 500 and not isinstance(error, Refusal):
-            log.error("a request failed", exc_info=error)
-        with suppress(ClientLeft):
-            if not reply.status:
-                await reply.json(refusal.status, refusal.body(), refusal.headers)
-            else:  # its stream has begun
-                await reply.event(refusal.body())
-                await reply.end_events()
-                reply.status = refusal.status
-
-    async def _answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._limits.seconds
-        body = await read_json_body(scope, receive, self._limits)
-        chat = await loop.run_in_executor(self._readers, read_request, body, self._limits, self._hosts)
-        del body
-        if any(isinstance(image, RemoteImage) for image in chat.images):
-            chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
-        engine = await self._engine(chat.model)
-        with self._engines.use(engine):
-            videos = any(isinstance(image, Video) for image in chat.images)
-            readers, stopping = self._video_readers if videos else self._readers, threading.Event()
-            reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
-            prepared = await _while_wanted(reading, receive, stopping, deadline, self._limits.seconds)
-            chat = prepared.chat  # without the images' text, which may be large
-            events = _events(engine, prepared, receive, deadline, self._limits.seconds)
-            objects = Objects(chat.model, engine.model, chat.options.logprobs)
-            async with aclosing(events):
-                give = _stream if chat.stream else _whole
-                answer = await give(reply, events, objects, chat)
-        self._count(answer)
-
-    async def _engine(self, name: str) -> Engine:
-        self._engines.check(name)
-        engine = self._engines.acquire_loaded(name)
-        if engine is None:
-            loading = asyncio.get_running_loop().run_in_executor(self._loader, self._engines.acquire, name)
-            engine = await asyncio.shield(loading)
-        return engine
-
-    def _count(self, answer: Answer) -> None:
         stats, times = answer.stats, answer.stats.timings_ms
         totals = {
             "prompt_tokens": stats.prompt_tokens, "completion_tokens": len(answer.token_ids),
@@ -146,7 +130,7 @@ class ChatCompletions:
 
 
 def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
-    """The request with the images that stand at addresses. Raises Refusal."""
+    """The request with its remote images fetched. Raises Refusal."""
     images = tuple(
         fetch(image, limits.body, limits.fetch_seconds) if isinstance(image, RemoteImage) else image
         for image in chat.images
@@ -157,7 +141,7 @@ def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
 async def _while_wanted(
     reading: asyncio.Future[Prepared], receive: Receive, stopping: threading.Event, deadline: float, seconds: float
 ) -> Prepared:
-    """What `reading` gives. Where nobody waits for it any more, `stopping` tells it so, and it ends.
+    """The result of `reading`. Once nobody waits for it any more, `stopping` is set, and it ends.
 
     Raises:
         ClientLeft: the client has gone.
@@ -173,7 +157,7 @@ async def _while_wanted(
             return reading.result()
         stopping.set()
         await asyncio.wait({reading})  # the model is used until then
-        reading.exception()  # which nobody asks for
+        reading.exception()  # retrieved, so that asyncio does not log it
         raise ClientLeft if leaving.done() else _too_slow(seconds)
     finally:
         stopping.set()
@@ -181,17 +165,17 @@ async def _while_wanted(
 
 
 def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> Prepared:
-    """Read the images and videos and check what is asked, before anything is computed."""
+    """Read the images and videos and check the request, before anything is computed."""
     model = engine.model
     model.policy(chat.k, chat.options, chat.reduce)
     sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
     for image in sources:
         if isinstance(image, Video):
-            continue  # whose limits are those of `limits.py` in runtime/vision
+            continue  # the limits of `limits.py` in runtime/vision hold
         width, height = image_size(image, model.image_formats)
         if width * height > limits.pixels:
             raise Refusal(
-                413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in all; "
+                413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in total; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
     given = model.prepare_all(sources, stopped=stopped)
@@ -204,7 +188,7 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
 async def _events(
     engine: Engine, prepared: Prepared, receive: Receive, deadline: float, seconds: float
 ) -> AsyncGenerator[Piece | Done]:
-    """What comes of a request, to its end; left early, it is cancelled.
+    """The events of a request, to its end; left early, it is cancelled.
 
     Raises:
         ClientLeft: the client has gone.
@@ -212,9 +196,12 @@ async def _events(
 
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-    job = job_of(
-        engine, prepared, lambda event: _hand_over(loop, queue, event), time.monotonic() + deadline - loop.time()
-    )
+
+    def emit(event: Event) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and nobody listens
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+    job = job_of(engine, prepared, emit, time.monotonic() + deadline - loop.time())
     leaving = asyncio.ensure_future(until_left(receive))
     getting = asyncio.ensure_future(queue.get())
     engine.scheduler.submit(job)
@@ -238,11 +225,6 @@ async def _events(
         job.cancel()
         leaving.cancel()
         getting.cancel()
-
-
-def _hand_over(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Event], event: Event) -> None:
-    with suppress(RuntimeError):  # the loop has ended, and nobody listens
-        loop.call_soon_threadsafe(queue.put_nowait, event)
 
 
 def _too_slow(seconds: float) -> Refusal:
@@ -272,24 +254,22 @@ def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], en
     return Job(begin, end, emit)
 
 
-async def _whole(reply: Reply, events: AsyncIterator[Piece | Done], objects: Objects, chat: ChatRequest) -> Answer:
+async def _send_answer(
+    reply: Reply, events: AsyncIterator[Piece | Done], objects: Objects, chat: ChatRequest
+) -> Answer:
+    """Send the answer whole, or as server-sent events from its first token on; an error before has its own status."""
     async for event in events:
-        if isinstance(event, Done):
-            await reply.json(200, objects.completion(event.answer))
-            return event.answer
-    raise AssertionError("events end with the answer")
-
-
-async def _stream(reply: Reply, events: AsyncIterator[Piece | Done], objects: Objects, chat: ChatRequest) -> Answer:
-    """The answer as server-sent events, which begin with its first token: until then an error has its own status."""
-    async for event in events:
-        if not reply.status:
+        if chat.stream and not reply.status:
             await reply.begin_events()
             await reply.event(objects.chunk({"role": "assistant", "content": ""}))
         if isinstance(event, Piece):
-            await reply.event(objects.chunk({"content": event.text}, event.progress))
+            if chat.stream:
+                await reply.event(objects.chunk({"content": event.text}, event.progress))
             continue
         answer = event.answer
+        if not chat.stream:
+            await reply.json(200, objects.completion(answer))
+            return answer
         await reply.event(objects.chunk({}, finish=FINISHED[answer.stopped]))
         if chat.include_usage:
             await reply.event(objects.usage_chunk(answer))

@@ -16,11 +16,11 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class ClientLeft(Exception):
-    """The client closed the connection, or takes nothing more."""
+    """The client closed the connection, or reads nothing more."""
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """A header's value, empty where there is none."""
+    """A header's value; empty if there is none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
@@ -45,7 +45,7 @@ async def read_json_body(scope: Scope, receive: Receive, limits: Limits) -> byte
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
-    """The body. One that is too large is read on and dropped, up to as much again, so that its sender hears of it."""
+    """The body. One that is too large is read and dropped, up to twice the limit, so that its sender gets the error."""
     body, size, more = bytearray(), 0, True
     while more and size <= 2 * limit:
         message = await receive()

@@ -1,4 +1,4 @@
-"""What a server takes from its clients, and how much it keeps for them."""
+"""The limits of a server: on requests, and on the memory kept for them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Limits:
     """Limits of one server; sizes in bytes, times in seconds.
 
     `body`: of a request. `pixels`: of one image. `images`, `new_tokens`: of one request. `parallel`: answers of one
-    model that are computed side by side, `batch` of them at most in one pass; `queue`: requests of one model that wait
-    beside them. `kept`: conversations of one model that are kept for requests to come. `body_seconds`: for a
-    request to arrive. `seconds`: from there to the answer's end, waiting included. `write_seconds`: for a client to
+    model that are computed at the same time, `batch` of them at most in one pass; `queue`: requests of one model that
+    wait. `kept`: conversations of one model that are kept for later requests. `body_seconds`: for a
+    request to arrive. `seconds`: from there to the answer's end, with waiting. `write_seconds`: for a client to
     take what was sent. `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an
-    image at an address, which may have as many bytes as a body. `kv`: of K and V, in use or kept for requests to come;
+    image at an address, which may have as many bytes as a body. `kv`: of K and V, in use or kept for later requests;
     `image_tokens`: of encoded images kept.
     """
 

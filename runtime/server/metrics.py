@@ -1,4 +1,4 @@
-"""What a server has done, as Prometheus reads it: counters, gauges and histograms in the text format 0.0.4."""
+"""Metrics of a server for Prometheus: counters, gauges and histograms in the text format 0.0.4."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Metrics:
             self._cancelled += 1
 
     def answer(self, totals: Mapping[str, int], first_seconds: float, token_seconds: float | None) -> None:
-        """An answer is complete: its token counts by name, and its times, None where there was no second token."""
+        """An answer is complete: its token counts by name, and its times; None without a second token."""
         with self._lock:
             for name in self._totals:
                 self._totals[name] += totals[name]
@@ -61,7 +61,7 @@ class Metrics:
                 self._token.observe(token_seconds)
 
     def text(self, gauges: Mapping[str, float]) -> str:
-        """All of it, with `gauges` as they stand now."""
+        """All metrics, with the current `gauges`."""
         with self._lock:
             lines = ["# TYPE vtx_requests_total counter"]
             lines += [f'vtx_requests_total{{status="{code}"}} {n}' for code, n in sorted(self._requests.items())]

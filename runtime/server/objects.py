@@ -41,7 +41,7 @@ class Objects:
         *,
         finish: str | None = None,
     ) -> dict[str, Any]:
-        """What came with one token, or at the beginning or end."""
+        """The chunk of one token, or of the beginning or end."""
         shown = self._logprobs(progress) if progress is not None and progress.token_ids else None
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": shown}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vtx.runtime.server.refusal import Refusal
 
-CONNECTIONS = 256  # in all; a request beyond them gets 503
+CONNECTIONS = 256  # in total; a request beyond them gets 503
 MAX_IDLE = 192  # connections without a request that is being answered; beyond them the longest idle one is closed
 MAX_IDLE_PER_CLIENT = 64
 MAX_HEADER = 16 << 10  # bytes
@@ -25,7 +25,7 @@ MAX_PROBE_SECONDS = 10.0
 
 
 class BoundedConnection(h11.Connection):
-    """HTTP/1.1 as h11 reads it, less bodies in very many chunks, each of which takes time."""
+    """HTTP/1.1 as h11 reads it, without bodies in very many chunks, each of which takes time."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER)
@@ -46,8 +46,8 @@ class BoundedConnection(h11.Connection):
 class BoundedProtocol(H11Protocol):
     """A connection of uvicorn.
 
-    It is closed where a header takes too long, and the longest idle ones are where there are too many, of one client
-    or in all. A client that has closed its half of a connection gets the answer to what it has asked.
+    It is closed if a header takes too long; so are the longest idle connections if there are too many, of one client or
+    in total. A client that has closed its half of a connection still gets its answer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being answered."""
+        """True while no request is being answered."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -98,7 +98,7 @@ class BoundedProtocol(H11Protocol):
         self._refuse(400, f"{msg.rstrip('.')}; its header, its length or its chunks are wrong, too large or too many")
 
     def _await_header(self) -> None:
-        """Have a header arrive in time, also where no byte of it is there yet."""
+        """Require a header in time, also before its first byte."""
         if not self.idle:
             self._stop(self._header)
             self._header = None
@@ -107,7 +107,7 @@ class BoundedProtocol(H11Protocol):
             self._header = self.loop.call_later(HEADER_SECONDS, late)
 
     def _probe_client(self, pause: float) -> None:
-        """Send what every client ignores (RFC 9110, 15.2): one that has closed both halves of a connection resets it.
+        """Send an interim response, which clients ignore (RFC 9110, 15.2); one that has closed both halves resets it.
 
         Both kinds look alike until then, and nobody should compute for a client that has left.
         """
@@ -116,7 +116,7 @@ class BoundedProtocol(H11Protocol):
             self._probe = self.loop.call_later(pause, self._probe_client, min(2 * pause, MAX_PROBE_SECONDS))
 
     def _refuse(self, status: int, message: str) -> None:
-        """End the connection, with a reply where none has begun."""
+        """End the connection, with a reply if none has begun."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -135,7 +135,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def _network(connection: BoundedProtocol) -> str:
-    """Whose connection it is: an IPv4 address, or the 64 bits of an IPv6 address that one client has to itself."""
+    """The client: an IPv4 address, or the 64 bits of an IPv6 address that one client has to itself."""
     if connection.client is None:
         return ""
     address = ipaddress.ip_address(connection.client[0].partition("%")[0])

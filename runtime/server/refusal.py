@@ -1,4 +1,4 @@
-"""What a request is refused with, in OpenAI's form."""
+"""The errors of requests, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Refusal(VtxError):
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What a client is told of an error. Of what is no fault of the request it learns no details."""
+    """The error that a client gets. It has no details if the request is not at fault."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, ContextError):

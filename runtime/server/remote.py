@@ -47,10 +47,10 @@ def remote_image(url: str, hosts: Collection[str]) -> RemoteImage:
 
 
 def connect_public(host: str, seconds: float) -> socket.socket:
-    """A TLS connection to a host, all of whose addresses are public; to the very address that was looked at.
+    """A TLS connection to a host, all of whose addresses are public; to the address that was checked.
 
     Raises:
-        OSError: it cannot be reached, or its certificate is not its own.
+        OSError: it cannot be reached, or its certificate is not valid for it.
         Refusal: one of its addresses belongs to a private network.
 
     """
@@ -65,7 +65,7 @@ def connect_public(host: str, seconds: float) -> socket.socket:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet, and not one that leads to a private one."""
+    """True for an IP address of the public internet that does not lead to a private one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -80,7 +80,12 @@ def fetch(image: RemoteImage, limit: int, seconds: float, connect: Connect = con
     end = time.monotonic() + seconds
     try:
         with connect(image.host, seconds) as at:
-            ending = threading.Timer(end - time.monotonic(), _hang_up, [at])
+
+            def hang_up() -> None:
+                with suppress(OSError):
+                    at.shutdown(socket.SHUT_RDWR)
+
+            ending = threading.Timer(end - time.monotonic(), hang_up)  # ends the reading, however slow it is
             ending.start()
             try:
                 content = _fetched(image, limit, at)
@@ -92,12 +97,6 @@ def fetch(image: RemoteImage, limit: int, seconds: float, connect: Connect = con
         reason = "took too long" if time.monotonic() >= end else f"failed ({type(e).__name__})"
         raise _refused(image, f"fetching it {reason}; send it as a data URL") from e
     return content
-
-
-def _hang_up(at: socket.socket) -> None:
-    """End what is read, however slowly it comes."""
-    with suppress(OSError):
-        at.shutdown(socket.SHUT_RDWR)
 
 
 def _fetched(image: RemoteImage, limit: int, at: socket.socket) -> bytes:

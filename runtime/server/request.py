@@ -1,9 +1,10 @@
-"""The body of /v1/chat/completions, checked field by field. What it asks for and vtx cannot do is refused by name."""
+"""The body of /v1/chat/completions, checked field by field. Fields that vtx does not support are refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vtx.runtime.api.messages import split_images
@@ -31,11 +32,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One request: `images` and videos in their order, data URLs or images still to be fetched.
+    """One request: `messages`, and their `images` and videos in order, as data URLs or images still to be fetched.
 
-    `messages` mark where they stand.
-
-    `reuse`: start from what earlier requests have left.
+    `reuse`: start from the caches of earlier requests.
     """
 
     model: str
@@ -56,31 +55,66 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
         raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a chat completion request")
     given = {name: value for name, value in data.items() if value is not None}
     for name in set(given) & set(NEUTRAL):
-        _check_neutral(name, given.pop(name))
+        value = given.pop(name)
+        if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in NEUTRAL[name]):
+            raise Refusal(
+                400, f"{name} is {value!r:.40}, which vtx does not do; leave it out", code="unsupported_value",
+                param=name,
+            )  # fmt: skip
     fields = _Fields({name: value for name, value in given.items() if name not in IGNORED})
-    request = _read(fields, limits, hosts)
-    fields.check_empty()
-    return request
-
-
-def _check_neutral(name: str, value: Any) -> None:
-    allowed = NEUTRAL[name]
-    if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in allowed):
+    model = fields.need("model", partial(check_text, "model"))
+    images, messages = fields.need("messages", lambda value: _messages(value, limits, hosts))
+    tokens = fields.take("max_tokens", DEFAULT_TOKENS, lambda value: _tokens(value, limits))
+    tokens = fields.take("max_completion_tokens", tokens, lambda value: _tokens(value, limits))
+    sampling = Sampling(
+        temperature=fields.take("temperature", 0.0, lambda value: Sampling(temperature=value).temperature),
+        top_p=fields.take("top_p", 1.0, lambda value: Sampling(top_p=value).top_p),
+        top_k=fields.take("top_k", 0, lambda value: Sampling(top_k=value).top_k),
+        seed=fields.take("seed", None, lambda value: Sampling(seed=value).seed),
+        repetition_penalty=fields.take(
+            "repetition_penalty", 1.0, lambda value: Sampling(repetition_penalty=value).repetition_penalty
+        ),
+    )
+    logprobs = fields.take("logprobs", False, lambda value: _flag("logprobs", value))
+    options = Options(
+        max_new_tokens=tokens,
+        ignore_eos=fields.take("ignore_eos", False, lambda value: _flag("ignore_eos", value)),
+        sampling=sampling,
+        gate_threshold=fields.take(
+            "gate_threshold",
+            0.5,
+            lambda value: check_number("the gate threshold", value, "a probability from 0 to 1", least=0, most=1),
+        ),
+        stop=fields.take("stop", (), lambda value: Options(stop=value).stop),
+        logprobs=logprobs,
+        top_logprobs=fields.take(
+            "top_logprobs", 0, lambda value: Options(logprobs=logprobs, top_logprobs=value).top_logprobs
+        ),
+        timeout=limits.seconds,
+    )
+    stream = fields.take("stream", False, lambda value: _flag("stream", value))
+    stream_options = fields.take("stream_options", {}, lambda value: _stream_options(value, stream=stream))
+    k, reduce = fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, partial(check_text, "reduce"))
+    reuse = fields.take("reuse", True, lambda value: _flag("reuse", value))
+    if fields.left:
+        name = min(fields.left)
         raise Refusal(
-            400, f"{name} is {value!r:.40}, which vtx does not do; leave it out", code="unsupported_value", param=name
-        )
+            400, f"there is no field {shown(name)}; leave it out", code="unknown_parameter", param=name[:80]
+        )  # fmt: skip
+    usage = bool(stream_options.get("include_usage"))
+    return ChatRequest(model, messages, tuple(images), k, reduce, options, stream, usage, reuse)
 
 
 class _Fields:
-    """The fields of a body, each taken once; what is wrong with one is told with its name."""
+    """The fields of a body, each taken once; an error names the field. `left`: those not taken."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self._fields = fields
+        self.left = fields
 
     def take(self, name: str, default: Any, check: Callable[[Any], Any]) -> Any:
-        if name not in self._fields:
+        if name not in self.left:
             return default
-        value = self._fields.pop(name)
+        value = self.left.pop(name)
         try:
             given = check(value)
         except Refusal:
@@ -90,48 +124,9 @@ class _Fields:
         return value if given is None else given
 
     def need(self, name: str, check: Callable[[Any], Any]) -> Any:
-        if name not in self._fields:
+        if name not in self.left:
             raise Refusal(400, f"the request has no {name}; add it", code="missing_required_parameter", param=name)
         return self.take(name, None, check)
-
-    def check_empty(self) -> None:
-        if self._fields:
-            name = sorted(self._fields)[0]
-            raise Refusal(
-                400, f"there is no field {shown(name)}; leave it out", code="unknown_parameter", param=name[:80]
-            )
-
-
-def _read(fields: _Fields, limits: Limits, hosts: Collection[str]) -> ChatRequest:
-    model = fields.need("model", lambda value: check_text("model", value))
-    images, messages = fields.need("messages", lambda value: _messages(value, limits, hosts))
-    tokens = fields.take("max_tokens", DEFAULT_TOKENS, lambda value: _tokens(value, limits))
-    tokens = fields.take("max_completion_tokens", tokens, lambda value: _tokens(value, limits))
-    sampling = Sampling(
-        temperature=fields.take("temperature", 0.0, lambda value: _sampling(temperature=value)),
-        top_p=fields.take("top_p", 1.0, lambda value: _sampling(top_p=value)),
-        top_k=fields.take("top_k", 0, lambda value: _sampling(top_k=value)),
-        seed=fields.take("seed", None, lambda value: _sampling(seed=value)),
-        repetition_penalty=fields.take("repetition_penalty", 1.0, lambda value: _sampling(repetition_penalty=value)),
-    )
-    logprobs = fields.take("logprobs", False, lambda value: _flag("logprobs", value))
-    options = Options(
-        max_new_tokens=tokens,
-        ignore_eos=fields.take("ignore_eos", False, lambda value: _flag("ignore_eos", value)),
-        sampling=sampling,
-        gate_threshold=fields.take("gate_threshold", 0.5, lambda value: _gate_threshold(value)),
-        stop=fields.take("stop", (), lambda value: Options(stop=value).stop),
-        logprobs=logprobs,
-        top_logprobs=fields.take("top_logprobs", 0, lambda value: _top_logprobs(value, logprobs=logprobs)),
-        timeout=limits.seconds,
-    )
-    stream = fields.take("stream", False, lambda value: _flag("stream", value))
-    usage = fields.take("stream_options", {}, lambda value: _stream_options(value, stream=stream))
-    return ChatRequest(
-        model, messages, tuple(images), fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, _reduce),
-        options, stream, bool(usage.get("include_usage")),
-        fields.take("reuse", True, lambda value: _flag("reuse", value)),
-    )  # fmt: skip
 
 
 def _tokens(value: Any, limits: Limits) -> None:
@@ -142,30 +137,14 @@ def _tokens(value: Any, limits: Limits) -> None:
         )
 
 
-def _sampling(**field: Any) -> None:
-    Sampling(**field)
-
-
-def _gate_threshold(value: Any) -> None:
-    check_number("the gate threshold", value, "a probability from 0 to 1", least=0, most=1)
-
-
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {value!r:.40}; it must be true or false")
 
 
-def _top_logprobs(value: Any, *, logprobs: bool) -> None:
-    Options(logprobs=logprobs, top_logprobs=value)
-
-
 def _k(value: Any) -> None:
     if isinstance(value, bool) or not (isinstance(value, int) or value in ("none", "auto", DEFAULT)):
         raise RequestError(f'k is {value!r:.40}; it must be a whole number, "none", "auto" or "default"')
-
-
-def _reduce(value: Any) -> None:
-    check_text("reduce", value)
 
 
 def _stream_options(value: Any, *, stream: bool) -> None:
@@ -182,7 +161,18 @@ def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[
     """The images and messages of OpenAI's form; images as data URLs, or at addresses of `hosts`."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that ends with the user's question")
-    cleaned = [_message(message, hosts) for message in value]
+    cleaned = list[dict[str, Any]]()
+    for message in value:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise RequestError(f"a message must be an object with a role of {', '.join(ROLES)}; got {message!r:.80}")
+        content = message.get("content")
+        if content is None and message["role"] == "assistant":
+            content = ""
+        if isinstance(content, list):
+            content = [_part(part, hosts) for part in content]
+        elif not isinstance(content, str):
+            raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+        cleaned.append({"role": message["role"], "content": content})
     if cleaned[-1]["role"] != "user":
         raise RequestError("the last message must be the user's question: role 'user'")
     images, messages = split_images(cleaned)
@@ -194,19 +184,6 @@ def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[
     return images, messages
 
 
-def _message(message: Any, hosts: Collection[str]) -> dict[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise RequestError(f"a message must be an object with a role of {', '.join(ROLES)}; got {message!r:.80}")
-    content = message.get("content")
-    if content is None and message["role"] == "assistant":
-        content = ""
-    if isinstance(content, list):
-        content = [_part(part, hosts) for part in content]
-    elif not isinstance(content, str):
-        raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
-    return {"role": message["role"], "content": content}
-
-
 def _part(part: Any, hosts: Collection[str]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
@@ -216,7 +193,13 @@ def _part(part: Any, hosts: Collection[str]) -> dict[str, Any]:
     given = part.get(kind)
     url = given.get("url") if isinstance(given, dict) else given
     if kind == "video_url":
-        return {"type": "video_url", "video_url": _video(url, given)}
+        if not isinstance(url, str) or url[:5].lower() != "data:":
+            raise RequestError(
+                f"a video must be a data URL, data:video/mp4;base64,...; got {url!r:.80}. This server fetches no "
+                "videos and opens no files"
+            )
+        frames = given.get("frames") if isinstance(given, dict) else None
+        return {"type": "video_url", "video_url": {"url": url, "frames": frames}}
     if hosts and isinstance(url, str) and url[:5].lower() != "data:":
         return {"type": "image", "image": remote_image(url, hosts)}
     if not isinstance(url, str) or url[:5].lower() != "data:":
@@ -225,12 +208,3 @@ def _part(part: Any, hosts: Collection[str]) -> dict[str, Any]:
             "addresses and opens no files"
         )
     return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _video(url: Any, given: Any) -> dict[str, Any]:
-    if not isinstance(url, str) or url[:5].lower() != "data:":
-        raise RequestError(
-            f"a video must be a data URL, data:video/mp4;base64,...; got {url!r:.80}. This server fetches no videos "
-            "and opens no files"
-        )
-    return {"url": url, "frames": given.get("frames") if isinstance(given, dict) else None}

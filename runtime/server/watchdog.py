@@ -19,10 +19,10 @@ Notify = Callable[[str], None]
 
 
 class Watchdog:
-    """Looks at the silence of each thread, by its name in seconds, and calls `end` where it reaches `limit` seconds.
+    """Looks at each thread's seconds of silence, by its name, and calls `end` if they reach `limit`.
 
     While none has, systemd gets `WATCHDOG=1` by `notify` at every look. Silence ends the process at the second look
-    in a row, so that a process which was stopped and continued is not ended for that.
+    in a row, so that a process that was stopped and continued goes on.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Watchdog:
 
 
 def systemd(environ: Mapping[str, str] = os.environ) -> tuple[Notify, float]:
-    """How to notify systemd, and the seconds within which it expects to be; without systemd nothing is sent.
+    """The function that notifies systemd, and its time limit in seconds; without systemd nothing is sent.
 
     Raises:
         RequestError: $NOTIFY_SOCKET or $WATCHDOG_USEC is not what systemd sets.

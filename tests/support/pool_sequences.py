@@ -109,7 +109,7 @@ class PoolSequences:
             for conversation in opened:  # a failure leaves no cache in use
                 conversation.close()
         self.counts["sequences"] += 1
-        self.counts["hits"] += pool.found.hits
+        self.counts["hits"] += pool.hits
 
     def _check(self, pool: ConversationPool, sequence: Sequence[Request], opened: set[Conversation]) -> None:
         waiting, running, turns = [*sequence], list[Running](), dict[tuple[int, int], tuple[int, ...]]()

@@ -1,4 +1,4 @@
-"""The next token of several answers in one pass through the stages, where the engine can do that."""
+"""The next token of several answers in one pass through the stages, if the engine can do that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.backends.backend import BatchBackend
 from vtx.runtime.errors import DeviceError, VtxError
 from vtx.runtime.session.generate import decode_ahead
-from vtx.runtime.session.session import Session
 
 log = logging.getLogger(__name__)
 FAILURES = 8  # passes in a row, after which no more are tried
@@ -20,13 +19,22 @@ FAILURES = 8  # passes in a row, after which no more are tried
 class Batching:
     """Decodes ahead for streams of one model, at most `most` in a pass; their next step then finds its logits.
 
-    `obstacle` says why this model decodes one at a time, None where it decodes together. `passes` and `tokens` count.
-    Steps compute for themselves what no pass did; where several passes in a row fail, no more are tried.
+    `obstacle`: the reason why this model decodes one at a time; None if it decodes together. `passes` and `tokens`
+    count. A step computes its token itself if no pass did; once several passes in a row failed, no more are tried.
     """
 
     def __init__(self, model: Model, most: int, conversations: int) -> None:
         self.most, self._backend = most, model.backend
-        self.obstacle = _share(model, conversations) if most > 1 else "--max-batch is 1"
+        self.obstacle: str | None = None
+        if most <= 1:
+            self.obstacle = "--max-batch is 1"
+        elif not isinstance(model.backend, BatchBackend):
+            self.obstacle = f"{model.backend.device} computes one conversation at a time"
+        else:
+            try:
+                model.backend.share_caches(conversations)
+            except DeviceError as e:
+                self.obstacle = str(e)
         self.passes, self.tokens = 0, 0
         self._failed = 0  # passes in a row
 
@@ -40,33 +48,18 @@ class Batching:
             sessions = [session for session in paused if session is not None]
             together = [session for session in sessions if backend.reaches(session.decoding_caches)]
             for first in range(0, len(together), self.most):
-                if self.obstacle is None:
-                    self._pass(backend, together[first : first + self.most])
-
-    def _pass(self, backend: BatchBackend, sessions: Sequence[Session]) -> None:
-        if len(sessions) < 2:
-            return
-        try:
-            decode_ahead(backend, sessions)
-        except VtxError as e:
-            log.warning("%d answers could not be computed together and are in turn: %s", len(sessions), e)
-            self._failed += 1
-            if self._failed == FAILURES:
-                self.obstacle = f"{FAILURES} passes in a row failed: {e}"
-                log.warning("from now on answers are decoded in turn: %s", self.obstacle)
-            return
-        self._failed = 0
-        self.passes += 1
-        self.tokens += len(sessions)
-
-
-def _share(model: Model, conversations: int) -> str | None:
-    """Why the model's conversations cannot be computed together."""
-    backend = model.backend
-    if not isinstance(backend, BatchBackend):
-        return f"{backend.device} computes one conversation at a time"
-    try:
-        backend.share_caches(conversations)
-    except DeviceError as e:
-        return str(e)
-    return None
+                batch = together[first : first + self.most]
+                if self.obstacle is not None or len(batch) < 2:
+                    return
+                try:
+                    decode_ahead(backend, batch)
+                except VtxError as e:
+                    log.warning("%d answers could not be computed together and are in turn: %s", len(batch), e)
+                    self._failed += 1
+                    if self._failed == FAILURES:
+                        self.obstacle = f"{FAILURES} passes in a row failed: {e}"
+                        log.warning("from now on answers are decoded in turn: %s", self.obstacle)
+                    continue
+                self._failed = 0
+                self.passes += 1
+                self.tokens += len(batch)

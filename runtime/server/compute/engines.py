@@ -45,7 +45,7 @@ class Engine:
         model.backend.vision(model.layout.views(Image.new("RGB", (64, 64)), model.manifest.image)[:1])  # loads it now
 
     def close(self) -> None:
-        """End its answers and free the engine, unless its thread does not end: then nothing may be freed."""
+        """End its answers and free the engine, unless its thread does not end and may still use it."""
         if self.scheduler.close():
             self.model.close()
         else:
@@ -53,12 +53,12 @@ class Engine:
 
 
 class Engines:
-    """Bundles by name. `use` gives the engine of one, loaded where it is not yet; engines that nobody uses make room.
+    """Bundles by name, loaded on demand by `acquire`; engines that nobody uses make room.
 
-    `memory`: bytes that all loaded bundles may need together; None: no limit but what each finds free when it is
-    loaded. `needed`: the forecast of what a bundle needs, where it is to be loaded. `key`: whose signature each must
-    have. What they raise is told at once, so that no bundle is found out to be impossible by those who ask it.
-    `fit`: how `load` treats pictures of another shape; None: as each bundle says.
+    `memory`: bytes that all loaded bundles may need together; None: no limit but the memory that is free when one is
+    loaded. `needed`: the forecast of a bundle's memory on the device. `key` must have signed each bundle. Errors of
+    both are raised here, not to the first client of a bundle.
+    `fit`: the treatment by `load` of pictures of another shape; None: each bundle's own.
     """
 
     def __init__(
@@ -67,7 +67,12 @@ class Engines:
         fit: str | None = None,
     ) -> None:  # fmt: skip
         self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
-        self._needed = {name: _forecast(name, bundle, needed) for name, bundle in self._bundles.items()}
+        self._needed: dict[str, int] = {}
+        for name, bundle in self._bundles.items():
+            try:
+                self._needed[name] = needed(bundle)
+            except VtxError as e:
+                raise RequestError(f"{name}: {e}") from e
         self._load, self._limits, self._memory, self._fit = load, limits, memory, fit
         self._loaded: dict[str, Engine] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
@@ -85,7 +90,7 @@ class Engines:
 
     @property
     def loaded(self) -> list[Engine]:
-        """Those that are in memory."""
+        """The engines in memory."""
         with self._lock:
             return list(self._loaded.values())
 
@@ -104,7 +109,7 @@ class Engines:
                 engine.used_at = time.monotonic()
 
     def check(self, name: str) -> None:
-        """Raise Refusal (404) where there is no bundle of this name."""
+        """Raise Refusal (404) if there is no bundle of this name."""
         if name not in self._bundles:
             raise Refusal(
                 404, f"there is no model {name[:80]!r}; this server has {', '.join(self._bundles)}",
@@ -112,7 +117,7 @@ class Engines:
             )  # fmt: skip
 
     def acquire_loaded(self, name: str) -> Engine | None:
-        """The engine of a name where it is loaded, to be given to `use`."""
+        """The engine of this name if it is loaded; `use` must follow."""
         with self._lock:
             if self._closed:
                 raise shutting_down()
@@ -122,7 +127,7 @@ class Engines:
             return engine
 
     def acquire(self, name: str) -> Engine:
-        """The engine of a name, loaded now where it is not, to be given to `use`. May take long.
+        """The engine of this name, loaded now if it is not; `use` must follow. May take long.
 
         Raises:
             Refusal: the memory that it needs is in use.
@@ -141,21 +146,21 @@ class Engines:
 
     def _make_room(self, name: str) -> None:
         """Close engines that nobody uses, the least recently used first, until the bundle fits."""
-        while self._memory is not None and self._taken() + self._needed[name] > self._memory:
+        while (
+            self._memory is not None
+            and sum(self._needed[engine.name] for engine in self.loaded) + self._needed[name] > self._memory
+        ):
             with self._lock:
                 idle = [engine for engine in self._loaded.values() if not (engine.users or engine.scheduler.active)]
                 if not idle:
                     raise Refusal(
-                        503, f"{name} does not fit into memory beside the models in use; try again later",
+                        503, f"{name} does not fit into memory next to the models in use; try again later",
                         code="model_busy", kind="server_error", retry_after=10,
                     )  # fmt: skip
                 oldest = min(idle, key=lambda engine: engine.used_at)
                 del self._loaded[oldest.name]
             log.info("closing %s to make room for %s", oldest.name, name)
             oldest.close()
-
-    def _taken(self) -> int:
-        return sum(self._needed[engine.name] for engine in self.loaded)
 
     def close(self) -> None:
         """End all answers and free all engines."""
@@ -171,7 +176,7 @@ class Engines:
         return {engine.name: engine.scheduler.silence for engine in self.loaded}
 
     def gauges(self) -> dict[str, float]:
-        """What stands now, for the metrics."""
+        """The current state, for the metrics."""
         engines = self.loaded
         return {
             "models_loaded": len(engines),
@@ -182,11 +187,11 @@ class Engines:
         }
 
     def counters(self) -> dict[str, float]:
-        """What the loaded engines have counted since they were loaded, for the metrics."""
+        """The counts of the loaded engines since they were loaded, for the metrics."""
         engines = self.loaded
         return {
-            "conversation_hits": sum(engine.pool.found.hits for engine in engines),
-            "conversation_misses": sum(engine.pool.found.misses for engine in engines),
+            "conversation_hits": sum(engine.pool.hits for engine in engines),
+            "conversation_misses": sum(engine.pool.misses for engine in engines),
             "image_cache_hits": sum(engine.images.hits for engine in engines),
             "image_cache_misses": sum(engine.images.misses for engine in engines),
             "batched_passes": sum(engine.batching.passes for engine in engines),
@@ -195,12 +200,27 @@ class Engines:
 
     def describe(self) -> list[dict[str, Any]]:
         """The objects of /v1/models."""
-        together = {engine.name: _together(engine.batching) for engine in self.loaded}
-        return [_described(name, bundle, together.get(name), self._fit) for name, bundle in self._bundles.items()]
+        batching, objects = {engine.name: engine.batching for engine in self.loaded}, list[dict[str, Any]]()
+        for name, bundle in self._bundles.items():
+            m, loaded, batch = bundle.manifest, batching.get(name), None
+            if loaded is not None:  # the number of answers decoded in one pass, and the reason if it is 1
+                one = {"most": 1, "reason": loaded.obstacle}
+                batch = {"most": loaded.most} if loaded.obstacle is None else one
+            height, width = m.image.sides
+            facts = {
+                "layers": m.model.layers, "ks": m.variants, "default_k": m.default_k, "gates": m.gates,
+                "reductions": m.reductions, "precision": m.precision, "max_context": m.max_context, "batch": batch,
+                "image": {
+                    "width": width, "height": height, "fit": self._fit or trained_fit(m.image),
+                    "layout": m.layout.name, "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,
+                },
+            }  # fmt: skip
+            objects.append({"id": name, "object": "model", "created": 0, "owned_by": "vtx", "vtx": facts})
+        return objects
 
 
 def named(specs: tuple[str, ...]) -> dict[str, Path]:
-    """Bundles by name from NAME=DIR or DIR, whose name is then the directory's."""
+    """Bundles by name from NAME=DIR or DIR; the name of the latter is the directory's."""
     bundles: dict[str, Path] = {}
     for spec in specs:
         name, given, folder = spec.partition("=")
@@ -210,32 +230,3 @@ def named(specs: tuple[str, ...]) -> dict[str, Path]:
             raise RequestError(f"two bundles are called {name!r}, or one has no name; name them: --bundle NAME=DIR")
         bundles[name] = path
     return bundles
-
-
-def _forecast(name: str, bundle: Bundle, needed: Callable[[Bundle], int]) -> int:
-    try:
-        return needed(bundle)
-    except VtxError as e:
-        raise RequestError(f"{name}: {e}") from e
-
-
-def _together(batching: Batching) -> dict[str, Any]:
-    """How many answers are decoded in one pass, and why no more than one."""
-    if batching.obstacle is None:
-        return {"most": batching.most}
-    return {"most": 1, "reason": batching.obstacle}
-
-
-def _described(name: str, bundle: Bundle, together: dict[str, Any] | None, fit: str | None) -> dict[str, Any]:
-    """`together` is known of a loaded bundle; `fit` where it was asked for."""
-    m = bundle.manifest
-    height, width = m.image.sides
-    facts = {
-        "layers": m.model.layers, "ks": m.variants, "default_k": m.default_k, "gates": m.gates,
-        "reductions": m.reductions, "precision": m.precision, "max_context": m.max_context, "batch": together,
-        "image": {
-            "width": width, "height": height, "fit": fit or trained_fit(m.image), "layout": m.layout.name,
-            "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,
-        },
-    }  # fmt: skip
-    return {"id": name, "object": "model", "created": 0, "owned_by": "vtx", "vtx": facts}

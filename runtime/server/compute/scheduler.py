@@ -1,4 +1,4 @@
-"""One thread a model that computes its answers by rounds, a token each, so that no long answer blocks a short one."""
+"""One thread for each model computes its answers in rounds of one token, so that no long answer blocks a short one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end: what went wrong."""
+    """The end: an error."""
 
     error: Exception
 
@@ -50,8 +50,9 @@ Event: TypeAlias = Piece | Done | Failed
 
 
 class Job:
-    """One request. `begin` gives its stream, `end` takes back what that was computed with; both in the thread that
-    computes, as `emit`, which gets each event.
+    """One request. `begin` returns its stream, `end` releases the stream's conversation, `emit` gets each event.
+
+    All three are called in the thread that computes.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Job:
     ) -> None:
         self._begin, self._end, self._emit = begin, end, emit
         self._stream: AnswerStream | None = None
-        self._told = 0
+        self._emitted = 0  # tokens
         self.cancelled = False
 
     @property
@@ -75,7 +76,7 @@ class Job:
             stream.cancel()
 
     def begin(self) -> bool:
-        """Take what it is computed with; False where that fails or it was cancelled while it waited."""
+        """Begin its stream; False if that fails or it was cancelled while it waited."""
         if self.cancelled:
             return False
         try:
@@ -99,25 +100,22 @@ class Job:
                 self._end(True)
                 self._emit(Done(answer))
                 return False
-            self._tell(text, stream)
+            progress = stream.progress(self._emitted)
+            self._emitted += len(progress.token_ids)
+            if text or progress.token_ids:
+                self._emit(Piece(text, progress))
         except Exception as e:
             self._fail(e, None if ended else stream)
             return False
         return True
 
     def abandon(self) -> None:
-        """End it because the server does."""
+        """End it because the server ends."""
         stream, self._stream = self._stream, None
         self._fail(shutting_down(), stream)
 
-    def _tell(self, text: str, stream: AnswerStream) -> None:
-        progress = stream.progress(self._told)
-        self._told += len(progress.token_ids)
-        if text or progress.token_ids:
-            self._emit(Piece(text, progress))
-
     def _fail(self, error: Exception, stream: AnswerStream | None = None) -> None:
-        """End it with an error. What its `stream` was computed with is given back and not kept."""
+        """End it with an error. The conversation of its `stream` is released and not kept."""
         if not isinstance(error, VtxError):
             log.error("a request failed", exc_info=error)
         try:
@@ -125,28 +123,26 @@ class Job:
                 stream.cancel()
                 self._end(False)
         except Exception:
-            log.exception("what a request was computed with could not be given back")
+            log.exception("the conversation of a request could not be released")
         try:
             self._emit(Failed(error))
         except Exception:
-            log.exception("a request that failed could not be told so")
-
-
-def _alone(_: Sequence[AnswerStream]) -> None:
-    """Every answer computes its own tokens."""
+            log.exception("the error of a request could not be sent")
 
 
 class Scheduler:
     """Steps the answers of one model: in each round a token of every answer, and at most one new prompt.
 
-    At most `parallel` answers are computed at a time; other requests wait, in their order. `together` is given the
-    answers before each round, to compute ahead what they can in one pass.
+    At most `parallel` answers are computed at a time; other requests wait, in their order. `together` gets the answers
+    before each round, to compute their tokens in one pass if it can.
 
-    Whatever fails in a round ends one answer, and the rounds go on. `heartbeat` is beaten between any two runs of a
-    graph, and while there is nothing to do.
+    A failure in a round ends one answer, and the rounds go on. `heartbeat` beats between any two runs of a graph, and
+    while there is nothing to do.
     """
 
-    def __init__(self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = _alone) -> None:
+    def __init__(
+        self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = lambda _: None
+    ) -> None:
         self._parallel, self._together = parallel, together
         self._waiting = deque[Job]()
         self._active: list[Job] = []
@@ -168,11 +164,11 @@ class Scheduler:
 
     @property
     def silence(self) -> float:
-        """Seconds since the thread's last sign of life; without an end where the thread itself has ended."""
+        """Seconds since the thread's last sign of life; infinite once the thread itself has ended."""
         return math.inf if self._dead else self.heartbeat.silence
 
     def submit(self, job: Job) -> None:
-        """Have a job computed. Raises Refusal where the server shuts down."""
+        """Have a job computed. Raises Refusal while the server shuts down."""
         with self._changed:
             if self._closing:
                 raise shutting_down()
@@ -180,7 +176,7 @@ class Scheduler:
             self._changed.notify()
 
     def close(self) -> bool:
-        """End all jobs and the thread; False where it still computes after `CLOSE_SECONDS`."""
+        """End all jobs and the thread; False if it still computes after `CLOSE_SECONDS`."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -192,11 +188,15 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while self._wait():
-                self._compute_ahead()
+                try:
+                    self._together([job.stream for job in self._active if job.stream is not None])
+                except Exception:  # each answer meets it again by itself, and ends alone
+                    log.exception("answers could not be computed together")
                 self._active = [job for job in self._active if job.step()]
-                job = self._admit()
+                with self._changed:
+                    job = self._waiting.popleft() if self._waiting and self.active < self._parallel else None
                 if job is not None:
-                    self._active = [*self._active, job]  # from here on it is told where the thread ends
+                    self._active = [*self._active, job]  # from here on it is abandoned if the thread ends
                     if not (job.begin() and job.step()):
                         self._active = self._active[:-1]
         finally:
@@ -206,23 +206,11 @@ class Scheduler:
                 job.abandon()
             self._active, self._waiting = [], deque()
 
-    def _compute_ahead(self) -> None:
-        """What fails here, each answer meets again by itself, and ends alone."""
-        try:
-            self._together([job.stream for job in self._active if job.stream is not None])
-        except Exception:
-            log.exception("answers could not be computed together")
-
     def _wait(self) -> bool:
-        """Wait while there is nothing to do; False where the server ends."""
+        """Wait while there is nothing to do; False once the server ends."""
         with self._changed:
             self.heartbeat.beat()
             while not (self._active or self._waiting or self._closing):
                 self._changed.wait(IDLE_SECONDS)
                 self.heartbeat.beat()
             return not self._closing
-
-    def _admit(self) -> Job | None:
-        """The job that begins in this round, if there is room for one."""
-        with self._changed:
-            return self._waiting.popleft() if self._waiting and self.active < self._parallel else None

@@ -106,11 +106,11 @@ def asked(pool: ConversationPool, model: Model, question: str, seed: int | None 
     images = [] if seed is None else [model.prepare(random_image(seed))]
     content: list[Any] = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
     messages: Any = [{"role": "user", "content": content}]
-    before = pool.found.hits
+    before = pool.hits
     conversation = pool.lease(images, model.prompt_ids(messages, images))
     conversation.resume_messages(messages, None, Options(max_new_tokens=2), "none").read()
     pool.give_back(conversation)
-    return pool.found.hits > before
+    return pool.hits > before
 
 
 @pytest.fixture(scope="module")
