@@ -291,7 +291,7 @@ def test_the_time_that_a_request_waited_counts(tiny_bundle: Path, local: Model) 
     limits = Limits(seconds=100)
     engine = Engine("tiny", local, limits)
     try:
-        asked = prepare(engine, read_request(json.dumps(GOOD).encode(), limits), limits)
+        asked = prepare(engine, read_request(json.dumps(GOOD).encode(), limits), limits, lambda: False)
         begun: list[float | None] = []
         for left in (30.0, -5.0):
             job = job_of(engine, asked, lambda _: None, time.monotonic() + left)
