@@ -7,7 +7,7 @@ A new precision is a row here, its rounding in `exporter/weights/quantize.py`, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 
@@ -15,11 +15,16 @@ from types import MappingProxyType
 class Precision:
     """How weights are stored.
 
-    `stored`: safetensors' word for the type of a matrix. `bits` of a quantised weight, None where weights are floats.
-    `arithmetic`: numpy's name of the type that graphs compute in where they say it. `tolerance`: the largest difference
-    to the float32 reference with the same weights, as a share of its largest magnitude; quantised matrices are
-    multiplied with activations of 8 bits. `openvino_hidden`: the least hidden size at which OpenVINO was measured to be
-    ahead of onnxruntime on a CPU (docs/how-to/openvino.md).
+    `stored`: the safetensors dtype of a matrix. `bits` of a quantised weight, None for floats. `arithmetic`: numpy's
+    name of the type that graphs compute in if they state one. `tolerance`: the largest difference to the float32
+    reference with the same weights, as a share of its largest magnitude; quantised matrices are multiplied with
+    activations of 8 bits. `other_parts`: the default precision of tower and head next to such a decoder; `kv`: the
+    default type of K and V.
+
+    On OpenVINO: `openvino_hidden` is the smallest hidden size at which it was measured to be faster than onnxruntime
+    on a CPU (docs/how-to/openvino.md). `openvino_group`: values of a hidden state that share a scale in products of integers;
+    0: products are of floats. `openvino_tokens`: the most tokens of one run of a stage, by arithmetic, if longer runs
+    were measured to be slower (docs/measurements/openvino.md).
     """
 
     name: str
@@ -27,29 +32,38 @@ class Precision:
     bits: int | None
     arithmetic: str
     tolerance: float
+    other_parts: str
+    kv: str
     openvino_hidden: int
+    openvino_group: int = 0
+    openvino_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def expands(self) -> bool:
-        """Whether onnxruntime's CPU provider holds such weights in float32, more bytes than are stored."""
+        """True if onnxruntime's CPU provider holds such weights in float32, more bytes than are stored."""
         return self.bits is None and self.stored != "F32"
 
 
 @dataclass(frozen=True, slots=True)
 class KVType:
-    """How K and V are kept: numpy's name of the type, bytes a number, and the tolerance as of `Precision`."""
+    """How K and V are stored: numpy's and OpenVINO's names of the type, bytes per number, and `Precision`'s tolerance.
+
+    `scaled`: K and V are integers times a scale for each channel.
+    """
 
     name: str
     dtype: str
+    openvino: str
     bytes: int
     tolerance: float
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What an engine computes in: the precision that it brings floating-point weights to, and the tolerance.
+    """The arithmetic of an engine: the precision that it converts floating-point weights to, and the tolerance.
 
-    What int8 does to quantised matrices is in their own tolerance.
+    The tolerance of quantised matrices covers int8.
     """
 
     name: str
@@ -62,11 +76,11 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
         row.name: row
         for row in (
-            Precision("fp32", "F32", None, "float32", 1e-4, 2048),
-            Precision("fp16", "F16", None, "float16", 1e-2, 896),
-            Precision("bf16", "BF16", None, "bfloat16", 1e-2, 896),
-            Precision("int8", "I8", 8, "float16", 0.15, 896),
-            Precision("int4", "I4", 4, "float16", 0.15, 896),
+            Precision("fp32", "F32", None, "float32", 1e-4, "fp32", "fp32", 2048),
+            Precision("fp16", "F16", None, "float16", 1e-2, "fp16", "fp16", 896),
+            Precision("bf16", "BF16", None, "bfloat16", 1e-2, "bf16", "fp16", 896),
+            Precision("int8", "I8", 8, "float16", 0.15, "int8", "fp16", 896, 128, {"bf16": 256}),
+            Precision("int4", "I4", 4, "float16", 0.15, "int8", "fp16", 896, 64, {"f32": 256, "bf16": 256}),
         )
     }
 )
@@ -74,9 +88,9 @@ KV_TYPES: Mapping[str, KVType] = MappingProxyType(
     {
         row.name: row
         for row in (
-            KVType("fp32", "float32", 4, 0.0),
-            KVType("fp16", "float16", 2, 5e-3),
-            KVType("int8", "int8", 1, 0.15),
+            KVType("fp32", "float32", "f32", 4, 0.0),
+            KVType("fp16", "float16", "f16", 2, 5e-3),
+            KVType("int8", "int8", "u8", 1, 0.15, scaled=True),
         )
     }
 )

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from vtx.runtime import checks
 from vtx.runtime.backends import memory
-from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import library
+from vtx.runtime.bundle import tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
-from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings, text_tower
-from vtx.runtime.bundle.tensors import final_norm, newline
+from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt import messages, text
 from vtx.runtime.session import sampling
@@ -45,8 +44,8 @@ def header() -> str:
     """The text of names.hpp."""
     words = {name: getattr(names, name) for name in TENSORS}
     words |= {f"FILE_{name}": getattr(manifest, name) for name in FILES} | {
-        "WEIGHT": final_norm.WEIGHT,
-        "NEWLINE_TENSOR": newline.NEWLINE_TENSOR,
+        "WEIGHT": tensors.WEIGHT,
+        "NEWLINE_TENSOR": tensors.NEWLINE_TENSOR,
     }
     words |= {f"FORM_{name}": getattr(text_settings, name) for name in ("START", "REPLY", "END")}
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
@@ -66,7 +65,7 @@ def header() -> str:
         "MOST_THREADS": checks.MOST_THREADS,
         "MAX_LAYERS": model_spec.MAX_LAYERS,
         "MAX_SIZE": model_spec.MAX_SIZE,
-        "MAX_SEGMENT": text_tower.MAX_SEGMENT,
+        "MAX_SEGMENT": model_spec.MAX_SEGMENT,
         "MAX_ID": text_settings.MAX_ID,
         "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE,
         "QUICK_BYTES": QUICK_BYTES,
@@ -85,12 +84,17 @@ def header() -> str:
         "FEW_TOKENS": cache.FEW,
         "LARGEST_INTEGER": integers.LARGEST,
     }
-    numbers |= {f"QUANTISED_ROWS_{weights.upper()}": count for weights, count in openvino.QUANTISED_ROWS.items()}
+    quantised = [row for row in PRECISIONS.values() if row.openvino_group]
+    numbers |= {f"QUANTISED_ROWS_{row.name.upper()}": row.openvino_group for row in quantised}
     numbers |= {f"WIDE_{row.name.upper()}": row.openvino_hidden for row in PRECISIONS.values()}
     lines = [f'inline constexpr char {_camel(name)}[] = "{word}";' for name, word in (words | prefixes).items()]
     lines += [f"inline constexpr int64_t {_camel(name)} = {number};" for name, number in numbers.items()]
     lines += ["struct RowsOfARun {", "  const char *weights, *compute;", "  int64_t rows;", "};"]
-    runs = [f'{{"{weights}", "{compute}", {count}}}' for (weights, compute), count in openvino.ROWS_OF_A_RUN.items()]
+    runs = [
+        f'{{"{row.name}", "{compute}", {count}}}'
+        for row in PRECISIONS.values()
+        for compute, count in row.openvino_tokens.items()
+    ]
     lines.append(f"inline constexpr RowsOfARun kRowsOfARun[] = {{{', '.join(runs)}}};")
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
     lines.append(f"inline constexpr double kLeastPenalty = {sampling.LEAST_PENALTY};")

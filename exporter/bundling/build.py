@@ -48,8 +48,8 @@ from vtx.runtime.bundle.spec.manifest import (
     Manifest,
 )
 from vtx.runtime.bundle.spec.stored import BLOCK
-from vtx.runtime.bundle.tensors.final_norm import WEIGHT as FINAL_NORM_WEIGHT
-from vtx.runtime.bundle.tensors.newline import NEWLINE_TENSOR
+from vtx.runtime.bundle.tensors import NEWLINE_TENSOR
+from vtx.runtime.bundle.tensors import WEIGHT as FINAL_NORM_WEIGHT
 from vtx.runtime.errors import ExportError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer

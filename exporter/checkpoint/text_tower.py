@@ -16,8 +16,7 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint, open_model
 from vtx.exporter.checkpoint.text import read_plain_tokenizer
 from vtx.runtime.bundle.safetensors import read_tensor, shown
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
-from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, TextTowerSpec
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
 TOKENIZER = "text_tower_tokenizer.json"

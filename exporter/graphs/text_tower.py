@@ -10,7 +10,7 @@ import onnx_ir as ir
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import block_tensors, build_block
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
+from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 
 TOKENS, POSITIONS = "clip.text.embeddings.token_embedding.weight", "clip.text.embeddings.position_embedding.weight"
 LAST_NORM, PROJECTION = "clip.text.final_layer_norm", "clip.text_projection"

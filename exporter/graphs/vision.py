@@ -16,7 +16,7 @@ from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
 from vtx.exporter.graphs.native import build_native, native_tensors
 from vtx.exporter.graphs.text_tower import project_patches
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
+from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 
 T = TypeVar("T")
 IMAGES, VIDEO = "vision.", "video."  # what the names of towers' weights begin with

@@ -33,8 +33,7 @@ from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.bundle.tensors.final_norm import read_final_norm
-from vtx.runtime.bundle.tensors.newline import read_newline
+from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.checks import MOST_THREADS, check_whole
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies.make import check_layout, make_policy

@@ -1,4 +1,4 @@
-"""How memory is taken and given back, so that no more of it is resident than what is used."""
+"""Memory that is resident only as far as it is used, and returned to the system when it is freed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,11 @@ _MADV_DONTNEED = 4
 
 
 def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any], *, reserved: bool = True) -> NDArray[Any]:
-    """Zeros that take memory where they are written, page by page of the smallest size.
+    """Zeros that become resident when they are written, in pages of the smallest size.
 
-    A cache [..., heads, capacity, head_dim] that is filled in part has its rows in as many places as it has heads.
-    In pages of 2 MiB, which numpy asks Linux for, all of it would become resident. Where it is not `reserved`, it may
-    be larger than the memory of the machine.
+    A cache [..., heads, capacity, head_dim] that is filled in part is written in one place for each head. In pages of
+    2 MiB, which numpy asks Linux for, all of it would become resident. Unless `reserved`, it may be larger than the
+    memory of the machine.
 
     Raises:
         MemoryError: the address space or the system's limit is exhausted.
@@ -45,61 +44,53 @@ def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any], *, reserv
 
 
 def forget(array: NDArray[Any]) -> None:
-    """Give back the memory of a contiguous part of such zeros, but for pages that it shares with its neighbours.
+    """Return the memory of a contiguous part of such zeros, but for pages that it shares with its neighbours.
 
-    What it held is zeros afterwards, or as it was.
+    Afterwards the part holds zeros, or what it held before.
     """
-    if sys.platform != "linux":
-        return
-    first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if sys.platform == "linux":
+        first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if size > 0:
+            drop_pages(first, size)
+
+
+def drop_pages(address: int, size: int) -> None:
+    """Let Linux take back the pages at an address; if it refuses, nothing but memory is lost."""
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    if size > 0:
-        advise(first, size, _MADV_DONTNEED)  # where it is refused, nothing but memory is lost
+    advise(address, size, _MADV_DONTNEED)
+
+
+_users = 0  # of `returning_memory`, whose settings are the process's
+_lock = threading.Lock()
 
 
 @contextmanager
 def returning_memory(*, at_once: bool = True) -> Iterator[None]:
-    """What is freed meanwhile, on any thread, goes back to the system, where the C library is glibc.
+    """Return memory that is freed within, on any thread, to the system, if the C library is glibc.
 
-    Held by several, it lasts until the last of them is done. Loading frees each weight after it is packed. The
-    allocator would keep most of that, and the process would be twice as large as what it holds. Where it need not go
-    back `at_once` it does so at the end: the system then has to find and clear fewer pages.
+    If several use it, it lasts until the last of them is done. Loading frees each weight after it is packed. The
+    allocator would keep most of that, and the process would be twice as large as what it holds. Unless `at_once`,
+    memory is returned at the end: the system then has to find and clear fewer pages.
     """
+    global _users
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(library, "mallopt"):
+    if library is None or not hasattr(library, "mallopt"):
         yield
         return
-    assert library is not None
-    _returning.begin(library, at_once=at_once)
+    with _lock:
+        _users += 1
+        if at_once:
+            library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     try:
         yield
     finally:
-        _returning.end(library)
-
-
-@dataclass(slots=True)
-class _Returning:
-    """How many hold `returning_memory`, whose settings are the process's."""
-
-    held: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def begin(self, library: ctypes.CDLL, *, at_once: bool) -> None:
-        with self.lock:
-            self.held += 1
-            if at_once:
-                library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-
-    def end(self, library: ctypes.CDLL) -> None:
-        with self.lock:
-            self.held -= 1
-            if self.held:
-                return
-            library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc's own adjustment ends
-            library.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
-        library.malloc_trim(0)
-
-
-_returning = _Returning()
+        with _lock:
+            _users -= 1
+            last = not _users
+            if last:
+                library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # where glibc's own adjustment ends
+                library.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        if last:
+            library.malloc_trim(0)

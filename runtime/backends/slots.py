@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from vtx.runtime.backends.lanes import Lane
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 
 class SlotCounter(ABC):
-    """What every `StageCache` shares: `length` of `capacity` slots are filled, and no run may fill more.
+    """The base of every `StageCache`: `length` of `capacity` slots are filled, and no run may fill more.
 
-    Slots are forgotten by being counted no longer.
+    Slots are forgotten by lowering `length`. `lane`: the cache's lane in a pool, None outside a pool.
     """
 
     selects_outputs = False
+    lane: Lane | None = None
 
     def __init__(self, capacity: int) -> None:
         self.length, self.capacity = 0, capacity

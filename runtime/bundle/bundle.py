@@ -1,4 +1,4 @@
-"""A bundle on disk: its manifest, its files, and whether they are what they were at export."""
+"""A bundle on disk: its manifest and its files, which must be as they were at export."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Bundle:
     def open(cls, folder: str | os.PathLike[str], *, check: bool = True, key: PublicKey | None = None) -> Bundle:
         """Read the manifest and check every file's presence and size, and the checksums of small files.
 
-        `check=False` leaves the files alone, for a caller that verifies them itself. Large files are
-        hashed by `verify` only. With a `key` the manifest's signature is verified before anything else is
-        read or parsed, and every file is hashed, large ones too.
+        `check=False` skips the files, for a caller that verifies them itself. Large files are hashed by `verify` only.
+        With a `key` the manifest's signature is verified before anything else is read or parsed, and every file is
+        hashed, large ones too.
 
         Raises:
             BundleError: no bundle, a damaged or hostile one, one from another version, or not signed by `key`.
@@ -52,9 +52,22 @@ class Bundle:
         """
         try:
             path = Path(folder).expanduser().absolute()
-            bundle = cls(path, _read_manifest(path, key), key)
+            if path.is_file():
+                raise BundleError(
+                    f"{path} is a file; name the bundle's directory, unpack an archive first, or make a bundle with "
+                    "vtx-export"
+                )
+            if not path.is_dir():
+                raise BundleError(f"{path} is not a directory; make a bundle with vtx-export --out {path.name}")
+            files = Folder(path, "bundle", BundleError, CURE)
+            if not files.exists(MANIFEST):
+                raise BundleError(f"{path} holds no {MANIFEST}, so it is not a bundle; make one with vtx-export")
+            if key is None and not files.exists(MANIFEST + CHECKSUM):  # then it may have an older format
+                parse_manifest(files.read(MANIFEST, MAX_BYTES, links=False), os.fspath(path))
+            manifest = parse_manifest(read_sealed(files, MANIFEST, MAX_BYTES, key), os.fspath(path))
         except (OSError, RuntimeError, ValueError) as e:
             raise BundleError(f"{folder} cannot be read ({reason(e)}); check its name and permissions") from e
+        bundle = cls(path, manifest, key)
         if check:
             for name in bundle.manifest.files:
                 bundle.check_file(name, whole=key is not None)
@@ -62,14 +75,14 @@ class Bundle:
 
     @property
     def files(self) -> Folder:
-        return _folder(self.folder)
+        return Folder(self.folder, "bundle", BundleError, CURE)
 
     def path(self, name: str) -> Path:
-        """Where a file lies, for messages and for writing; `read`, `header` and `graph_path` are for reading."""
+        """The path of a file, for messages and for writing; `read`, `header` and `graph_path` are for reading."""
         return self.folder / name
 
     def read(self, name: str, limit: int) -> bytes:
-        """A file of at most `limit` bytes, whole; these very bytes are what the manifest's checksum was compared with.
+        """A file of at most `limit` bytes, whole; the manifest's checksum was compared with these very bytes.
 
         Raises:
             BundleError: the file is missing, larger, altered, or no regular file of the bundle.
@@ -86,17 +99,17 @@ class Bundle:
         return unpack(self.read(name, limit), name, error=BundleError)
 
     def header(self, name: str) -> Header:
-        """The header of a safetensors file of any size; its data is refused where the file is replaced later."""
+        """The header of a safetensors file of any size; its data is refused if the file is replaced later."""
         with self._open(name) as file:
-            self._same(name, file)
+            self._check_same(name, file)
             return header_of(file, self.folder / name, error=BundleError)
 
     @contextmanager
     def graph_path(self, name: str) -> Iterator[Path]:
         """The path of a graph for a library that opens it, and the weights it names, by itself.
 
-        Before and after, all files must be the ones that were checked: the same inodes, sizes and times of change. Who
-        can write into the bundle and puts everything back within the block is not noticed.
+        Before and after, all files must be the ones that were checked: the same inodes, sizes and times of change. A
+        change that is undone within the block is not noticed.
 
         Raises:
             BundleError: a file is missing, or was replaced or written to since it was checked.
@@ -107,7 +120,7 @@ class Bundle:
         self._check_unchanged(name)
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[tuple[str, str | None]]:
-        """Hash every file: (name, None) where it is as exported, else (name, what is wrong)."""
+        """Hash every file: (name, None) if it is as exported, else (name, problem)."""
         for name in self.manifest.files:
             try:
                 self.check_file(name, whole=True, progress=progress)
@@ -140,10 +153,10 @@ class Bundle:
             if name not in self._checked:
                 self.check_file(name, whole=self.key is not None)
             with self._open(name) as file:
-                self._same(name, file)
+                self._check_same(name, file)
 
-    def _same(self, name: str, file: BinaryIO) -> None:
-        """Raise BundleError where this is another file than the one that was checked."""
+    def _check_same(self, name: str, file: BinaryIO) -> None:
+        """Raise BundleError if this is another file than the one that was checked."""
         now = Identity.of(os.fstat(file.fileno()))
         if self._checked.setdefault(name, now) != now:
             raise BundleError(f"{name} was replaced or written to after it was checked; load the bundle again")
@@ -155,29 +168,9 @@ def sha256(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
         return digest(file, path.name, BundleError, progress)
 
 
-def _folder(path: Path) -> Folder:
-    return Folder(path, "bundle", BundleError, CURE)
-
-
 def seal_manifest(folder: Path, manifest: Manifest, key: SigningKey | None = None) -> None:
-    """Write `vtx.json` with what vouches for it. Raises `OSError`."""
+    """Write `vtx.json` with its checksum, and its signature if there is a key. Raises `OSError`."""
     write_sealed(folder / MANIFEST, write_manifest(manifest).encode("utf-8", "surrogatepass"), key)
-
-
-def _read_manifest(path: Path, key: PublicKey | None) -> Manifest:
-    folder = _folder(path)
-    if path.is_file():
-        raise BundleError(
-            f"{path} is a file; name the bundle's directory, unpack an archive first, or make a bundle with vtx-export"
-        )
-    if not path.is_dir():
-        raise BundleError(f"{path} is not a directory; make a bundle with vtx-export --out {path.name}")
-    if not folder.exists(MANIFEST):
-        raise BundleError(f"{path} holds no {MANIFEST}, so it is not a bundle; make one with vtx-export")
-    if key is None and not folder.exists(MANIFEST + CHECKSUM):
-        # an older format says so
-        parse_manifest(folder.read(MANIFEST, MAX_BYTES, links=False), os.fspath(path))
-    return parse_manifest(read_sealed(folder, MANIFEST, MAX_BYTES, key), os.fspath(path))
 
 
 def _altered(name: str) -> str:

@@ -1,8 +1,8 @@
-"""The one way to open a file of a checkpoint or a bundle, which nobody vouches for.
+"""The one way to open a file of an untrusted checkpoint or bundle.
 
 A link is followed only while it stays inside the folder, and only once: the file behind it is opened from the folder
 downwards without following anything, so that a link swapped in meanwhile is refused. Pipes, devices and directories
-are never waited for or read. Whoever needs content reads it once, and checks the bytes it uses.
+are never waited for or read. Content is read once, and the bytes that are used are the ones that are checked.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from typing import BinaryIO, NamedTuple
 from vtx.runtime.errors import VtxError
 
 BLOCK = 1 << 22  # bytes that are hashed at a time
-POINTER = b"version https://git-lfs.github.com/spec/"  # what git leaves in a file's place
-# Absent on Windows: there nothing opens by a descriptor of a directory, and no pipe stands in a folder.
+POINTER = b"version https://git-lfs.github.com/spec/"  # begins the file that git-lfs leaves until it fetches
+# Absent on Windows, which cannot open by the descriptor of a directory and has no pipes in folders.
 _NO_FOLLOW, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 _DIRECTORY, _FLAGS = getattr(os, "O_DIRECTORY", 0), getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _BY_DESCRIPTOR = os.open in os.supports_dir_fd and bool(_NO_FOLLOW and _DIRECTORY)
-Progress = Callable[[int], None]
 
 
 class Identity(NamedTuple):
-    """What tells a file from another one of the same name, and from itself before it was written to."""
+    """A file's identity: another file of the same name differs, and so does the file after a write."""
 
     device: int
     inode: int
@@ -51,7 +50,7 @@ class Folder:
     stores: tuple[Path, ...] = ()
 
     def exists(self, name: str) -> bool:
-        """Whether anything is there by that name, a dangling link included, so that opening it says what is wrong."""
+        """Return True if the name exists, even as a dangling link: opening it then names the problem."""
         with contextlib.suppress(ValueError):
             return os.path.lexists(self.path / name)
         return False
@@ -64,7 +63,13 @@ class Folder:
         try:
             descriptor = self._descriptor(name, links)
         except (OSError, ValueError, RuntimeError) as cause:
-            raise self.error(f"{name} {self._problem(name, cause)}; {self.cure}") from cause
+            problem = f"cannot be read ({reason(cause)})"
+            if isinstance(cause, FileNotFoundError):
+                problem = f"is missing from the {self.kind} {self.path}"
+            with contextlib.suppress(OSError, ValueError):
+                if (self.path / name).is_symlink():
+                    problem = f"is a dangling link, or a link that may not be followed ({reason(cause)})"
+            raise self.error(f"{name} {problem}; {self.cure}") from cause
         return _regular(descriptor, name, limit, self.error)
 
     def read(self, name: str, limit: int, *, links: bool = True) -> bytes:
@@ -81,14 +86,6 @@ class Folder:
             if target.is_relative_to(base):
                 return _open_below(base, target.relative_to(base).parts)
         raise self.error(f"{name} is a link that leaves the {self.kind}, to {target}; do not use this {self.kind}")
-
-    def _problem(self, name: str, cause: Exception) -> str:
-        with contextlib.suppress(OSError, ValueError):
-            if (self.path / name).is_symlink():
-                return f"is a link to nowhere, or where no link is followed ({reason(cause)})"
-        if isinstance(cause, FileNotFoundError):
-            return f"is missing from the {self.kind} {self.path}"
-        return f"cannot be read ({reason(cause)})"
 
 
 def open_named(path: Path, *, error: type[VtxError], limit: int | None = None) -> BinaryIO:
@@ -122,12 +119,12 @@ def read_all(file: BinaryIO, name: str, error: type[VtxError]) -> bytes:
 
 
 def check_fetched(content: bytes, name: str, error: type[VtxError]) -> None:
-    """Raise `error` where a file that begins with `content` only stands for one that git has not fetched."""
+    """Raise `error` if a file that begins with `content` is a placeholder of a file that git has not fetched."""
     if content.startswith(POINTER):
         raise error(f"{name} is a pointer of git-lfs, not the file itself; fetch it: git lfs pull")
 
 
-def digest(file: BinaryIO, name: str, error: type[VtxError], progress: Progress = lambda _: None) -> str:
+def digest(file: BinaryIO, name: str, error: type[VtxError], progress: Callable[[int], None] = lambda _: None) -> str:
     """Hex SHA-256 of a file from its start on, read in blocks; `progress` gets the bytes of each. Raises `error`."""
     total = hashlib.sha256()
     try:
@@ -142,7 +139,7 @@ def digest(file: BinaryIO, name: str, error: type[VtxError], progress: Progress 
 
 
 def reason(cause: Exception) -> str:
-    """What the system says of a failure, without the path, which the message names already."""
+    """The system's reason of a failure, without the path, which the message names already."""
     return str(getattr(cause, "strerror", None) or cause)
 
 
@@ -150,8 +147,13 @@ def _open_below(root: Path, parts: tuple[str, ...]) -> int:
     """Open `root / parts`, following no link below `root`."""
     if not parts:
         raise IsADirectoryError(21, "Is a directory")
-    if not _BY_DESCRIPTOR:
-        return _open_and_compare(root.joinpath(*parts))
+    if not _BY_DESCRIPTOR:  # open the path, which was resolved, and check that it still leads here
+        path = root.joinpath(*parts)
+        descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW | _FLAGS)
+        if os.path.realpath(path) == str(path) and os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+            return descriptor
+        os.close(descriptor)
+        raise OSError("it was replaced while it was opened")
     folder = os.open(root, os.O_RDONLY | _DIRECTORY | _FLAGS)
     try:
         for part in parts[:-1]:
@@ -161,15 +163,6 @@ def _open_below(root: Path, parts: tuple[str, ...]) -> int:
         return os.open(parts[-1], os.O_RDONLY | _NO_FOLLOW | _NO_WAIT | _FLAGS, dir_fd=folder)
     finally:
         os.close(folder)
-
-
-def _open_and_compare(path: Path) -> int:
-    """Open a path that was resolved, and see that it leads nowhere else now that it is open."""
-    descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW | _FLAGS)
-    if os.path.realpath(path) == str(path) and os.path.samestat(os.lstat(path), os.fstat(descriptor)):
-        return descriptor
-    os.close(descriptor)
-    raise OSError("it was replaced while it was opened")
 
 
 def _regular(descriptor: int, name: str, limit: int | None, error: type[VtxError]) -> BinaryIO:

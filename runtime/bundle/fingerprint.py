@@ -1,10 +1,10 @@
-"""`engines.json`: what the engines of one target were built from and for, and whether they fit this machine.
+"""`engines.json`: the files and the machine that the engines of one target were built for.
 
     engines/<target>/engines.json    this record, written last
     engines/<target>/<graph>.engine  one engine a graph
 
-TensorRT says of an engine that does not fit at most that it does not. Here it is said what was built, what this
-machine is, and the command that fixes it.
+TensorRT refuses an engine that does not fit without a reason. The errors here name the engines, this machine, and the
+command that fixes it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,19 @@ FOLDER = "engines"
 RECORD = "engines.json"
 FORMAT = 1
 MAX_BYTES = 4 << 20
-FLAVOUR_NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
 Range = tuple[int, int, int]  # the smallest, the most likely, the largest size
 Profile = Mapping[str, Range]  # of each free size of a graph, such as rows
+
+
+@dataclass(frozen=True, slots=True)
+class Flavour:
+    """One of the two forms of TensorRT: its name, and the extra that installs its module."""
+
+    title: str
+    extra: str
+
+
+FLAVOURS = {"tensorrt": Flavour("TensorRT", "tensorrt"), "tensorrt_rtx": Flavour("TensorRT-RTX", "rtx")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +85,8 @@ class EngineSet:
 
     @property
     def made_for(self) -> str:
-        flavour = FLAVOUR_NAMES.get(self.flavour, self.flavour)
-        return f"{flavour} {self.version} and compute capability {_dot(self.capability)}"
+        title = FLAVOURS[self.flavour].title if self.flavour in FLAVOURS else self.flavour
+        return f"{title} {self.version} and compute capability {_dot(self.capability)}"
 
 
 def read_engines(bundle: Bundle, target: str) -> EngineSet:
@@ -92,7 +102,8 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
     if not bundle.files.exists(where):
         raise BundleError(f"{bundle.folder} holds no engines for {target}; {cure}")
     try:
-        data = parse_json(_sealed(bundle, target, where), where, error=BundleError)
+        sealing = dataclasses.replace(bundle.files, cure=cure + (" --sign KEY" if bundle.key else ""))
+        data = parse_json(read_sealed(sealing, where, MAX_BYTES, bundle.key), where, error=BundleError)
         engines = Strict(cure=cure).read(EngineSet, data, where)
     except ValueError as e:
         raise BundleError(f"{where} is damaged ({e}); {cure}") from e
@@ -101,11 +112,6 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
     for record in engines.engines.values():
         check_inside(record.file)
     return engines
-
-
-def _sealed(bundle: Bundle, target: str, record: str) -> bytes:
-    cure = build_command(bundle, target) + (" --sign KEY" if bundle.key else "")
-    return read_sealed(dataclasses.replace(bundle.files, cure=cure), record, MAX_BYTES, bundle.key)
 
 
 def targets(bundle: Bundle) -> list[str]:
@@ -120,7 +126,7 @@ def check_machine(bundle: Bundle, engines: EngineSet, flavour: str, version: str
             "no NVIDIA GPU answers here: its driver is not installed, or this is a container without it; "
             "install the driver (nvidia-smi shows it), or use --device cpu"
         )
-    here = f"{FLAVOUR_NAMES[flavour]} {version} and compute capability {_dot(gpu.capability)} ({gpu.name})"
+    here = f"{FLAVOURS[flavour].title} {version} and compute capability {_dot(gpu.capability)} ({gpu.name})"
     if engines.flavour == flavour and engines.version == version and engines.capability == gpu.capability:
         return
     raise DeviceError(

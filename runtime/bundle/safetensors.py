@@ -1,4 +1,4 @@
-"""Safetensors files: one hardened reader for files nobody vouches for, and a small writer.
+"""Safetensors files: one hardened reader for untrusted files, and a small writer.
 
 A file is an 8-byte little-endian length N, N bytes of JSON header, then the tensors' bytes without a gap:
 `{"name": {"dtype": "F16", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {"key": "text"}}`.
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -64,10 +65,10 @@ _NAMES = {np.dtype(stored): name for name, (_, stored) in DTYPES.items() if stor
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: `offset` and `nbytes` count bytes from the start of `file`, `dtype` is the format's word.
+    """A tensor of `file`: `offset` and `nbytes` count bytes from the file's start, `dtype` is safetensors' name.
 
-    `identity` is the file's as its header was read; data of another file is refused. `spread` (taken, of): the tensor
-    is only the first `taken` of each `of` rows that lie there, a part of a larger one.
+    `identity` is the file's when its header was read; data of another file is refused. `spread` (taken, of): the tensor
+    is only the first `taken` of each `of` rows there, a part of a larger one.
     """
 
     name: str
@@ -120,11 +121,16 @@ def unpack(content: bytes, name: str, *, error: type[VtxError]) -> dict[str, NDA
     """Copies of the tensors in a whole file's `content`: the stored bits, so BF16 comes as uint16. Raises `error`."""
     raw = _header_bytes(BytesIO(content), len(content), name, error)
     infos = _parse(raw, Path(name), len(content), None, error).tensors
-    return {key: _stored(content, info, _stored_dtype(info, error)) for key, info in infos.items()}
+    arrays: dict[str, NDArray[Any]] = {}
+    for key, info in infos.items():
+        arrays[key] = array = np.empty(info.shape, _stored_dtype(info, error))
+        if info.nbytes:
+            array[...] = np.frombuffer(content, array.dtype, array.size, info.offset).reshape(info.shape)
+    return arrays
 
 
 def open_data(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> BinaryIO:
-    """Open the file that holds a tensor. Raises `error` where it is another one than its header was read from."""
+    """Open the file that holds a tensor. Raises `error` if it is not the file whose header was read."""
     file = open_named(info.file, error=error)
     if info.identity is not None and Identity.of(os.fstat(file.fileno())) != info.identity:
         file.close()
@@ -136,13 +142,29 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
     """The stored bits of a tensor, or of some of its rows, in memory of their own; BF16 comes as uint16.
 
     `rows` are a slice without a step, or row numbers. They are read, not mapped: a disk that fails under a mapping ends
-    the process. Raises `error` for a dtype numpy has no word for (the 8-bit floats and smaller), and for a file that
-    cannot be read or was written to since its header was read.
+    the process. Raises `error` for a dtype that numpy lacks (the 8-bit floats and smaller), and for a file that cannot
+    be read or was written to since its header was read.
     """
-    dtype = _stored_dtype(info, error)
+    dtype, height = _stored_dtype(info, error), info.shape[0] if info.shape else 1
+    nbytes, count = math.prod(info.shape[1:]) * dtype.itemsize, 0
+    if isinstance(rows, slice):
+        first, last, step = rows.indices(height)
+        assert step == 1, rows
+        count = max(0, last - first)
+    if isinstance(rows, slice) and not info.spread:
+        parts = [(0, count, first)]
+    else:
+        numbers = np.arange(first, last) if isinstance(rows, slice) else rows
+        count, (taken, of) = len(numbers), info.spread or (1, 1)
+        stored = numbers // taken * of + numbers % taken
+        starts = np.flatnonzero(np.diff(stored, prepend=-2) != 1)  # rows that follow each other are read at once
+        parts = [(start, end, int(stored[start])) for start, end in pairwise([*starts.tolist(), count])]
+    out = np.empty((count, *info.shape[1:]), dtype)
     try:
         with open_data(info, error=error) as file:
-            return _read_rows(file, info, dtype, rows)
+            for start, end, row in parts:
+                _fill(out[start:end], file, info.offset + row * nbytes)
+        return out if info.shape else out.reshape(())
     except (OSError, EOFError) as cause:
         raise error(
             f"cannot read tensor {shown(info.name)} of {info.file.name} ({reason(cause)}); check the disk"
@@ -167,7 +189,7 @@ def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 def layout(
     path: Path, specs: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[TensorInfo]]:
-    """Plan a file of (name, dtype, shape): the bytes it begins with, and where each tensor goes, in the given order.
+    """Plan a file of (name, dtype, shape): its first bytes, and the offset of each tensor, in the given order.
 
     The first tensor begins at a multiple of 64 bytes, each next one where the last ended, as the format demands.
     Raises `ValueError` for an unknown dtype or a name used twice.
@@ -178,7 +200,7 @@ def layout(
     for name, dtype, shape in specs:
         nbytes = nbytes_of(dtype, shape)
         if name in header or name == "__metadata__":
-            raise ValueError(f"tensor {name!r} is there twice, or has a reserved name")
+            raise ValueError(f"tensor {name!r} is duplicated, or has a reserved name")
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
         relative.append(TensorInfo(name, dtype, tuple(shape), path, offset, nbytes))
         offset += nbytes
@@ -196,7 +218,10 @@ def write_safetensors(
 
     Raises `ExportError` when the disk refuses, `ValueError` for a dtype the format does not know.
     """
-    specs = [(name, _dtype_name(array.dtype), array.shape) for name, array in tensors.items()]
+    unknown = next((array.dtype for array in tensors.values() if array.dtype.newbyteorder("<") not in _NAMES), None)
+    if unknown is not None:
+        raise ValueError(f"safetensors has no dtype for numpy's {unknown}")
+    specs = [(name, _NAMES[array.dtype.newbyteorder("<")], array.shape) for name, array in tensors.items()]
     header, places = layout(path, specs, metadata)
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -215,58 +240,45 @@ def write_safetensors(
 
 
 def parse_json(raw: bytes, where: str, *, error: type[VtxError] = CheckpointError) -> Any:
-    """Parse UTF-8 JSON that nobody vouches for; `where` names it in messages.
+    """Parse untrusted UTF-8 JSON; `where` names it in messages.
 
-    Raises `error` for anything else, and for what readers disagree about: a key given twice, NaN, Infinity,
+    Raises `error` for anything else, and for text that readers disagree about: a duplicated key, NaN, Infinity,
     half a surrogate pair.
     """
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
 
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) != len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            raise ValueError(f"{shown(counts.most_common(1)[0][0])} is duplicated")
+        return members
+
     try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=refuse)
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
         if b"\\u" in raw:
             # JSON can spell half of a surrogate pair, which is not text and would fail later, when printed or written.
             json.dumps(parsed, ensure_ascii=False).encode()
     except RecursionError as cause:
-        raise error(f"{where} is nested more than {MAX_DEPTH} levels deep, no real one is") from cause
+        raise error(f"{where} is nested deeper than the limit of {MAX_DEPTH}") from cause
     except UnicodeDecodeError as cause:
         raise error(f"{where} is not UTF-8 text (byte {cause.start:,})") from cause
     except ValueError as cause:
         raise error(f"{where} is not sound JSON: {cause}") from cause
-    if _deeper_than(MAX_DEPTH, parsed):
-        raise error(f"{where} is nested more than {MAX_DEPTH} levels deep, no real one is")
+    level: list[Any] = [parsed]
+    for _ in range(MAX_DEPTH):
+        tables = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [child for table in tables for child in table]
+    if level:
+        raise error(f"{where} is nested deeper than the limit of {MAX_DEPTH}")
     return parsed
 
 
 def shown(name: str) -> str:
     """Quote a name from a file for a message: one line, printable, at most 120 characters."""
     return repr(name if len(name) <= 120 else f"{name[:100]}...{name[-17:]}")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) == len(pairs):
-        return members
-    seen: set[str] = set()
-    twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-    raise ValueError(f"{shown(twice)} is there twice")
-
-
-def _deeper_than(limit: int, value: object) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [child for item in level for child in _children(item)]
-        if not level:
-            return False
-    return True
-
-
-def _children(item: object) -> Iterable[object]:
-    if isinstance(item, dict):
-        return item.values()
-    return item if isinstance(item, list) else ()
 
 
 def _header_bytes(file: BinaryIO, size: int, name: str, error: type[VtxError]) -> bytes:
@@ -293,7 +305,11 @@ def _parse(raw: bytes, path: Path, size: int, identity: Identity | None, error: 
     parsed = parse_json(raw, f"the header of {path.name}", error=error)
     if not isinstance(parsed, dict):
         raise error(f"the header of {path.name} is a JSON {type(parsed).__name__}, not an object; download it again")
-    metadata = _metadata(parsed.pop("__metadata__", None), path, error)
+    metadata = parsed.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise error(f"the __metadata__ of {path.name} is not a table of strings; download it again")
     if len(parsed) > MAX_TENSORS:
         raise error(f"{path.name} lists {len(parsed):,} tensors, vtx reads at most {MAX_TENSORS:,} in a file")
     start = 8 + len(raw)
@@ -303,14 +319,6 @@ def _parse(raw: bytes, path: Path, size: int, identity: Identity | None, error: 
     )
     _check_coverage(infos, path, start, size, error)
     return Header({info.name: info for info in infos}, metadata)
-
-
-def _metadata(value: object, path: Path, error: type[VtxError]) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise error(f"the __metadata__ of {path.name} is not a table of strings; download it again")
-    return value
 
 
 def _tensor_info(
@@ -380,39 +388,6 @@ def _stored_dtype(info: TensorInfo, error: type[VtxError]) -> np.dtype[Any]:
     return np.dtype(stored)
 
 
-def _read_rows(file: BinaryIO, info: TensorInfo, dtype: np.dtype[Any], rows: RowIndex) -> NDArray[Any]:
-    """Raises `EOFError` where the file ends too early."""
-    height, nbytes = (info.shape[0] if info.shape else 1), math.prod(info.shape[1:]) * dtype.itemsize
-    if info.spread:
-        return _read_spread(file, info, dtype, _numbers(rows, height))
-    if isinstance(rows, slice):
-        first, last, step = rows.indices(height)
-        assert step == 1, rows
-        out = np.empty((max(0, last - first), *info.shape[1:]), dtype)
-        _fill(out, file, info.offset + first * nbytes)
-        return out if info.shape else out.reshape(())
-    out = np.empty((len(rows), *info.shape[1:]), dtype)
-    for number, row in enumerate(rows):
-        _fill(out[number : number + 1], file, info.offset + int(row) * nbytes)
-    return out
-
-
-def _numbers(rows: RowIndex, height: int) -> NDArray[np.int64]:
-    return np.arange(*rows.indices(height)[:2]) if isinstance(rows, slice) else np.asarray(rows)
-
-
-def _read_spread(file: BinaryIO, info: TensorInfo, dtype: np.dtype[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Rows of a part of a larger tensor, those that follow each other there in one read."""
-    assert info.spread is not None
-    taken, of = info.spread
-    there, nbytes = rows // taken * of + rows % taken, math.prod(info.shape[1:]) * dtype.itemsize
-    out = np.empty((len(rows), *info.shape[1:]), dtype)
-    starts = np.flatnonzero(np.diff(there, prepend=-2) != 1)
-    for start, end in pairwise([*starts.tolist(), len(rows)]):
-        _fill(out[start:end], file, info.offset + int(there[start]) * nbytes)
-    return out
-
-
 def _fill(out: NDArray[Any], file: BinaryIO, offset: int) -> None:
     file.seek(offset)
     buffer = out.reshape(-1).view(np.uint8).data
@@ -421,17 +396,3 @@ def _fill(out: NDArray[Any], file: BinaryIO, offset: int) -> None:
         if not count:
             raise EOFError("it ends too early")
         buffer = buffer[count:]
-
-
-def _stored(content: bytes, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
-    array = np.empty(info.shape, dtype)
-    if info.nbytes:
-        array[...] = np.frombuffer(content, dtype, array.size, info.offset).reshape(info.shape)
-    return array
-
-
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    name = _NAMES.get(dtype.newbyteorder("<"))
-    if name is None:
-        raise ValueError(f"safetensors has no dtype for numpy's {dtype}")
-    return name

@@ -1,8 +1,8 @@
-"""What vouches for `vtx.json` and `engines.json`, which vouch for all other files: a checksum, and maybe a signature.
+"""Checksums and signatures of `vtx.json` and `engines.json`, which hold the checksums of all other files.
 
     vtx.json          any bytes
     vtx.json.sha256   SHA-256 of these bytes, as `sha256sum` writes and checks it
-    vtx.json.sig      the Ed25519 signature of these bytes, 64 bytes, where the export was given a key
+    vtx.json.sig      the Ed25519 signature of these bytes, 64 bytes, if the export was given a key
 
 The checksum shows damage. The signature shows who made the bundle; openssl can check it as well.
 """
@@ -67,31 +67,40 @@ class SigningKey:
 
 
 def write_sealed(path: Path, content: bytes, key: SigningKey | None = None) -> None:
-    """Write `content` to `path` with its checksum, and its signature where there is a key; each whole or not at all.
+    """Write `content` to `path` with its checksum, and its signature if there is a key; each whole or not at all.
 
     A signature that was there is removed first. Raises `OSError`.
     """
     unseal(path)
-    write_durably(_beside(path, CHECKSUM), _checksum(content, path.name))
+    write_durably(path.with_name(path.name + CHECKSUM), _checksum(content, path.name))
     write_durably(path, content)
     if key is not None:
-        write_durably(_beside(path, SIGNATURE), key.key.sign(content))
+        write_durably(path.with_name(path.name + SIGNATURE), key.key.sign(content))
 
 
 def unseal(path: Path) -> None:
     """Remove the checksum and the signature of `path`."""
     for suffix in (CHECKSUM, SIGNATURE):
-        _beside(path, suffix).unlink(missing_ok=True)
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def read_sealed(folder: Folder, name: str, limit: int, key: PublicKey | None = None) -> bytes:
-    """The content of a sealed file: first its signature is checked, where a key asks for it, then its checksum.
+    """The content of a sealed file, whose signature is checked first if there is a key, and then its checksum.
 
-    Raises `folder.error` where it is missing, altered, not signed, or signed by somebody else.
+    Raises `folder.error` if it is missing, altered, not signed, or signed by somebody else.
     """
     content = folder.read(name, limit, links=False)
     if key is not None:
-        _check_signature(folder, name, content, key)
+        if not folder.exists(name + SIGNATURE):
+            raise folder.error(
+                f"{name} of {folder.path} is not signed, and a signature by {key.name} is required; use a signed "
+                "bundle, or make one with --sign KEY"
+            )
+        if not key.signed(content, folder.read(name + SIGNATURE, SIGNATURE_BYTES, links=False)):
+            raise folder.error(
+                f"the signature of {name} does not fit it and {key.name}: it was altered, or signed with another key; "
+                f"do not use this {folder.kind}"
+            )
     if not folder.exists(name + CHECKSUM):
         raise folder.error(f"{name}{CHECKSUM} is missing from the {folder.kind} {folder.path}; {folder.cure}")
     if folder.read(name + CHECKSUM, MAX_CHECKSUM, links=False) != _checksum(content, name.rpartition("/")[2]):
@@ -99,26 +108,8 @@ def read_sealed(folder: Folder, name: str, limit: int, key: PublicKey | None = N
     return content
 
 
-def _check_signature(folder: Folder, name: str, content: bytes, key: PublicKey) -> None:
-    if not folder.exists(name + SIGNATURE):
-        raise folder.error(
-            f"{name} of {folder.path} is not signed, and a signature by {key.name} is required; take a signed bundle, "
-            "or make one with --sign KEY"
-        )
-    signature = folder.read(name + SIGNATURE, SIGNATURE_BYTES, links=False)
-    if not key.signed(content, signature):
-        raise folder.error(
-            f"the signature of {name} does not fit it and {key.name}: it was altered, or signed with another key; "
-            f"do not use this {folder.kind}"
-        )
-
-
 def _checksum(content: bytes, name: str) -> bytes:
     return f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode()
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -137,26 +128,20 @@ def write_durably(path: Path, content: bytes) -> None:
 def _read_key(path: Path, kind: Literal["public", "private"]) -> Any:
     """The Ed25519 key in a PEM file."""
     content = read_named(path, MAX_KEY, error=RequestError)
-    _check_library()
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ed25519
-
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as cause:
+        raise DeviceError('signatures need the cryptography package; pip install "vtx-edge[sign]"') from cause
     try:
         if kind == "public":
             key: Any = serialization.load_pem_public_key(content)
         else:
             key = serialization.load_pem_private_key(content, password=None)
-    except TypeError as cause:  # what the library raises without a password
+    except TypeError as cause:  # raised by the library without a password
         raise RequestError(f"{path} is encrypted; decrypt it: openssl pkey -in {path} -out plain.pem") from cause
-    except Exception as cause:  # ValueError and what OpenSSL has of its own
+    except Exception as cause:  # ValueError and errors of OpenSSL
         raise RequestError(f"{path} holds no {kind} key in PEM form; make one: {_MAKE}") from cause
     if not isinstance(key, (ed25519.Ed25519PublicKey, ed25519.Ed25519PrivateKey)):
         raise RequestError(f"{path} is not an Ed25519 key; make one: {_MAKE}")
     return key
-
-
-def _check_library() -> None:
-    try:
-        import cryptography.exceptions  # noqa: F401 - asked for before anything is done
-    except ImportError as cause:
-        raise DeviceError('signatures need the cryptography package; pip install "vtx-edge[sign]"') from cause

@@ -1,8 +1,11 @@
-"""`vtx.json`: the manifest as a file, read strictly, with the interface of its graphs written out beside it."""
+"""`vtx.json`: the manifest as a file, read strictly, with the interface of its graphs written out next to it."""
 
 from __future__ import annotations
 
-from vtx.runtime.bundle import remake
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.spec import interface
 from vtx.runtime.bundle.spec.manifest import FORMAT, Manifest
@@ -10,6 +13,18 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import Strict, json_value, write_json
 
 INTERFACE = "interface"
+LISTS = {"k": "--k", "dialects": "--dialect"}
+VALUES = {
+    "precision": "--precision",
+    "vision_precision": "--vision-precision",
+    "head_precision": "--head-precision",
+    "kv_precision": "--kv-precision",
+    "max_context": "--max-context",
+    "text_tower": "--text-tower",
+    "tower": "--tower",
+    "int4_block": "--int4-block",
+}
+MAX_COMMAND = 2000  # characters
 
 
 def write_manifest(manifest: Manifest) -> str:
@@ -34,10 +49,48 @@ def parse_manifest(text: str | bytes, folder: str | None = None) -> Manifest:
         raise BundleError(f"vtx.json: format is {version!r}, not a number; the bundle is damaged, export again")
     if version != FORMAT:
         side = "newer" if version > FORMAT else "older"
-        fix = 'pip install -U "vtx-edge"' if version > FORMAT else remake.advice(data, folder)
+        fix = 'pip install -U "vtx-edge"' if version > FORMAT else remake_advice(data, folder)
         raise BundleError(f"the bundle has format {version}, {side} than this vtx reads ({FORMAT}); {fix}")
     if INTERFACE not in data:
         raise BundleError(f"vtx.json: key {INTERFACE!r} is missing; export again")
     manifest = Strict().read(Manifest, {key: value for key, value in data.items() if key != INTERFACE}, "vtx.json")
     interface.check(manifest, data[INTERFACE])
     return manifest
+
+
+def remake_advice(manifest: Mapping[str, Any], folder: str | None) -> str:
+    """The command that makes a bundle again, from the record of how it was made; `manifest` may hold anything.
+
+    Files that the record does not name are placeholders for the reader to fill in.
+    """
+    record = _table(manifest.get("record"))
+    options, source, aware = (_table(record.get(key)) for key in ("options", "source", "activation_aware"))
+    model = options.get("model", source.get("model"))
+    words = ["vtx-export", "--model", str(model)]
+    options = {"dialects": sorted(map(str, _table(manifest.get("dialects")))), **options}
+    if manifest.get("default_k") == "auto":
+        options = {**options, "k": ["auto"]}
+    for key, option in LISTS.items():
+        values = options.get(key)
+        if isinstance(values, list) and values:
+            words += [option, ",".join(map(str, values))]
+    for key, option in VALUES.items():
+        if isinstance(value := options.get(key), str | int) and not isinstance(value, bool):
+            words += [option, str(value)]
+    if options.get("allow_pickle") is True:
+        words.append("--allow-pickle")
+    reductions = options.get("reduce")
+    for spec in reductions if isinstance(reductions, list) else []:
+        words += ["--reduce", str(spec)]
+    words += ["--gates", "GATES_FILE"] if "gates" in record else []
+    words += ["--activation-aware", "--calibration", str(aware.get("data", "DATA"))] if aware else []
+    words += ["--chat-template", "TEMPLATE_FILE"] if options.get("chat_template") is True else []
+    words += ["--out", folder, "--force"] if folder else []
+    command = shlex.join(words)
+    if not isinstance(model, str) or not model or len(command) > MAX_COMMAND or not command.isprintable():
+        return "export it again with vtx-export"
+    return f"make it again with: {command}"
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

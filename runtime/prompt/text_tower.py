@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
+from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.prompt.text import MAX_TOKENIZER_BYTES, utf8
 from vtx.runtime.prompt.tokenizer import encode, parse_tokenizer

@@ -31,8 +31,7 @@ from vtx.runtime.backends.ort.library import check_opset, check_release, load_on
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
-from vtx.runtime.bundle.tensors.rope import read_rope
+from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.host.machine import cores
 from vtx.runtime.vision.tokens import ImageTokens, TokenStates

@@ -13,9 +13,10 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import graphs as graph_io
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.bundle.tensors.rope import read_rope, tables_at
+from vtx.runtime.bundle.tensors import read_rope, rope_at
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores, TokenStates
 
 Tensors = dict[str, NDArray[Any]]
@@ -31,18 +32,18 @@ class DialectBackend:
         self.kv_slot_bytes = self.manifest.kv_slot_bytes(dialect)
         graphs = self.manifest.dialects[dialect]
         self._ort = load_onnxruntime()
-        self._embed = self._session(graphs.embed, contract.embed(self.manifest))
-        self._vision = self._session(graphs.vision, contract.vision(self.manifest, dialect))
-        self._head = self._session(graphs.head, contract.head(self.manifest))
-        self.score = self._session(graphs.score, contract.score(self.manifest, self.dialect)) if graphs.score else None
+        self._embed = self._session(graphs.embed, graph_io.embed(self.manifest))
+        self._vision = self._session(graphs.vision, graph_io.vision(self.manifest, dialect))
+        self._head = self._session(graphs.head, graph_io.head(self.manifest))
+        self.score = self._session(graphs.score, graph_io.score(self.manifest, self.dialect)) if graphs.score else None
         self._gates = {
-            k: self._session(f, contract.gate(self.manifest)) for k, f in self.manifest.gate_files(dialect).items()
+            k: self._session(f, graph_io.gate(self.manifest)) for k, f in self.manifest.gate_files(dialect).items()
         }
         staged = self.manifest.stage_files(dialect)
-        self.stages = [(s, self._session(file, contract.stage(self.manifest, s, dialect))) for s, file in staged]
+        self.stages = [(s, self._session(file, graph_io.stage_of(self.manifest, s, dialect))) for s, file in staged]
         self.rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
 
-    def _session(self, name: str, promised: contract.Contract) -> Any:
+    def _session(self, name: str, promised: graph_io.GraphIO) -> Any:
         options = session_options(self._ort, THREADS)
         session = self._ort.InferenceSession(Path(self.bundle.path(name)), options, providers=["CPUExecutionProvider"])
         contract.check(name, session, promised)
@@ -63,7 +64,7 @@ class DialectBackend:
 
     def text_tower(self, ids: Ids) -> NDArray[np.float32]:
         file = self.manifest.dialects[self.dialect].text_tower
-        return _first(self._session(file, contract.text_tower(self.manifest)), {names.IDS: ids})
+        return _first(self._session(file, graph_io.text_tower(self.manifest)), {names.IDS: ids})
 
     def stage(self, index: int, capacity: int) -> StageCache:
         return CACHES[self.dialect](self, *self.stages[index], capacity)
@@ -111,7 +112,7 @@ class _Cache:
         assert self.length + len(hidden) <= self.capacity
         rope = self._backend.rope
         if positions.ndim > 1:  # tables of these tokens alone, as long as the bundle's
-            cos, sin = tables_at((rope[names.COS], rope[names.SIN]), self._sections, positions)
+            cos, sin = rope_at((rope[names.COS], rope[names.SIN]), self._sections, positions)
             room = ((0, len(rope[names.COS]) - len(hidden)), (0, 0))
             rope, positions = {names.COS: np.pad(cos, room), names.SIN: np.pad(sin, room)}, np.arange(len(hidden))
         inputs = {names.HIDDEN: hidden, names.POSITIONS: positions[None], **rope, **self._kv}

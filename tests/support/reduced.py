@@ -13,7 +13,7 @@ from tests.support.reference import Inputs
 from tests.support.statement import Method, Outcome, Statement
 from tests.support.tiny import Message
 from vtx.runtime.api.model import Model
-from vtx.runtime.bundle.tensors.final_norm import read_final_norm
+from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.policies.base import PromptText, Reduction
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
+from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.runtime.errors import RequestError
 from vtx.tools.estimate.sizes import DecoderSize, VisionSize
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
+from vtx.runtime.bundle.fingerprint import FLAVOURS
 from vtx.runtime.errors import RequestError
 
 TENSORRT, RTX = "tensorrt", "tensorrt_rtx"
@@ -73,7 +73,7 @@ class Release:
 
     @property
     def name(self) -> str:
-        return f"{FLAVOUR_NAMES[self.flavour]} {self.version[0]}.{self.version[1]}"
+        return f"{FLAVOURS[self.flavour].title} {self.version[0]}.{self.version[1]}"
 
     @property
     def has_caches(self) -> bool:
@@ -113,6 +113,6 @@ def parse_release(flavour: str, text: str) -> Release:
     oldest = (1, 7) if flavour == RTX else (10, 0)
     if min(version) < 0 or version < oldest:
         raise RequestError(
-            f"{FLAVOUR_NAMES[flavour]} {text} is not supported; use {oldest[0]}.{oldest[1]} or a newer release"
+            f"{FLAVOURS[flavour].title} {text} is not supported; use {oldest[0]}.{oldest[1]} or a newer release"
         )
     return Release(flavour, version)

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
-from vtx.runtime.bundle.fingerprint import FLAVOUR_NAMES
+from vtx.runtime.bundle.fingerprint import FLAVOURS
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.precision import PRECISIONS
@@ -91,7 +91,7 @@ def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, R
     flavour = target.release.flavour
     if not target.portable and (gpu or find_gpu() or _NONE).capability != target.capability:
         raise DeviceError(
-            f"{FLAVOUR_NAMES[flavour]} builds engines on the machine that runs them: copy the bundle to the "
+            f"{FLAVOURS[flavour].title} builds engines on the machine that runs them: copy the bundle to the "
             f"{target.machine} and run vtx-build --target this there (--check judges the graphs here)"
         )
     try:
@@ -100,7 +100,7 @@ def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, R
     except (ImportError, OSError, AttributeError) as e:  # a wheel can be there without its libraries
         reason = "" if isinstance(e, ModuleNotFoundError) else f" ({type(e).__name__}: {e})"
         raise DeviceError(
-            f"engines for {target.name} are built with {FLAVOUR_NAMES[flavour]}, which is not installed{reason}; "
+            f"engines for {target.name} are built with {FLAVOURS[flavour].title}, which is not installed{reason}; "
             f"{install(target)}"
         ) from e
 

@@ -20,7 +20,7 @@ from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.bundle.tensors.rope import tables_at
+from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 # Of what K and V are arrays: bfloat16's bits; in u8 a row of a head is its scale, its zero point, and its numbers.
@@ -147,7 +147,7 @@ class OpenvinoStageCache(SlotCounter):
         count, rope = len(tokens), self._context.rope
         if positions.ndim > 1:
             tables = rope[names.COS], rope[names.SIN]
-            cos, sin = tables_at(tables, self._context.model.rope.sections, positions)
+            cos, sin = rope_at(tables, self._context.model.rope.sections, positions)
             rope, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
         if count == 1:
             self._row.hidden[:], self._row_position[:] = tokens.hidden, positions

@@ -1,4 +1,4 @@
-"""One graph that OpenVINO has compiled: its ports as a contract sees them, its runs, and failures that name it."""
+"""One graph compiled by OpenVINO: its ports for `contract.check`, its runs, and failures that name it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends import contract
 from vtx.runtime.backends.failures import closed_failure, run_failures
+from vtx.runtime.bundle.spec import graphs
 from vtx.runtime.vision.tokens import HiddenStates
 
 ENGINE = "OpenVINO"
@@ -20,7 +20,7 @@ TYPES = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # Op
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output as `contract.check` looks at it."""
+    """An input or output in the form that `contract.check` reads."""
 
     name: str
     type: str
@@ -28,7 +28,7 @@ class Port:
 
     @classmethod
     def of(cls, port: Any, promised: Iterable[str]) -> Port:
-        """A port may have further names, which tensors had on the way to it."""
+        """A port may have other names too, of tensors that were folded into it."""
         name = next(iter(port.get_names().intersection(promised)), port.get_any_name())
         shape = tuple(None if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
         kind = port.get_element_type().get_type_name()
@@ -37,16 +37,16 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """A graph's inputs and outputs, asked for as onnxruntime's sessions are."""
+    """A graph's inputs and outputs, listed as by an onnxruntime.InferenceSession."""
 
     model: Any
-    promised: contract.Contract
+    promised: graphs.GraphIO
 
     def get_inputs(self) -> Sequence[Port]:
-        return [Port.of(port, self.promised[0]) for port in self.model.inputs]
+        return [Port.of(port, self.promised.inputs) for port in self.model.inputs]
 
     def get_outputs(self) -> Sequence[Port]:
-        return [Port.of(port, self.promised[1]) for port in self.model.outputs]
+        return [Port.of(port, self.promised.outputs) for port in self.model.outputs]
 
 
 class OpenvinoGraph:
@@ -63,7 +63,7 @@ class OpenvinoGraph:
             if self._request is None:
                 raise closed_failure(self.name)
             with run_failures(ENGINE, self.name):
-                run_request(self._request, inputs)
+                run_request(self._request, {name: np.ascontiguousarray(array) for name, array in inputs.items()})
             return {name: self._request.get_tensor(name).data.copy() for name in self._outputs}
 
     def close(self) -> None:

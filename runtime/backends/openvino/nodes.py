@@ -22,6 +22,20 @@ def replace(old: Any, new: Any) -> None:
         reader.replace_source_output(new)
 
 
+def product_like(product: Any, left: Any, right: Any) -> Any:
+    """A product of matrices that are transposed as those of another one are."""
+    from openvino import opset13 as ops
+
+    attributes = product.get_attributes()
+    return ops.matmul(left, right, attributes["transpose_a"], attributes["transpose_b"])
+
+
+def replace_node(old: Any, new: Any) -> None:
+    """Replace a node of one output, which may be an output of the graph."""
+    new.output(0).get_tensor().set_names(old.output(0).get_names())
+    replace(old.output(0), new.output(0))
+
+
 def add_parameter(model: Any, name: str, sizes: list[int], kind: str) -> Any:
     """Add an input to the model; its node."""
     from openvino import PartialShape, Type

@@ -22,7 +22,7 @@ BINDINGS = 32  # that a stage keeps
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A binding over as many lanes as there are tokens, and the arrays that it reads and writes."""
+    """A binding over one lane for each token, and the arrays that it reads and writes."""
 
     hidden: HiddenStates
     inputs: dict[str, NDArray[np.float32]]
@@ -36,8 +36,8 @@ class Run:
 class OrtStageBatch:
     """The pool that caches of one stage take their lanes from.
 
-    onnxruntime takes a batch of K and V as one array, so conversations that decode together must lie side by side.
-    Where they do not, caches change places: K and V of at most two are copied whenever one joins or leaves.
+    onnxruntime takes a batch of K and V as one array, so conversations that decode together need neighbouring lanes.
+    If they have others, caches swap lanes: K and V of at most two are copied whenever one joins or leaves.
     """
 
     def __init__(self, context: OrtCacheContext, stage: OrtGraph, spec: StageSpec, lanes: int, capacity: int) -> None:
@@ -60,7 +60,12 @@ class OrtStageBatch:
         assert all(cache.length < cache.capacity for cache in caches), "one is full"
         lanes = self._gather(caches)
         order = np.argsort(lanes)
-        run = self._run(int(lanes.min()), len(caches))
+        key = int(lanes.min()), len(caches)
+        if key not in self._runs:
+            if len(self._runs) == BINDINGS:
+                self._runs.clear()
+            self._runs[key] = self._bind(*key)
+        run = self._runs[key]
         run.hidden[:], run.positions[:, 0] = tokens.hidden[order], positions[order]
         for name in self._spec.inputs:
             run.inputs[names.token_input(name)][:] = tokens.inputs[name][order]
@@ -72,15 +77,8 @@ class OrtStageBatch:
         out[order] = run.out
         return out
 
-    def _run(self, first: int, count: int) -> Run:
-        """The run over the lanes from `first` on."""
-        if (first, count) not in self._runs:
-            if len(self._runs) == BINDINGS:
-                self._runs.clear()
-            self._runs[first, count] = self._bind(first, count)
-        return self._runs[first, count]
-
     def _bind(self, first: int, count: int) -> Run:
+        """A run over `count` lanes from `first` on."""
         context, spec = self._context, self._spec
         hidden, out = (np.zeros((count, context.model.hidden), np.float32) for _ in range(2))
         positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
@@ -97,8 +95,6 @@ class OrtStageBatch:
         binding = bind(context, self._stage, inputs, out, context.scales_of(spec), buffers)
         return Run(hidden, further, positions, last, total, out, binding)
 
-    # ---- side by side ------------------------------------------------------------------------------------------------
-
     def _gather(self, caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
         """Bring caches into lanes that follow each other; their lanes [n]."""
         lanes, count = _lanes(caches), len(caches)
@@ -114,29 +110,24 @@ class OrtStageBatch:
         return _lanes(caches)
 
     def _move(self, cache: OrtStageCache, number: int) -> None:
-        """Move a cache to another lane; one that lies there takes its place. What can fail comes first."""
+        """Move a cache to another lane; a cache there moves to this one's. Steps that can fail come first."""
         lane, other = cache.lane, self._caches.get(number)
         assert lane is not None
         left = lane.number
-        moved = [(cache, _filled(cache), cache.bound_at(number))]
+        moved = [(cache, cache.filled(), cache.buffers_at(number))]
         if other is None:
             self.pool.move(lane, number)
             del self._caches[left]
         else:
             assert other.lane is not None
-            moved.append((other, _filled(other), other.bound_at(left)))
+            moved.append((other, other.filled(), other.buffers_at(left)))
             lane.number, other.lane.number = number, left
             self._caches[left] = other
         self._caches[number] = cache
-        for one, kv, placement in moved:
-            one.place(placement)
+        for one, kv, bound in moved:
+            one.use(bound)
             one.kv[..., : one.length, :] = kv
 
 
 def _lanes(caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
     return np.array([cache.lane.number for cache in caches if cache.lane is not None])
-
-
-def _filled(cache: OrtStageCache) -> NDArray[Any]:
-    """A copy of the K and V of its filled slots."""
-    return cache.kv[..., : cache.length, :].copy()

@@ -17,21 +17,21 @@ from vtx.runtime.backends.slots import SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.bundle.tensors.rope import Tables, tables_at
+from vtx.runtime.bundle.tensors import RopeTables, rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 
 @dataclass(frozen=True, slots=True)
 class OrtCacheContext:
-    """What the caches of a bundle share. `rope` and `kv_scales` are OrtValues; `memory` says where K and V lie.
+    """Shared by the caches of a bundle. `rope` and `kv_scales` are OrtValues; `memory` holds K and V.
 
-    `tables` are the rotary ones as arrays.
+    `tables` are the rotary tables as arrays.
     """
 
     ort: Any
     model: ModelSpec
     kv_dtype: str
-    tables: Tables
+    tables: RopeTables
     rope: Mapping[str, Any]
     kv_scales: Mapping[str, Any]
     score: OrtGraph | None
@@ -39,12 +39,12 @@ class OrtCacheContext:
     memory: str = "cpu"
 
     def scales_of(self, spec: StageSpec) -> dict[str, Any]:
-        """Those of K and V of a stage's layers, none where these are not int8."""
+        """The scales of K and V of a stage's layers, none unless K and V are int8."""
         wanted = {name(layer) for layer in spec.cached for name in (names.key_scale, names.value_scale)}
         return {name: scale for name, scale in self.kv_scales.items() if name in wanted}
 
     def widths(self, spec: StageSpec) -> dict[str, int]:
-        """Numbers a token of each further input that a stage reads, by the graph's name of it."""
+        """Numbers per token of each token input that a stage reads, by the graph's names."""
         return {names.token_input(each.name): each.width for each in self.token_inputs if each.name in spec.inputs}
 
     def value(self, array: NDArray[Any]) -> Any:
@@ -56,8 +56,8 @@ Buffers: TypeAlias = "list[tuple[str, str, Any]]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """Where K and V of a cache lie, and what is bound there."""
+class BoundBuffers:
+    """K and V of a cache, and the binding of one token's run over them."""
 
     kv: NDArray[Any]
     buffers: Buffers
@@ -67,10 +67,10 @@ class Placement:
 class OrtStageCache(SlotCounter):
     """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.
 
-    `kv` is [cached layers, 2, 1, kv_heads, capacity, head_dim], in the `lane` of a pool where one is given that has
-    room, else in memory of its own; `buffers` are its parts with the names they are bound by. `query`
-    [tokens, heads * head_dim] are those of the tokens last appended with it. One token, as in decoding, runs through
-    `row_binding`, made once; nothing is allocated for it.
+    `kv` is [cached layers, 2, 1, kv_heads, capacity, head_dim], in the `lane` of a pool if one is given that has room,
+    else in memory of its own; `buffers` are its parts with the names they are bound by. `query`
+    [tokens, heads * head_dim] are the queries of the tokens last appended with `query`. One token, as in decoding, runs
+    through `row_binding`, made once; nothing is allocated for it.
     """
 
     bound_once = True
@@ -93,20 +93,24 @@ class OrtStageCache(SlotCounter):
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
         self._row_inputs = {name: np.zeros((1, width), np.float32) for name, width in context.widths(spec).items()}
-        self.place(self.bound_at(None if self.lane is None else self.lane.number))
+        self.use(self.buffers_at(None if self.lane is None else self.lane.number))
 
-    def bound_at(self, number: int | None) -> Placement:
-        """K and V in the lane of this number, or in memory of their own, and what is bound to them."""
+    def buffers_at(self, number: int | None) -> BoundBuffers:
+        """K and V in the lane of this number, or in memory of their own, with their binding."""
         model, capacity = self._context.model, self.capacity
         shape = (len(self._spec.cached), 2, 1, model.kv_heads, capacity, model.head_dim)
         kv, values = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
         buffers = named(self._spec, values)
         row = self._bind(self._row, self._row_position, self._row_out, buffers, self._row_inputs)
-        return Placement(kv, buffers, row)
+        return BoundBuffers(kv, buffers, row)
 
-    def place(self, placement: Placement) -> None:
-        """Have K and V lie there from now on; whoever moves them copies them."""
-        self.kv, self.buffers, self.row_binding = placement.kv, placement.buffers, placement.row_binding
+    def use(self, bound: BoundBuffers) -> None:
+        """Switch to other buffers; the caller copies K and V."""
+        self.kv, self.buffers, self.row_binding = bound.kv, bound.buffers, bound.row_binding
+
+    def filled(self) -> NDArray[Any]:
+        """A copy of K and V of the filled slots."""
+        return self.kv[..., : self.length, :].copy()
 
     def _allocate(
         self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None
@@ -123,7 +127,7 @@ class OrtStageCache(SlotCounter):
         own = {names.token_input(name): tokens.inputs[name] for name in self._spec.inputs}
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
         if positions.ndim > 1:
-            cos, sin = tables_at(self._context.tables, self._context.model.rope.sections, positions)
+            cos, sin = rope_at(self._context.tables, self._context.model.rope.sections, positions)
             own, positions = {**own, names.COS: cos, names.SIN: sin}, np.arange(count)
         elif count == 1 and self.bound_once and not query:
             self._row[:], self._row_position[:] = hidden, positions

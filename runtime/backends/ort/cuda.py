@@ -23,7 +23,7 @@ PROVIDER = "CUDAExecutionProvider"
 
 
 def obstacle(kv_dtype: str) -> str | None:
-    """Why onnxruntime cannot answer on a GPU here, and the cure; None where it can."""
+    """The reason why onnxruntime cannot answer on a GPU here, and the fix; None if it can."""
     if PROVIDER not in load_onnxruntime().get_available_providers():
         return (
             "this onnxruntime has no CUDA provider; pip uninstall -y onnxruntime, then "
@@ -33,7 +33,7 @@ def obstacle(kv_dtype: str) -> str | None:
 
 
 def kv_obstacle(kv_dtype: str) -> str | None:
-    """Why it cannot attend to K and V of this type on any GPU."""
+    """The reason why onnxruntime cannot attend to K and V of this type on any GPU; None if it can."""
     if kv_dtype == "float16":
         return None
     return (
@@ -43,12 +43,12 @@ def kv_obstacle(kv_dtype: str) -> str | None:
 
 
 class OrtCudaBackend(OrtBackend):
-    """`Backend` on onnxruntime's CUDA provider. Whatever it cannot run there, onnxruntime runs on the CPU."""
+    """`Backend` on onnxruntime's CUDA provider. Operators that it lacks run on the CPU."""
 
     device = "cuda"
     providers = (PROVIDER, "CPUExecutionProvider")
     memory = "cuda"
-    loads_side_by_side = False  # the GPU's memory is not what `is_roomy` looks at
+    loads_in_parallel = False  # `is_roomy` looks at the host's memory
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
@@ -80,9 +80,9 @@ class OrtCudaBackend(OrtBackend):
 
 
 class OrtCudaCache(OrtStageCache):
-    """`StageCache` whose buffers lie on the GPU; slots are set aside and put back through the host.
+    """`StageCache` whose buffers are on the GPU; slots are saved and restored through the host.
 
-    Binding an input copies it to the GPU there and then, so every run is bound anew.
+    Binding an input copies it to the GPU at once, so every run is bound anew.
     """
 
     bound_once = False

@@ -1,4 +1,4 @@
-"""One graph that onnxruntime has loaded: its runs, and failures that name it."""
+"""One graph loaded by onnxruntime: its runs, and failures that name it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.backends.failures import closed_failure, load_failure, run_failures
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import graphs
 
 ENGINE = "onnxruntime"
 
@@ -21,7 +22,7 @@ ENGINE = "onnxruntime"
 class OrtLoader:
     """Loads graphs of a bundle with the same options on the same providers.
 
-    `roomy`: what packing frees is given back at the end of each graph and not at once, which takes less time.
+    `roomy`: memory freed while packing is returned after each graph and not at once, which takes less time.
     """
 
     ort: Any
@@ -30,7 +31,7 @@ class OrtLoader:
     providers: Sequence[str]
     roomy: bool = False
 
-    def load(self, name: str, promised: contract.Contract) -> OrtGraph:
+    def load(self, name: str, promised: graphs.GraphIO) -> OrtGraph:
         """The graph in the file `name`, checked against its contract.
 
         Raises:
@@ -57,7 +58,7 @@ class OrtGraph:
         self._sizes = {each.name: each.shape for each in session.get_inputs()}
 
     def is_free(self, name: str, axis: int) -> bool:
-        """Whether an input may have any size along an axis."""
+        """Return True if an input may have any size along an axis."""
         return not isinstance(self._sizes[name][axis], int)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

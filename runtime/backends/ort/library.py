@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import dataclass, field
 from typing import Any
 
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import version
+from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.process import owns_process
 
 FATAL = 4  # the least severity that is logged: failures come back as exceptions, once
@@ -19,10 +19,14 @@ OPSET_24_RELEASE = (1, 24)  # the first to compute graphs of the dialect `trt`
 OLD_PYTHON = sys.version_info < (3, 11)  # onnxruntime 1.23 was the last for it
 
 
-def import_onnxruntime() -> Any:
-    """The onnxruntime module, which reports nothing to its maker unless the environment says that it may.
+_pool_threads = 0  # of the one thread pool of a process of our own
+_lock = threading.Lock()
 
-    Releases that do (1.31 for Linux) also keep a database and a number of the device in the user's home.
+
+def import_onnxruntime() -> Any:
+    """The onnxruntime module, with telemetry off unless the environment turns it on.
+
+    Releases with telemetry (1.31 for Linux) also keep a database and a number of the device in the user's home.
     """
     os.environ.setdefault(SILENCE, "1")
     import onnxruntime
@@ -46,13 +50,13 @@ def onnxruntime_release() -> str | None:
 
 
 def check_release(ort: Any, kv_dtype: str) -> None:
-    """Raise DeviceError where this release of onnxruntime cannot attend over K and V of `kv_dtype`."""
-    if kv_dtype == "int8" and (obstacle := int8_kv_obstacle(ort.__version__)):
+    """Raise DeviceError if this release of onnxruntime cannot attend over K and V of `kv_dtype`."""
+    if KV_DTYPES[kv_dtype].scaled and (obstacle := int8_kv_obstacle(ort.__version__)):
         raise DeviceError(obstacle)
 
 
 def check_opset(ort: Any, dialect: str) -> None:
-    """Raise DeviceError where this release of onnxruntime does not compute graphs of `dialect`."""
+    """Raise DeviceError if this release of onnxruntime does not compute graphs of `dialect`."""
     if dialect == "trt" and _numbers(ort.__version__) < OPSET_24_RELEASE:
         raise DeviceError(
             f"graphs of the dialect trt need onnxruntime {_text(OPSET_24_RELEASE)} or newer, this is "
@@ -61,7 +65,7 @@ def check_opset(ort: Any, dialect: str) -> None:
 
 
 def int8_kv_obstacle(release: str) -> str | None:
-    """Why that release of onnxruntime cannot attend over K and V in int8, with the fix; None where it can."""
+    """The reason why a release of onnxruntime cannot attend over K and V in int8, with the fix; None if it can."""
     if _numbers(release) >= INT8_KV_RELEASE:
         return None
     return (
@@ -71,7 +75,7 @@ def int8_kv_obstacle(release: str) -> str | None:
 
 
 def lacks(release: str) -> list[str]:
-    """What that release of onnxruntime cannot compute, each with the least release that can."""
+    """The features that a release of onnxruntime lacks, each with the first release that has it."""
     wanted = {"K and V in int8": INT8_KV_RELEASE, "graphs of the dialect trt": OPSET_24_RELEASE}
     return [f"{what} need {_text(least)}" for what, least in wanted.items() if _numbers(release) < least]
 
@@ -93,34 +97,21 @@ def _newer(release: tuple[int, ...]) -> str:
 def session_options(ort: Any, threads: int) -> Any:
     """Options of a session: in a process of our own it computes on the process's pool, else on one of its own.
 
-    The threads of a pool spin for a while after a run, waiting for the next. A bundle has a session for each stage.
-    With a pool each they stop at once, so that the next stage finds the cores free, and must be woken at its next run.
+    A session of one thread takes part in the process's pool as well. The threads of a pool spin for a while after a
+    run, waiting for the next. A bundle has a session for each stage. If each has a pool of its own, its threads stop at
+    once, so that the next stage finds the cores free, and must be woken at its next run.
     """
+    global _pool_threads
     options = ort.SessionOptions()
     options.log_severity_level = FATAL
     if owns_process():
-        _pool.start(ort, threads)
+        with _lock:
+            if not _pool_threads:  # its size is fixed before the first session
+                ort.set_global_thread_pool_sizes(threads, 1)
+                _pool_threads = threads
+        assert threads in (1, _pool_threads), "a command computes with one number of threads"
         options.use_per_session_threads = False
         return options
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
-
-
-@dataclass(slots=True)
-class _ProcessPool:
-    """The one thread pool of a process that is ours. onnxruntime settles its size before the first session."""
-
-    threads: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def start(self, ort: Any, threads: int) -> None:
-        """Have the pool; a session that asks for one thread takes part in it as well."""
-        with self.lock:
-            if not self.threads:
-                ort.set_global_thread_pool_sizes(threads, 1)
-                self.threads = threads
-            assert threads in (1, self.threads), "a command computes with one number of threads"
-
-
-_pool = _ProcessPool()

@@ -20,12 +20,12 @@ from vtx.runtime.backends.engines import DeviceState
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.tensorrt.growing import GrowingStageCache
-from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext
+from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.tensors.rope import read_rope
+from vtx.runtime.bundle.tensors import read_rope
 from vtx.runtime.errors import BundleError, DeviceError, VtxError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu, find_gpu
@@ -41,9 +41,8 @@ def load_flavour(flavour: str) -> Any:
     try:
         return importlib.import_module(flavour)
     except (ImportError, OSError) as e:
-        extra = {"tensorrt_rtx": "rtx", "tensorrt": "tensorrt"}[flavour]
-        name = fingerprint.FLAVOUR_NAMES[flavour]
-        raise DeviceError(f'{name} is not installed; pip install "vtx-edge[{extra}]"') from e
+        known = fingerprint.FLAVOURS[flavour]
+        raise DeviceError(f'{known.title} is not installed; pip install "vtx-edge[{known.extra}]"') from e
 
 
 NOT_BUILT = "TensorRT has no engine for models that see images at their own resolution"
@@ -93,6 +92,11 @@ class TensorrtBackend:
         self._check_memory()
         self._graphs = self._manifest.dialects[self.dialect]
         self.engines = LoadedEngines(bundle, self.engine_set, trt, self.cuda)
+        rope = {}
+        for name, table in zip((names.COS, names.SIN), read_rope(bundle), strict=True):
+            rope[name] = Buffer(self.cuda, table.nbytes, "the rotary tables")
+            self.cuda.copy_in(rope[name].address, table)
+            self.cuda.wait()
         self._caches = TensorrtCacheContext(
             engines=self.engines,
             cuda=self.cuda,
@@ -100,7 +104,7 @@ class TensorrtBackend:
             model=self._manifest.model,
             kv_dtype=np.dtype(kv_type),
             max_context=self._manifest.max_context,
-            rope=self._load_rope(),
+            rope=rope,
             score=self._graphs.score,
             token_inputs=self._manifest.token_inputs,
         )
@@ -120,8 +124,8 @@ class TensorrtBackend:
     @staticmethod
     def state(machine: Device) -> DeviceState:
         flavours = [
-            f"{name} {version(module.replace('_', '-')) or '(version unknown)'}"
-            for module, name in fingerprint.FLAVOUR_NAMES.items()
+            f"{known.title} {version(module.replace('_', '-')) or '(version unknown)'}"
+            for module, known in fingerprint.FLAVOURS.items()
             if find_spec(module)
         ]
         if not flavours:
@@ -152,24 +156,14 @@ class TensorrtBackend:
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
         with self._lock:
-            return ImageTokens.of(self.engines.run(self._graphs.vision, inputs, self._vision_shapes()))
+            return ImageTokens.of(
+                self.engines.run(self._graphs.vision, inputs, vision_shapes(self._manifest, self.dialect))
+            )
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
         if self._manifest.video is not None and self._manifest.video.own_graph:
             raise DeviceError(f"{NO_FRAMES}; ask about videos with --device cpu, cuda or openvino")
         return self.vision(pixels)
-
-    def _vision_shapes(self) -> dict[str, tuple[int, ...]]:
-        model, graphs = self._manifest.model, self._graphs
-        of_tokens = [names.PATCH_INDEX, names.MERGED, names.SIMILARITY] if graphs.vision_merges else []
-        of_tokens += [names.CLS_ATTENTION] if graphs.vision_attention else []
-        of_tokens += [names.CLS_ATTENTION_LAST] if graphs.vision_last_attention else []
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(of_tokens, (model.tower.tokens,))
-        if self._manifest.text_tower is not None:
-            shapes[names.CLIP_PATCHES] = (model.tower.tokens, self._manifest.text_tower.width)
-        given = [each for each in self._manifest.token_inputs if each.of_images]
-        shapes |= {names.token_input(each.name): (model.tower.tokens, each.width) for each in given}
-        return {names.FEATURES: (1, model.tower.tokens, model.hidden), **shapes}
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
         vocab, most = self._manifest.model.vocab, self.engines.longest(self._graphs.head)
@@ -203,16 +197,8 @@ class TensorrtBackend:
             out: HiddenStates = self.engines.run(graph, inputs, {output: shape})[output]
         return out
 
-    def _load_rope(self) -> dict[str, Buffer]:
-        buffers = {}
-        for name, table in zip((names.COS, names.SIN), read_rope(self._bundle), strict=True):
-            buffers[name] = Buffer(self.cuda, table.nbytes, "the rotary tables")
-            self.cuda.copy_in(buffers[name].address, table)
-            self.cuda.wait()
-        return buffers
-
     def _check_memory(self) -> None:
-        """Raise DeviceError where the engines and one cache a stage exceed what the device has free."""
+        """Raise DeviceError if the engines and one cache a stage exceed the free memory of the device."""
         m = self._manifest
         engines = sum(record.bytes for record in self.engine_set.engines.values())
         slot = m.model.layers * self.kv_slot_bytes * (2 if self._grows else 1)

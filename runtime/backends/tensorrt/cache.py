@@ -34,7 +34,7 @@ class SavedSlots:
 
 
 class TensorrtStageCache(SlotCounter):
-    """`StageCache` on the device. `capacity` is what was asked for; the buffer `kv` is as long as the engine wants."""
+    """`StageCache` on the device. `capacity` is the requested one; the buffer `kv` is as long as the engine wants."""
 
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         super().__init__(capacity)
@@ -45,7 +45,7 @@ class TensorrtStageCache(SlotCounter):
         self._layer_bytes = model.kv_heads * self._slots * self._slot_bytes
         purpose = f"the KV cache of layers {spec.first} to {spec.last}"
         self.kv = Buffer(cuda, self._heads * self._slots * self._slot_bytes, purpose)
-        cuda.zero(self.kv)  # what is masked must still be a number
+        cuda.zero(self.kv)  # masked slots must still be numbers
         self._queries = Queries(context)
         self._row, self._row_out = (cuda.pinned((1, model.hidden), np.float32) for _ in range(2))
         self._position = cuda.pinned((1, 1), np.int64)
@@ -60,8 +60,20 @@ class TensorrtStageCache(SlotCounter):
         with self._context.lock:
             self._total[0] = self.length + len(tokens)
             if len(tokens) == 1 and not query:
-                return self._one(tokens, positions)
-            return self._many(tokens, positions, query=query)
+                return self._decode_one(tokens, positions)
+            engines, cuda, count = self._context.engines, self._context.cuda, len(tokens)
+            engines.check_tokens(self._graph, count)
+            context = self._decode if count == 1 else engines.context(self._graph, PREFILL)
+            self._bind(context, count, self._queries.room(count) if query else None)
+            out = np.empty((count, self._context.model.hidden), np.float32)
+            inputs = self._context.inputs_of(self._spec, tokens, positions)
+            for name, array in inputs.items():
+                cuda.copy_in(engines.address(name), array)
+            cuda.copy_in(engines.address(names.TOTAL_SLOTS), self._total)
+            context.enqueue()
+            cuda.copy_out(out, engines.address(names.HIDDEN_OUT))
+            cuda.wait()
+        return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
         key = self.kv.address + (len(self._spec.cached) - 1) * 2 * self._layer_bytes
@@ -118,8 +130,8 @@ class TensorrtStageCache(SlotCounter):
             addresses[names.token_input(name)] = address(names.token_input(name))
         context.bind(shapes, addresses)
 
-    def _one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
-        """One token: the first run as it comes, the second recorded, from then on launched."""
+    def _decode_one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
+        """One token: the first run is queued, the second recorded, and later ones launch the recording."""
         self._row[:], self._position[:] = tokens.hidden, positions
         for name, row in self._row_inputs.items():
             row[:] = tokens.inputs[name]
@@ -145,24 +157,6 @@ class TensorrtStageCache(SlotCounter):
             cuda.copy_in(address(names.token_input(name)), row)
         self._decode.enqueue()
         cuda.copy_out(self._row_out, address(names.HIDDEN_OUT))
-
-    def _many(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        engines, cuda, count = self._context.engines, self._context.cuda, len(tokens)
-        engines.check_tokens(self._graph, count)
-        context = self._decode if count == 1 else engines.context(self._graph, PREFILL)
-        self._bind(context, count, self._queries.room(count) if query else None)
-        out = np.empty((count, self._context.model.hidden), np.float32)
-        hidden, positions = np.ascontiguousarray(tokens.hidden, np.float32), np.ascontiguousarray(positions, np.int64)
-        cuda.copy_in(engines.address(names.HIDDEN), hidden)
-        further = {name: np.ascontiguousarray(tokens.inputs[name], np.float32) for name in self._spec.inputs}
-        for name, array in further.items():
-            cuda.copy_in(engines.address(names.token_input(name)), array)
-        cuda.copy_in(engines.address(names.POSITIONS), positions)
-        cuda.copy_in(engines.address(names.TOTAL_SLOTS), self._total)
-        context.enqueue()
-        cuda.copy_out(out, engines.address(names.HIDDEN_OUT))
-        cuda.wait()
-        return out
 
 
 def runs(slots: Ids) -> list[tuple[int, int, int]]:

@@ -22,14 +22,12 @@ class GraphEngine:
         if self._engine is None:
             reason = getattr(runtime.logger, "first", "")
             raise BundleError(f"TensorRT does not take {name}{': ' + reason if reason else ''}; {cure}")
-        self.scratch = max(self._scratch(profile) for profile in range(self._engine.num_optimization_profiles))
+        profiles = range(self._engine.num_optimization_profiles)
+        self.scratch = max(int(self._engine.get_device_memory_size_for_profile_v2(number)) for number in profiles)
         names = [self._engine.get_tensor_name(number) for number in range(self._engine.num_io_tensors)]
         is_input = trt.TensorIOMode.INPUT
         self.inputs = [name for name in names if self._engine.get_tensor_mode(name) == is_input]
         self.outputs = [name for name in names if name not in self.inputs]
-
-    def _scratch(self, profile: int) -> int:
-        return int(self._engine.get_device_memory_size_for_profile_v2(profile))
 
     def context(self, profile: int, scratch: Buffer) -> Context:
         """A context of its own for one of the engine's profiles (-1: the last), on memory that others use in turn."""
@@ -74,6 +72,6 @@ class Context:
 
     @property
     def capturable(self) -> bool:
-        """Whether its work can be recorded into a CUDA graph; releases that cannot tell can do it."""
+        """True if its work can be recorded into a CUDA graph; releases that cannot tell can do it."""
         ask = getattr(self.execution, "is_stream_capturable", None)
         return ask is None or bool(ask(self._cuda.stream))

@@ -34,11 +34,36 @@ class GrowingStageCache(SlotCounter):
         self._held = 0  # slots that `_now` is laid out for
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        with self._context.lock:
+        """Run from `_now` to `_next`, which then change places."""
+        shared, cuda, count = self._context, self._context.cuda, len(tokens)
+        engines, width = shared.engines, shared.model.hidden
+        with shared.lock:
             self._lay_out(self.length)
-            out = self._grow(tokens, positions, self._queries.room(len(tokens)) if query else None)
+            queries = self._queries.room(count) if query else None
+            engines.check_tokens(self._graph, count)
+            context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
+            inputs = shared.inputs_of(self._spec, tokens, positions[None])
+            shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in inputs.items()}
+            shapes |= {name: (shared.max_context, self._head_dim // 2) for name in shared.rope}
+            addresses = {name: engines.address(name) for name in (*inputs, names.HIDDEN_OUT)}
+            addresses |= {name: buffer.address for name, buffer in shared.rope.items()}
+            if self._spec.query:
+                addresses[names.QUERY] = queries or engines.address(names.QUERY)
+            past = (1, self._kv_heads, self._held, self._head_dim)
+            for number, layer in enumerate(self._spec.cached):
+                for half, (before, after) in enumerate(_CACHES):
+                    offset = (2 * number + half) * self._part
+                    addresses |= {before(layer): self._now.address + offset, after(layer): self._next.address + offset}
+                    shapes[before(layer)] = past
+            context.bind(shapes, addresses)
+            for name, array in inputs.items():
+                cuda.copy_in(addresses[name], array)
+            context.enqueue()
+            out = np.empty((count, width), np.float32)
+            cuda.copy_out(out, addresses[names.HIDDEN_OUT])
+            cuda.wait()
             self._now, self._next = self._next, self._now
-            self._held += len(tokens)
+            self._held += count
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
@@ -99,41 +124,6 @@ class GrowingStageCache(SlotCounter):
         at = source.address + part * (packed * slots if kept is False else self._part) + slot * self._unit
         pitches = to_slots * self._unit, slots * self._unit
         self._context.cuda.copy_rows(to_at, pitches[0], at, pitches[1], count * self._unit, self._kv_heads)
-
-    def _grow(self, tokens: TokenStates, positions: Ids, query: int | None) -> HiddenStates:
-        """One run of the stage, from `_now` to `_next`; queries go to the address `query`."""
-        shared, cuda, count = self._context, self._context.cuda, len(tokens)
-        engines, width = shared.engines, shared.model.hidden
-        engines.check_tokens(self._graph, count)
-        context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
-        addresses = {name: engines.address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS)}
-        addresses |= {name: buffer.address for name, buffer in shared.rope.items()}
-        if self._spec.query:
-            addresses[names.QUERY] = query or engines.address(names.QUERY)
-        shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (count, width), names.POSITIONS: (1, count)}
-        shapes |= {name: (shared.max_context, self._head_dim // 2) for name in shared.rope}
-        further = {
-            names.token_input(name): np.ascontiguousarray(tokens.inputs[name], np.float32) for name in self._spec.inputs
-        }
-        shapes |= {name: array.shape for name, array in further.items()}
-        addresses |= {name: engines.address(name) for name in further}
-        past = (1, self._kv_heads, self._held, self._head_dim)
-        for number, layer in enumerate(self._spec.cached):
-            for half, (before, after) in enumerate(_CACHES):
-                offset = (2 * number + half) * self._part
-                addresses |= {before(layer): self._now.address + offset, after(layer): self._next.address + offset}
-                shapes[before(layer)] = past
-        context.bind(shapes, addresses)
-        hidden, positions = np.ascontiguousarray(tokens.hidden, np.float32), np.ascontiguousarray(positions, np.int64)
-        cuda.copy_in(addresses[names.HIDDEN], hidden)
-        for name, array in further.items():
-            cuda.copy_in(addresses[name], array)
-        cuda.copy_in(addresses[names.POSITIONS], positions)
-        context.enqueue()
-        out = np.empty((count, width), np.float32)
-        cuda.copy_out(out, addresses[names.HIDDEN_OUT])
-        cuda.wait()
-        return out
 
 
 _CACHES = ((names.past_key, names.present_key), (names.past_value, names.present_value))

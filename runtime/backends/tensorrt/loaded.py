@@ -1,7 +1,8 @@
-"""A bundle's engines on one GPU: deserialised, with their contexts, and one buffer for each input and output."""
+"""A bundle's engines on one GPU, with their contexts and one buffer for each input and output."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import RLock
@@ -15,10 +16,11 @@ from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
-from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
+from vtx.runtime.bundle.spec import graphs, names
+from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import ContextError
+from vtx.runtime.vision.tokens import Ids, TokenStates
 
 WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are not float32
 
@@ -28,8 +30,13 @@ class LoadedEngines:
 
     def __init__(self, bundle: Bundle, engines: EngineSet, trt: Any, cuda: Cuda) -> None:
         self._bundle, self._set, self._cuda = bundle, engines, cuda
-        self._trt, self._runtime = trt, trt.Runtime(_logger(trt))
-        self._engines = {graph: self._load(graph) for graph in engines.engines}
+        self._runtime = trt.Runtime(_logger(trt))
+        self._engines: dict[str, GraphEngine] = {}
+        cure = fingerprint.build_command(bundle, engines.target)
+        for graph in engines.engines:
+            record = fingerprint.check_sources(bundle, engines, graph)
+            with fingerprint.open_engine(bundle, engines, record) as file:
+                self._engines[graph] = GraphEngine(trt, self._runtime, record.file, file, cuda, cure)
         self._scratch = Buffer(cuda, max(e.scratch for e in self._engines.values()), "the engines' working memory")
         self.buffers = {name: Buffer(cuda, nbytes, f"the tensor {name}") for name, nbytes in self._io_bytes().items()}
         self._contexts: dict[tuple[str, int], Context] = {}
@@ -49,11 +56,11 @@ class LoadedEngines:
         return self._set.engines[graph].longest("tokens")
 
     def address(self, name: str) -> int:
-        """Where the input or output of that name lies, which all graphs share."""
+        """The address of the input or output of that name, which all graphs share."""
         return self.buffers[name].address
 
     def check_tokens(self, graph: str, tokens: int) -> None:
-        """Raise ContextError where a graph's engine does not take `tokens` tokens at once."""
+        """Raise ContextError if a graph's engine does not take `tokens` tokens at once."""
         longest = self.longest(graph)
         if tokens > longest:
             raise ContextError(
@@ -83,51 +90,50 @@ class LoadedEngines:
         self._engines.clear()
         self.buffers.clear()
 
-    def _load(self, graph: str) -> GraphEngine:
-        record = fingerprint.check_sources(self._bundle, self._set, graph)
-        cure = fingerprint.build_command(self._bundle, self._set.target)
-        with fingerprint.open_engine(self._bundle, self._set, record) as file:
-            return GraphEngine(self._trt, self._runtime, record.file, file, self._cuda, cure)
-
     def _io_bytes(self) -> dict[str, int]:
         """The largest size of every input and output but the caches, over all graphs, in bytes."""
         m = self._bundle.manifest
-        graphs = m.dialects[self._set.dialect]
-        longest = {graph: self.longest(graph) for graph in self._engines if graph != graphs.vision}
-        most = max(longest[graph] for graph in graphs.stages)
+        files = m.dialects[self._set.dialect]
+        longest = {graph: self.longest(graph) for graph in self._engines if graph != files.vision}
+        most = max(longest[graph] for graph in files.stages)
         sizes = {
-            names.IDS: 8 * longest[graphs.embed],
+            names.IDS: 8 * longest[files.embed],
             names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
             names.HIDDEN_OUT: 4 * m.model.hidden * most,
             names.POSITIONS: 8 * most,
             names.TOTAL_SLOTS: 4,
             names.PIXELS: 4 * 3 * m.image.height * m.image.width,
-            names.FEATURES: 4 * m.model.tower.tokens * m.model.hidden,
-            names.LOGITS: 4 * m.model.vocab * longest[graphs.head],
+            names.LOGITS: 4 * m.model.vocab * longest[files.head],
             names.ODDS: 8,
         }
         given = max(m.model.tower.tokens, max(longest.values()))
         sizes |= {names.token_input(each.name): 4 * each.width * given for each in m.token_inputs}
-        if graphs.vision_merges:
-            sizes |= {names.TAU: 4, names.PATCH_INDEX: 8 * m.model.tower.tokens, names.MERGED: 8 * m.model.tower.tokens}
-            sizes[names.SIMILARITY] = 4 * m.model.tower.tokens
-        if graphs.vision_attention:
-            sizes[names.CLS_ATTENTION] = 4 * m.model.tower.tokens
-        if graphs.vision_last_attention:
-            sizes[names.CLS_ATTENTION_LAST] = 4 * m.model.tower.tokens
-        if graphs.text_tower and m.text_tower is not None:
-            sizes[names.IDS] = 8 * max(longest[graphs.embed], longest[graphs.text_tower])
+        if files.vision_merges:
+            sizes[names.TAU] = 4
+        for name, shape in vision_shapes(m, self._set.dialect).items():
+            sizes[name] = max(sizes.get(name, 0), np.dtype(WHOLE.get(name, np.float32)).itemsize * math.prod(shape))
+        if files.text_tower and m.text_tower is not None:
+            sizes[names.IDS] = 8 * max(longest[files.embed], longest[files.text_tower])
             sizes[names.TEXT_EMBEDDING] = 4 * m.text_tower.width
-            sizes[names.CLIP_PATCHES] = 4 * m.model.tower.tokens * m.text_tower.width
-        if graphs.score:
+        if files.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
         return sizes
 
 
+def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
+    """The outputs of the vision graph for one image."""
+    free = {graphs.IMAGES: 1, graphs.TOKENS: m.model.tower.tokens}
+    outputs = graphs.vision(m, dialect).outputs
+    return {
+        name: tuple(size if isinstance(size, int) else free[size] for size in tensor.shape)
+        for name, tensor in outputs.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class TensorrtCacheContext:
-    """What the caches of a bundle share. `kv_dtype` is the engines' type of K and V; `score`: a graph's file."""
+    """Shared by the caches of a bundle. `kv_dtype` is the engines' type of K and V; `score`: a graph's file."""
 
     engines: LoadedEngines
     cuda: Cuda
@@ -140,8 +146,16 @@ class TensorrtCacheContext:
     token_inputs: tuple[TokenInput, ...] = ()
 
     def widths(self, spec: StageSpec) -> dict[str, int]:
-        """Numbers a token of each further input that a stage reads."""
+        """Numbers per token of each token input that a stage reads."""
         return {each.name: each.width for each in self.token_inputs if each.name in spec.inputs}
+
+    def inputs_of(self, spec: StageSpec, tokens: TokenStates, positions: Ids) -> dict[str, NDArray[Any]]:
+        """The arrays that a stage reads of tokens, contiguous, by the graph's names."""
+        return {
+            names.HIDDEN: np.ascontiguousarray(tokens.hidden, np.float32),
+            names.POSITIONS: np.ascontiguousarray(positions, np.int64),
+            **{names.token_input(n): np.ascontiguousarray(tokens.inputs[n], np.float32) for n in spec.inputs},
+        }
 
     @property
     def slot_bytes(self) -> int:
@@ -151,7 +165,7 @@ class TensorrtCacheContext:
 
 def _logger(trt: Any) -> Any:
     class Logger(trt.ILogger):  # type: ignore[misc]
-        """Keeps the first error as the reason of a failure; the rest is silence."""
+        """Keeps the first error as the reason of a failure, and drops all other messages."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""What each graph of a bundle takes and gives: names, dtypes and shapes, worked out from the manifest.
+"""The inputs and outputs of each graph of a bundle: names, dtypes and shapes, derived from the manifest.
 
 The manifest file writes this down for other runtimes (`interface.py`); backends compare the graphs they load with it.
 A size that is a string is free. Names with `{layer}` stand once for each layer of a stage, counted from 1.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
+from vtx.runtime.precision import KV_DTYPES
 
 LAYER = "{layer}"
 TOKENS, IMAGES, HEIGHT, WIDTH = "tokens", "images", "height", "width"
@@ -31,10 +32,6 @@ class GraphIO:
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
-
-    def of_layers(self, spec: StageSpec) -> GraphIO:
-        """With the names of a stage's own layers."""
-        return GraphIO(_of_layers(self.inputs, spec), _of_layers(self.outputs, spec))
 
 
 def embed(m: Manifest) -> GraphIO:
@@ -99,12 +96,26 @@ def stage(m: Manifest, dialect: str, *, query: bool, reads: Sequence[str] = ()) 
     inputs |= _token_inputs([each for each in m.token_inputs if each.name in reads])
     inputs |= {name: Tensor("int32", (1,)) for name in names.SLOTS[dialect]}
     inputs |= {name(LAYER): cache(m, dialect, past) for name in (names.past_key, names.past_value)}
-    if cache(m, dialect, past).dtype == "int8":
+    if KV_DTYPES[cache(m, dialect, past).dtype].scaled:
         inputs |= {name(LAYER): _scale(m) for name in (names.key_scale, names.value_scale)}
     outputs = {names.HIDDEN_OUT: hidden(m)}
     outputs |= {name(LAYER): cache(m, dialect, present) for name in (names.present_key, names.present_value)}
     if query:
         outputs[names.QUERY] = _query(m)
+    return GraphIO(inputs, outputs)
+
+
+def stage_of(m: Manifest, spec: StageSpec, dialect: str) -> GraphIO:
+    """A stage of a bundle, with the names of its own layers."""
+    io = stage(m, dialect, query=spec.query, reads=spec.inputs)
+    inputs, outputs = (
+        {
+            name.replace(LAYER, str(layer)): tensor
+            for name, tensor in tensors.items()
+            for layer in (spec.cached if LAYER in name else (None,))
+        }
+        for tensors in (io.inputs, io.outputs)
+    )
     return GraphIO(inputs, outputs)
 
 
@@ -115,7 +126,7 @@ def score(m: Manifest, dialect: str) -> GraphIO:
         names.KEY: cache(m, dialect, m.max_context if dialect == "trt" else "capacity"),
         names.TOTAL_SLOTS: Tensor("int32", (1,)),
     }
-    if inputs[names.KEY].dtype == "int8":
+    if KV_DTYPES[inputs[names.KEY].dtype].scaled:
         inputs[names.KEY_SCALE] = _scale(m)
     outputs = (names.ATTENTION_SUM, names.ATTENTION_MAX)
     return GraphIO(inputs, {name: Tensor("float32", (slots,)) for name in outputs})
@@ -140,11 +151,3 @@ def _query(m: Manifest) -> Tensor:
 
 def _scale(m: Manifest) -> Tensor:
     return Tensor("float32", (1, m.model.kv_heads, 1, m.model.head_dim))
-
-
-def _of_layers(tensors: Mapping[str, Tensor], spec: StageSpec) -> dict[str, Tensor]:
-    named = {name: tensor for name, tensor in tensors.items() if LAYER not in name}
-    each = {name: tensor for name, tensor in tensors.items() if LAYER in name}
-    for layer in spec.cached:
-        named |= {name.replace(LAYER, str(layer)): tensor for name, tensor in each.items()}
-    return named

@@ -8,10 +8,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.bundle.spec.model_spec import ModelSpec, TextTowerSpec
 from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, kv_type
 from vtx.runtime.bundle.spec.text_settings import TextSettings
-from vtx.runtime.bundle.spec.text_tower import TextTowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.strict import optional
@@ -295,7 +294,7 @@ class Manifest:
         for name in used:
             if name not in self.files:
                 raise BundleError(f"vtx.json: {name!r} has no checksum in 'files'; export again")
-        if (self.kv_scales is None) == (self.kv_dtype == "int8"):
+        if (self.kv_scales is None) == KV_DTYPES[self.kv_dtype].scaled:
             raise BundleError("vtx.json: int8 K and V and a file of their scales go together; export again")
 
     @property

@@ -1,4 +1,4 @@
-"""Sizes of a model as its bundle declares them: decoder, vision tower and projector, nothing left to be guessed."""
+"""Sizes of a model as its bundle declares them: decoder, vision tower, projector and text tower."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from vtx.runtime.strict import optional
 
 MAX_LAYERS = 512
 MAX_SIZE = (1 << 31) - 1
+MAX_SEGMENT = 1 << 12  # ids of the text tower; CLIP has 77
 PARTS = 3  # of a position: time, row and column
 
 
@@ -85,8 +86,8 @@ class TowerSpec:
         states, chosen = self.layers + 1, self.feature_layers
         if self.patch > self.image or self.hidden % self.heads:
             raise BundleError(
-                f"vtx.json: a tower of {self.image} pixels in patches of {self.patch}, {self.hidden} wide with "
-                f"{self.heads} heads, is not a tower; export again"
+                f"vtx.json: model.tower: images of {self.image} pixels in patches of {self.patch}, hidden size "
+                f"{self.hidden} with {self.heads} heads: sizes are inconsistent; export again"
             )
         if not chosen or not all(0 <= number < states for number in chosen) or self.select not in ("default", "full"):
             raise BundleError(
@@ -173,15 +174,44 @@ class ModelSpec:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class TextTowerSpec:
+    """CLIP's text encoder: up to `max_tokens` ids become a vector of `width`, in one space with the patches.
+
+    `tokenizer` is its own tokenizer's file. A segment of ids counts up to its first `end_id`, or up to its highest id
+    if that is None, as in CLIPs whose configuration says eos_token_id 2. `vision_eps` is the one of the norm before the
+    projection of patches.
+    """
+
+    tokenizer: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocab: int
+    max_tokens: int
+    width: int
+    activation: str
+    eps: float
+    vision_eps: float
+    end_id: int | None
+
+    def __post_init__(self) -> None:
+        _check_sizes("text_tower", self)
+        if self.max_tokens > MAX_SEGMENT or self.layers > MAX_LAYERS or self.hidden % self.heads:
+            raise BundleError(
+                f"vtx.json: text_tower: {self.layers} layers, hidden size {self.hidden} with {self.heads} heads, "
+                f"{self.max_tokens} tokens: sizes are inconsistent; export again"
+            )
+
+
 def _check_sizes(where: str, spec: Any) -> None:
-    """Raise BundleError unless every whole number is a size, and every other one finite."""
+    """Raise BundleError unless every whole number is a size (an id from 0 on), and every other one finite."""
     for field in fields(spec):
         value = getattr(spec, field.name)
-        if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= MAX_SIZE:
-            raise BundleError(f"vtx.json: {where}.{field.name} is {_short(value)}, outside 1..{MAX_SIZE}; export again")
+        least = 0 if field.name == "end_id" else 1
+        if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= MAX_SIZE:
+            number = str(value) if -(10**30) < value < 10**30 else "a number of over 30 digits"
+            raise BundleError(f"vtx.json: {where}.{field.name} is {number}, outside {least}..{MAX_SIZE}; export again")
         if isinstance(value, float) and not 0 < value < math.inf:
             raise BundleError(f"vtx.json: {where}.{field.name} is {value}, not a positive number; export again")
-
-
-def _short(value: int) -> str:
-    return str(value) if -(10**30) < value < 10**30 else "a number of over 30 digits"

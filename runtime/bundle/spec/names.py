@@ -61,6 +61,8 @@ What a stage is told of KV slots, and the shape of a cache, differ by dialect:
 
 from __future__ import annotations
 
+from vtx.runtime.precision import KV_DTYPES
+
 IDS = "ids"
 HIDDEN = "hidden"
 HIDDEN_OUT = "hidden_out"
@@ -133,5 +135,5 @@ def value_scale(layer: int | str) -> str:
 
 
 def kv_type(dialect: str, kept: str) -> str:
-    """The type of the caches in a dialect's graphs, where the bundle keeps K and V as `kept`; both numpy's words."""
-    return "float16" if kept == "int8" and dialect != "ort" else kept
+    """The numpy type of the caches in a dialect's graphs, if the type of the bundle's K and V is `kept`."""
+    return "float16" if KV_DTYPES[kept].scaled and dialect != "ort" else kept

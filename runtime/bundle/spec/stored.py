@@ -78,14 +78,10 @@ class Precisions:
         cls, decoder: str, vision: str | None, head: str | None, kv: str | None, block: int = BLOCK
     ) -> Precisions:
         """The precisions named; a quantised decoder has an int8 tower and head by default."""
-        quantised = decoder in PRECISIONS and PRECISIONS[decoder].bits is not None
-        return cls(
-            decoder,
-            vision or ("int8" if quantised else decoder),
-            head or ("int8" if quantised else decoder),
-            kv or ("fp32" if decoder == "fp32" else "fp16"),
-            block,
-        )
+        row = PRECISIONS.get(decoder)
+        if row is None:
+            raise RequestError(f"--precision {decoder!r} is not among {', '.join(PRECISIONS)}")
+        return cls(decoder, vision or row.other_parts, head or row.other_parts, kv or row.kv, block)
 
     @property
     def kv_dtype(self) -> str:

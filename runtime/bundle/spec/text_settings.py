@@ -1,4 +1,4 @@
-"""What the tokenizer file does not say about text; stands in the bundle's manifest as `text`."""
+"""Settings of text that the tokenizer file lacks, the section `text` of the manifest."""
 
 from __future__ import annotations
 
@@ -34,11 +34,6 @@ class ContentForm:
     blank: bool
 
     def __post_init__(self) -> None:
-        for name in ("text_before", "text_after"):
-            _require(isinstance(getattr(self, name), str), name, "a string")
-        _require(self.image is None or isinstance(self.image, str), "image", "a string or null")
-        for name in ("images_first", "blank"):
-            _require(isinstance(getattr(self, name), bool), name, "true or false")
         for name in ("strip_text", "strip_content"):
             _require(getattr(self, name) in SIDES, name, "one of " + ", ".join(SIDES))
 
@@ -56,10 +51,6 @@ class PromptForms:
     contents: Mapping[str, ContentForm]
     joins: Mapping[str, str]
 
-    def __post_init__(self) -> None:
-        sound = isinstance(self.joins, Mapping) and all(isinstance(join, str) for join in self.joins.values())
-        _require(sound, "forms.joins", "an object of strings")
-
 
 @dataclass(frozen=True, slots=True)
 class LengthBound:
@@ -69,8 +60,7 @@ class LengthBound:
     normalized: bool
 
     def __post_init__(self) -> None:
-        _require(_is_id(self.characters_per_token) and self.characters_per_token > 0, "length_bound", "at least 1")
-        _require(isinstance(self.normalized, bool), "length_bound.normalized", "true or false")
+        _require(0 < self.characters_per_token <= MAX_ID, "length_bound", "at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +96,15 @@ class TextSettings:
     """The token that stands for a segment of the image; answers give out the state that chose it. Null: none does."""
 
     def __post_init__(self) -> None:
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token", "no_forms"):
-            _require(getattr(self, name) is None or isinstance(getattr(self, name), str), name, "a string or null")
-        _require(isinstance(self.image_token, str) and self.image_token != "", "image_token", "a string")
-        _require(_is_id(self.image_token_id), "image_token_id", "an id")
+        _require(bool(self.image_token), "image_token", "a string of at least one character")
+        for name in ("image_token_id", "video_token_id", "seg_token_id"):
+            _require(_are_ids(getattr(self, name) or 0), name, "an id")
         for name in ("end_ids", "ids_before", "ids_after"):
-            ids = getattr(self, name)
-            _require(isinstance(ids, tuple) and all(map(_is_id, ids)), name, "a list of ids")
-        _require(isinstance(self.add_special_tokens, bool), "add_special_tokens", "true or false")
-        for_video = self.video_token is None if self.video_token_id is None else self.video_token is not None
+            _require(_are_ids(*getattr(self, name)), name, "a list of ids")
+        _require(_are_ids(*self.control_tokens.values()), "control_tokens", "ids by text")
         shared = (self.video_token_id == self.image_token_id) == (self.video_token == self.image_token)
-        sound = self.video_token_id is None or (_is_id(self.video_token_id) and shared)
-        _require(
-            for_video and sound, "video_token_id", "the id of video_token, as of image_token if that is it, or null"
-        )
-        _require(self.seg_token_id is None or _is_id(self.seg_token_id), "seg_token_id", "an id or null")
-        control = self.control_tokens
-        _require(isinstance(control, Mapping) and all(map(_is_id, control.values())), "control_tokens", "ids by text")
+        sound = self.video_token is None if self.video_token_id is None else self.video_token is not None and shared
+        _require(sound, "video_token_id", "the id of video_token, as of image_token if that is it, or null")
         _require((self.forms is None) == (self.no_forms is not None), "no_forms", "null if and only if there are forms")
 
     def variables(self) -> dict[str, str]:
@@ -136,5 +118,5 @@ def _require(holds: bool, name: str, wanted: str) -> None:
         raise BundleError(f"the manifest's text settings: {name} must be {wanted}; export the bundle again")
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ID
+def _are_ids(*values: int) -> bool:
+    return all(0 <= value <= MAX_ID for value in values)

@@ -24,8 +24,8 @@ from vtx.exporter.bundling.export import key_of, plan_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.remake import advice
 from vtx.runtime.bundle.safetensors import read_tensor
+from vtx.runtime.bundle.vtx_json import remake_advice
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError, VtxError
 
 SPEC = "cdpruner:keep=4,text=tower"
@@ -123,7 +123,7 @@ def test_another_tower_at_the_same_path_is_another_export(
 
 def test_the_command_that_makes_it_again_names_the_tower(bundle: Path, clip: Path) -> None:
     manifest = json.loads((bundle / "vtx.json").read_text())
-    assert f"--text-tower {clip}" in advice(manifest, "b")
+    assert f"--text-tower {clip}" in remake_advice(manifest, "b")
 
 
 def test_a_tower_that_was_trained_on_is_warned_of(

@@ -36,8 +36,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import KV_SCALES
-from vtx.runtime.bundle.tensors.kv_scales import read_kv_scales
-from vtx.runtime.bundle.tensors.rope import read_rope
+from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.report.inspect import describe

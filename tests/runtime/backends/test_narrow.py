@@ -15,7 +15,7 @@ import pytest
 from tests.support.exported import Checkpoints, Models
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.backends.openvino.backend import DIALECT, OpenvinoBackend, arithmetic
-from vtx.runtime.backends.openvino.narrow import keep_narrow, letting_go
+from vtx.runtime.backends.openvino.narrow import keep_narrow, releasing_pages
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import TokenStates
@@ -130,7 +130,7 @@ def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(mode
 def test_pages_of_the_weights_are_let_go_and_can_be_read_again(bundles: Callable[[str], Bundle], at_once: bool) -> None:
     model = read(bundles("fp16"), "stage")
     constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
-    with letting_go(model, at_once=at_once):
+    with releasing_pages(model, at_once=at_once):
         before = [np.array(node.data) for node in constants]
         bundle = bundles("fp16").folder
     assert resident(bundle) == 0

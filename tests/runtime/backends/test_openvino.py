@@ -284,7 +284,7 @@ def test_many_rows_run_in_parts_of_nearly_the_same_size_and_give_the_same(
 ) -> None:
     rows, ran = np.random.default_rng(8).standard_normal((90, 64), np.float32), list[int]()
     whole = model.backend.stage(1, 100).append(TokenStates(rows), np.arange(90))
-    monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {("fp32", "f32"): 40})
+    monkeypatch.setattr(engine, "most_tokens", lambda *_: 40)
     with load(model.bundle.folder, device="openvino", threads=THREADS) as other:
         cache = other.backend.stage(1, 100)
         filled = SlotCounter.append
@@ -310,7 +310,7 @@ def test_rows_that_nobody_asks_for_fill_their_slots_alone(model: Model, monkeypa
         usual.append(TokenStates(hidden[:1]), np.arange(90, 91)).copy(),
     )
     for most in (100, 30, 20):
-        monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {("fp32", "f32"): most})
+        monkeypatch.setattr(engine, "most_tokens", lambda *_, most=most: most)
         with load(model.bundle.folder, device="openvino", threads=THREADS) as other:
             cache = other.backend.stage(1, 100)
             found = cache.append(TokenStates(hidden), np.arange(90), outputs=asked)

@@ -464,7 +464,7 @@ def test_engines_are_compared_with_onnxruntime_graph_by_graph(
 def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_otherwise(
     exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: None)
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: None)
     with pytest.raises(DeviceError, match="no NVIDIA GPU answers here"):
         load(exported, device="tensorrt", threads=THREADS)
     model = load(exported, threads=THREADS)

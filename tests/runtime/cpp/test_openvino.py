@@ -65,8 +65,8 @@ def whole(bundle: Path, hidden: Hidden) -> Hidden:
 def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_one(
     bundle: Path, hidden: Hidden, whole: Hidden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.ROWS_OF_A_RUN["int4", "f32"] == 256
-    monkeypatch.setattr(engine, "ROWS_OF_A_RUN", {})
+    assert engine.most_tokens("int4", "f32") == 256
+    monkeypatch.setattr(engine, "most_tokens", lambda *_: None)
     np.testing.assert_allclose(whole, in_python(bundle, hidden), atol=SAME, rtol=0)
     monkeypatch.setattr(engine, "int4_block", lambda _: 64)
     assert np.abs(whole - in_python(bundle, hidden)).max() > 100 * SAME, "the group of activations cannot be told"

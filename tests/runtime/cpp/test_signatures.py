@@ -90,7 +90,7 @@ def test_the_signature_of_somebody_else_is_refused(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is not signed, and a signature by ours.pub.pem is required; take a signed bundle"),
+        (None, "is not signed, and a signature by ours.pub.pem is required; use a signed bundle"),
         (b"", "does not fit it"),
         (b"x" * 63, "does not fit it"),
         (b"\0" * 64, "does not fit it"),

@@ -31,7 +31,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.names import DIALECTS
-from vtx.runtime.bundle.tensors.final_norm import read_final_norm
+from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.methods.gate import Gate
 
@@ -259,7 +259,7 @@ def test_a_final_norm_of_another_size_is_refused(case: Case) -> None:
     model = case.model
     spec = replace(model.manifest.model, hidden=model.manifest.model.hidden - 1)
     bundle = replace(model.bundle, manifest=replace(model.manifest, model=spec))
-    with pytest.raises(BundleError, match="weight is not a float32 array of 63; export again"):
+    with pytest.raises(BundleError, match=r"weight is not a float32 tensor \(63,\); export again"):
         read_final_norm(bundle)
 
 

@@ -48,7 +48,7 @@ class Parser {
   }
 
   Json parse(int depth) {
-    if (depth > kMaxDepth) fail(kind_, what_, " is nested more than ", kMaxDepth, " levels deep, no real one is");
+    if (depth > kMaxDepth) fail(kind_, what_, " is nested deeper than the limit of ", kMaxDepth);
     skip_space();
     if (take('{')) return object(depth);
     if (take('[')) return array(depth);
@@ -84,7 +84,7 @@ class Parser {
     for (const auto& [key, value] : members) keys.push_back(key);
     std::sort(keys.begin(), keys.end());
     auto twice = std::adjacent_find(keys.begin(), keys.end());
-    if (twice != keys.end()) fail(kind_, what_, " is not sound JSON: '", shown(*twice), "' is there twice");
+    if (twice != keys.end()) fail(kind_, what_, " is not sound JSON: '", shown(*twice), "' is duplicated");
   }
 
   Json array(int depth) {

@@ -57,8 +57,8 @@ TowerSpec read_tower(const Json& value) {
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
       image / patch > (1 << 15) || shuffle > image / patch)
-    fail(Kind::bundle, "vtx.json: a tower of ", image, " pixels in patches of ", patch, ", ", hidden, " wide with ", heads,
-         " heads, is not a tower; export again");
+    fail(Kind::bundle, "vtx.json: model.tower: images of ", image, " pixels in patches of ", patch, ", hidden size ", hidden,
+         " with ", heads, " heads: sizes are inconsistent; export again");
   int64_t grid = image / patch;
   const int64_t along = (grid + shuffle - 1) / shuffle;
   const int64_t all = grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0);
@@ -116,8 +116,8 @@ std::optional<TextTowerSpec> read_text_tower(const Json& value) {
   if (!fields.get("end_id").is_null()) t.end_id = fields.whole("end_id", 0);
   fields.done();
   if (t.max_tokens > names::kMaxSegment || layers > names::kMaxLayers || hidden % heads != 0)
-    fail(Kind::bundle, "vtx.json: a text tower of ", layers, " layers, ", hidden, " wide with ", heads, " heads, for ",
-         t.max_tokens, " tokens is not one; export again");
+    fail(Kind::bundle, "vtx.json: text_tower: ", layers, " layers, hidden size ", hidden, " with ", heads, " heads, ",
+         t.max_tokens, " tokens: sizes are inconsistent; export again");
   return t;
 }
 

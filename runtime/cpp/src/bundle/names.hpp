@@ -99,7 +99,7 @@ struct RowsOfARun {
   const char *weights, *compute;
   int64_t rows;
 };
-inline constexpr RowsOfARun kRowsOfARun[] = {{"int4", "f32", 256}, {"int4", "bf16", 256}, {"int8", "bf16", 256}};
+inline constexpr RowsOfARun kRowsOfARun[] = {{"int8", "bf16", 256}, {"int4", "f32", 256}, {"int4", "bf16", 256}};
 inline constexpr float kTauDefault = 2.0f;
 inline constexpr double kLeastPenalty = 0.001;
 

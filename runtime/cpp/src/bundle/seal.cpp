@@ -12,7 +12,7 @@ std::string last_part(const std::string& path) { return path.substr(path.rfind('
 void check_signature(const Folder& folder, const std::string& name, const std::string& content, const PublicKey& key) {
   if (!folder.exists(name + kSignature))
     fail(Kind::bundle, name, " of ", folder.path(), " is not signed, and a signature by ", key.name(),
-         " is required; take a signed bundle, or make one with --sign KEY");
+         " is required; use a signed bundle, or make one with --sign KEY");
   std::string signature = folder.read(name + kSignature, kSignatureBytes, false);
   if (!key.has_signed(content, signature))
     fail(Kind::bundle, "the signature of ", name, " does not fit it and ", key.name(),

@@ -1,0 +1,116 @@
+"""What onnxruntime's and OpenVINO's backends share: graphs that run on host arrays, and batches of their caches."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.backends import contract
+from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.failures import cache_failure
+from vtx.runtime.backends.lanes import CACHES_OF_ONE
+from vtx.runtime.backends.slots import SlotCounter
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import graphs, names
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
+
+
+class HostGraph(Protocol):
+    name: str
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]: ...
+    def close(self) -> None: ...
+
+
+class StageBatch(Protocol):
+    def append_each(self, caches: Sequence[Any], tokens: TokenStates, positions: Ids) -> HiddenStates: ...
+
+
+class HostBackend(ABC):
+    """A `Backend` but for `stage`. Towers are loaded when they first run.
+
+    Subclasses set `_embed`, `_head`, `_score` and `_gates`.
+    """
+
+    device: str
+    dialect: str
+    _embed: HostGraph
+    _head: HostGraph
+    _score: HostGraph | None
+    _gates: Mapping[int, HostGraph]
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle, self._manifest = bundle, bundle.manifest
+        self._graphs = self._manifest.dialects[self.dialect]
+        self._towers: dict[str, HostGraph] = {}
+        self._tower_lock = threading.Lock()
+        self._batches: Sequence[StageBatch] = []
+
+    @abstractmethod
+    def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> HostGraph:
+        """Load a graph of images, or the text tower's, whose `image` is None."""
+
+    @abstractmethod
+    def _new_batches(self, lanes: int, capacity: int) -> Sequence[StageBatch]:
+        """For each stage a pool of `lanes` caches of `capacity` slots; MemoryError if there is no room."""
+
+    def _tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> HostGraph:
+        with self._tower_lock:
+            if name not in self._towers:
+                self._towers[name] = self._load_tower(name, promised, image)
+            return self._towers[name]
+
+    def embed(self, ids: Ids) -> TokenStates:
+        outputs = self._embed.run({names.IDS: contract.embeddable(self._manifest, ids)})
+        return contract.embedded(self._embed.name, outputs, len(ids))
+
+    def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
+        m = self._manifest
+        graph = self._tower(self._graphs.vision, graphs.vision(m, self.dialect), m.image)
+        return ImageTokens.of(graph.run({names.PIXELS: pixels, **contract.vision_extras(m, self.dialect, extras)}))
+
+    def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
+        name, declared = self._graphs.video, self._manifest.video
+        if name is None or declared is None:
+            return self.vision(pixels)
+        graph = self._tower(name, graphs.video(self._manifest), declared.image)
+        return ImageTokens.of(graph.run({names.PIXELS: pixels}))
+
+    def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
+        return contract.of_each(self._head.name, self._head.run({names.HIDDEN: hidden})[names.LOGITS], len(hidden))
+
+    def gate(self, k: int, hidden: HiddenStates) -> NDArray[np.float32]:
+        return self._gates[k].run({names.HIDDEN: hidden})[names.ODDS]
+
+    def text_tower(self, ids: Ids) -> NDArray[np.float32]:
+        assert self._graphs.text_tower is not None, "the manifest declares no text tower"
+        graph = self._tower(self._graphs.text_tower, graphs.text_tower(self._manifest), None)
+        return contract.of_each(graph.name, graph.run({names.IDS: ids})[names.TEXT_EMBEDDING], 1)
+
+    def share_caches(self, conversations: int) -> None:
+        slots, lanes = self._manifest.max_context, CACHES_OF_ONE * conversations
+        try:
+            self._batches = self._new_batches(lanes, slots)
+        except MemoryError as e:
+            raise cache_failure(lanes * slots) from e
+
+    def reaches(self, caches: Sequence[StageCache]) -> bool:
+        return all(isinstance(cache, SlotCounter) and cache.lane is not None for cache in caches)
+
+    def append_each(
+        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids
+    ) -> HiddenStates:
+        return self._batches[index].append_each(caches, tokens, positions)
+
+    def close(self) -> None:
+        self._batches = []
+        with self._tower_lock:
+            loaded = [self._embed, self._head, *self._gates.values(), *self._towers.values()]
+        for graph in loaded if self._score is None else [*loaded, self._score]:
+            graph.close()

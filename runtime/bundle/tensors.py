@@ -1,0 +1,73 @@
+"""Small tensors that bundles keep next to the weights: rotary tables, scales of K and V, a newline, a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import FINAL_NORM, KV_SCALES, NEWLINE
+from vtx.runtime.errors import BundleError
+
+Floats = NDArray[np.float32]
+RopeTables = tuple[Floats, Floats]
+NEWLINE_TENSOR, WEIGHT = "newline", "weight"
+MAX_HEADER = 1 << 18  # of two tensors a layer
+
+
+def read_rope(bundle: Bundle) -> RopeTables:
+    """The rotary tables cos and sin, each [max_context, head_dim / 2]. Raises BundleError."""
+    m = bundle.manifest
+    tables = _read(bundle, m.rope, (names.COS, names.SIN), (m.max_context, m.model.head_dim // 2))
+    return tables[names.COS], tables[names.SIN]
+
+
+def rope_at(tables: RopeTables, sections: Sequence[int], positions: NDArray[np.int64]) -> RopeTables:
+    """Tables of n rows, one a token, for positions [n, 3]: token i is at position i of these.
+
+    `sections` divide the columns: the first are read at the position's time, then at its row, then at its column.
+    """
+    read_at = positions[:, np.repeat(np.arange(len(sections)), sections)]
+    cos, sin = (np.ascontiguousarray(np.take_along_axis(table, read_at, 0)) for table in tables)
+    return cos, sin
+
+
+def read_kv_scales(bundle: Bundle) -> dict[str, Floats]:
+    """`names.key_scale` and `names.value_scale` of every layer, each [1, kv_heads, 1, head_dim].
+
+    Raises:
+        BundleError: a scale is missing, has another shape or type, or is not positive and finite.
+
+    """
+    model = bundle.manifest.model
+    layers = range(1, model.layers + 1)
+    wanted = [name(layer) for layer in layers for name in (names.key_scale, names.value_scale)]
+    scales = _read(bundle, KV_SCALES, wanted, (1, model.kv_heads, 1, model.head_dim))
+    for name, scale in scales.items():
+        if not (np.isfinite(scale) & (scale > 0)).all():
+            raise BundleError(f"{KV_SCALES}: {name} has a scale that is not a positive number; export again")
+    return scales
+
+
+def read_newline(bundle: Bundle) -> Floats:
+    """The learned newline that some layouts put between an image's tokens, as one token [1, hidden]."""
+    if NEWLINE not in bundle.manifest.files:
+        raise BundleError(f"the bundle's image layout needs {NEWLINE}, which is not there; export again")
+    return _read(bundle, NEWLINE, [NEWLINE_TENSOR], (bundle.manifest.model.hidden,))[NEWLINE_TENSOR][None]
+
+
+def read_final_norm(bundle: Bundle) -> Floats:
+    """The weight [hidden] of the decoder's last norm, for reductions that measure hidden states behind it."""
+    return _read(bundle, FINAL_NORM, [WEIGHT], (bundle.manifest.model.hidden,))[WEIGHT]
+
+
+def _read(bundle: Bundle, file: str, wanted: Collection[str], shape: tuple[int, ...]) -> dict[str, Floats]:
+    """Tensors of one shape, float32. Raises BundleError if one is missing or has another shape or type."""
+    stored = bundle.arrays(file, MAX_HEADER + 4 * len(wanted) * int(np.prod(shape)))
+    for name in wanted:
+        if name not in stored or stored[name].shape != shape or stored[name].dtype != np.float32:
+            raise BundleError(f"{file}: {name} is not a float32 tensor {shape}; export again")
+    return {name: stored[name] for name in wanted}

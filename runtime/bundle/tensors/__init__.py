@@ -1,1 +1,0 @@
-"""Tensors in files: safetensors, and what bundles keep in them beside the weights."""
