@@ -129,6 +129,7 @@ def _read_key(path: Path, kind: Literal["public", "private"]) -> Any:
     """The Ed25519 key in a PEM file."""
     content = read_named(path, MAX_KEY, error=RequestError)
     try:
+        import cryptography.exceptions  # noqa: F401 - `PublicKey.signed` needs it
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as cause:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtx.runtime.errors import BundleError
@@ -32,16 +31,20 @@ class ImageSettings:
     def __post_init__(self) -> None:
         edge = (self.resize,) if isinstance(self.resize, int) else self.resize
         fixed = self.crop or isinstance(self.resize, tuple) or (self.pad and self.resize) or self.own_size
-        number = type(self.rescale) in (int, float)  # of a checkpoint it may be anything
+        edges = 1 if isinstance(self.resize, int) else 2
         sizes = f"from 1 to {MAX_INPUT_SIDE}"
         checks = (
-            ("pad", _within(self.pad, 0, 255), "3 bytes or null"),
-            ("resize", _within(edge, 1, MAX_INPUT_SIDE), f"an edge or [height, width] {sizes}, or null"),
-            ("crop", _within(self.crop, 1, MAX_INPUT_SIDE), f"[height, width] {sizes}, or null"),
+            ("pad", _within(self.pad, 3, 0, 255, whole=True), "3 bytes or null"),
+            (
+                "resize",
+                _within(edge, edges, 1, MAX_INPUT_SIDE, whole=True),
+                f"an edge or [height, width] {sizes}, or null",
+            ),
+            ("crop", _within(self.crop, 2, 1, MAX_INPUT_SIDE, whole=True), f"[height, width] {sizes}, or null"),
             ("resample", self.resample in RESAMPLING, "one of " + ", ".join(RESAMPLING)),
-            ("rescale", number and _within((self.rescale,), 1e-6, 1e6), "a number from 1e-6 to 1e6"),
-            ("mean", _within(self.mean, -1e6, 1e6), "3 numbers from -1e6 to 1e6"),
-            ("std", _within(self.std, 1e-6, 1e6), "3 numbers from 1e-6 to 1e6"),
+            ("rescale", _within((self.rescale,), 1, 1e-6, 1e6), "a number from 1e-6 to 1e6"),
+            ("mean", _within(self.mean, 3, -1e6, 1e6), "3 numbers from -1e6 to 1e6"),
+            ("std", _within(self.std, 3, 1e-6, 1e6), "3 numbers from 1e-6 to 1e6"),
             ("crop", bool(fixed), "set unless resize alone fixes height and width"),
         )
         for key, fits, wanted in checks:
@@ -73,5 +76,9 @@ class ImageSettings:
         return (edge, edge) if isinstance(edge, int) else edge
 
 
-def _within(values: Sequence[float] | None, low: float, high: float) -> bool:
-    return values is None or all(low <= value <= high for value in values)
+def _within(values: object, count: int, low: float, high: float, *, whole: bool = False) -> bool:
+    """Return True if `values`, which may come from a checkpoint as anything, are None or numbers from `low` on."""
+    kinds = (int,) if whole else (int, float)
+    if values is None or not isinstance(values, tuple):
+        return values is None
+    return len(values) == count and all(type(value) in kinds and low <= value <= high for value in values)

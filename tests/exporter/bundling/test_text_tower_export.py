@@ -241,11 +241,11 @@ def test_hostile_and_unfit_clips_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("width", 0, "text_tower.width is outside"),
-        ("max_tokens", 1 << 20, "is not one"),
-        ("heads", 5, "is not one"),
+        ("width", 0, "text_tower.width is 0, outside"),
+        ("max_tokens", 1 << 20, "sizes are inconsistent"),
+        ("heads", 5, "sizes are inconsistent"),
         ("eps", -1.0, "text_tower.eps is -1.0"),
-        ("end_id", -3, "text_tower.end_id is outside"),
+        ("end_id", -3, "text_tower.end_id is -3, outside"),
         ("tokenizer", "nowhere.json", "'nowhere.json' has no checksum"),
         ("tokenizer", "../tokenizer.json", "has no checksum"),
     ],
