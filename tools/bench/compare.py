@@ -1,9 +1,10 @@
-"""From a trial to a verdict: accuracy and cost of each method, and of the withdrawal that is nearest to it."""
+"""From a trial to a verdict: accuracy and cost of each method, and of the withdrawal nearest to it in cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -28,8 +29,8 @@ BETTER, WORSE, EQUAL = "better", "worse", "no difference beyond chance"
 class MethodResult:
     """The answers and the mean cost of one method; `flops_ratio` is its FLOPs' share of those of no method.
 
-    `right` and `same` are the shares of right answers, None where none is known, and of answers like those of no
-    method. `ms` are milliseconds by phase, None where no answer has that phase.
+    `right` and `same` are the shares of right answers, None if none is known, and of answers like those of no method.
+    `ms` are milliseconds by phase, None if no answer has that phase.
     """
 
     name: str
@@ -64,7 +65,7 @@ class AsAccurate:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A pruning method beside the withdrawal of nearest FLOPs: by how much the method answers more questions."""
+    """A pruning method and the withdrawal of nearest FLOPs; `difference`: by how much the method answers more."""
 
     method: str
     withdrawal: str
@@ -98,7 +99,7 @@ class ComparedData:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All methods on the same questions. `score` names the share that decides; `budgets` go by the name of the cost."""
+    """All methods on the same questions. `score` names the deciding share; `budgets` are by the name of the cost."""
 
     machine: Machine
     model: ComparedModel
@@ -113,26 +114,37 @@ class Comparison:
     verdict: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As its file holds it."""
+        """The content of its file."""
         return {"format": FORMAT, **json_value(self)}
 
 
 def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequence[float] = ()) -> Comparison:
     """Compare the methods of a trial. Intervals are 95%; FLOPs, bytes and tokens are means over the questions.
 
-    `score` is the share of right answers, or of answers like those of no method where the data has no answers. With a
+    `score` is the share of right answers, or of answers like those of no method if the data has no answers. With a
     `ladder`, the best setting of each of its families within each of `budgets`, by arithmetic and by first token.
     """
-    first = _mean([by_method[trial.methods[0]] for by_method in trial.answers], lambda answer: answer.flops)
-    methods = [_method(method, [by_method[method] for by_method in trial.answers], first) for method in trial.methods]
+    unreduced = fmean(by_method[trial.methods[0]].flops for by_method in trial.answers)
+    methods = [_method(m, [by_method[m] for by_method in trial.answers], unreduced) for m in trial.methods]
     known = methods[0].right is not None
-    scores = np.array([[_score(by_method[method], known) for method in trial.methods] for by_method in trial.answers])
+
+    def score(answer: MethodAnswer) -> float:  # NaN if the right answer is unknown, though others are known
+        right = answer.right if known else answer.same
+        return np.nan if right is None else float(right)
+
+    scores = np.array([[score(by_method[method]) for method in trial.methods] for by_method in trial.answers])
     compared = [_compare(methods, scores, number) for number, method in enumerate(methods) if method.reduce != NONE]
-    best = _within_budgets(trial.methods, methods, scores, ladder or {}, budgets)
+    costs = {"flops": [m.flops for m in methods], "first_token": [m.first_token for m in methods]}
+    best = {name: find_best(ladder or {}, trial.methods, scores, values, budgets) for name, values in costs.items()}
+    best = {name: rows for name, rows in best.items() if rows}
     sentences = [line for cost, rows in best.items() if scores.any() for line in verdict(rows, COSTS[cost])]
+    manifest, backend = trial.model.manifest, trial.model.backend
     return Comparison(
         machine=describe(),
-        model=_model(trial),
+        model=ComparedModel(
+            manifest.model.name, manifest.model.layers, manifest.layout.max_tokens, manifest.precision,
+            backend.device, backend.compute, trial.threads,
+        ),
         data=ComparedData(trial.data.source, len(trial.answers), tuple(trial.skipped)),
         score="right" if known else "same",
         interrupted=trial.interrupted,
@@ -142,41 +154,13 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
         families={family: tuple(method.name for method in settings) for family, settings in (ladder or {}).items()},
         budgets=best,
         verdict=(*_verdict(methods, compared, len(trial.answers), scores), *sentences),
-    )
-
-
-def _model(trial: Trial) -> ComparedModel:
-    manifest, backend = trial.model.manifest, trial.model.backend
-    return ComparedModel(
-        name=manifest.model.name,
-        layers=manifest.model.layers,
-        vision_tokens=manifest.layout.max_tokens,
-        precision=manifest.precision,
-        device=backend.device,
-        compute=backend.compute,
-        threads=trial.threads,
-    )
-
-
-def _within_budgets(
-    methods: Sequence[Method],
-    measured: Sequence[MethodResult],
-    scores: NDArray[np.float64],
-    ladder: Ladder,
-    budgets: Sequence[float],
-) -> dict[str, tuple[Best, ...]]:
-    """By the name of the cost, each family's best within each budget."""
-    costs = {
-        "flops": [method.flops for method in measured],
-        "first_token": [method.first_token for method in measured],
-    }
-    best = {name: find_best(ladder, methods, scores, values, budgets) for name, values in costs.items()}
-    return {name: rows for name, rows in best.items() if rows}
+    )  # fmt: skip
 
 
 def _method(method: Method, answers: Sequence[MethodAnswer], unreduced_flops: float) -> MethodResult:
     rights = [answer.right for answer in answers if answer.right is not None]
-    flops = _mean(answers, lambda answer: answer.flops)
+    flops = fmean(answer.flops for answer in answers)
+    times = {phase: [answer.ms[phase] for answer in answers if answer.ms[phase]] for phase in PHASES}
     return MethodResult(
         name=method.name,
         kind=method.kind,
@@ -184,42 +168,25 @@ def _method(method: Method, answers: Sequence[MethodAnswer], unreduced_flops: fl
         reduce=method.reduce,
         right=share_interval(sum(rights), len(rights)) if rights else None,
         same=share_interval(sum(answer.same for answer in answers), len(answers)),
-        full_layers=_mean(answers, lambda answer: answer.full_layers),
-        vision_rows=_mean(answers, lambda answer: answer.vision_tokens),
+        full_layers=fmean(answer.full_layers for answer in answers),
+        vision_rows=fmean(answer.vision_tokens for answer in answers),
         flops=flops,
         flops_ratio=flops / unreduced_flops,
-        kv_bytes=_mean(answers, lambda answer: answer.kv_bytes),
-        reused_layers=_mean(answers, lambda answer: answer.reused_layers),
-        ms={phase: _times(answers, phase) for phase in PHASES},
+        kv_bytes=fmean(answer.kv_bytes for answer in answers),
+        reused_layers=fmean(answer.reused_layers for answer in answers),
+        ms={phase: spread(values) if values else None for phase, values in times.items()},
     )
 
 
-def _mean(answers: Sequence[MethodAnswer], of: Callable[[MethodAnswer], float]) -> float:
-    return float(np.mean([of(answer) for answer in answers]))
-
-
-def _times(answers: Sequence[MethodAnswer], phase: str) -> Series | None:
-    """Answers of one token have no time per further token."""
-    values = [answer.ms[phase] for answer in answers if answer.ms[phase]]
-    return spread(values) if values else None
-
-
-def _score(answer: MethodAnswer, known: bool) -> float:
-    """1 for a right answer; NaN where the right answer is unknown, though others are known."""
-    if not known:
-        return float(answer.same)
-    return np.nan if answer.right is None else float(answer.right)
-
-
 def _difference(scores: NDArray[np.float64], column: int, other: int) -> MeanInterval:
-    """Paired difference of the scores in `column` and `other`: mean and interval."""
+    """Paired difference of the scores in `column` and `other`."""
     differences = scores[:, column] - scores[:, other]
     [interval] = mean_intervals(differences[~np.isnan(differences)][:, None])
     return interval
 
 
 def _compare(methods: Sequence[MethodResult], scores: NDArray[np.float64], number: int) -> Compared:
-    """A method beside two withdrawals, K = none among them: the nearest in FLOPs, the cheapest that is as accurate."""
+    """A method compared with two withdrawals (or K = none): the nearest in FLOPs, the cheapest that is as accurate."""
     method = methods[number]
     rivals = [n for n, other in enumerate(methods) if other.kind == "withdrawal"]
     rival = min(rivals, key=lambda n: abs(methods[n].flops - method.flops))

@@ -1,11 +1,12 @@
-"""All methods at equal cost: the settings to try of each, and the best one of each within each budget.
+"""All methods at equal cost: the settings of each to try, and the best setting of each within each budget.
 
-A budget is a share of what no method costs. A setting is chosen by half of the questions and judged by the other half,
-so that a method with many settings gains nothing from chance.
+A budget is a share of the cost without any method. A setting is chosen by half of the questions and judged by the other
+half, so that a method with many settings does not gain by chance.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,8 +46,8 @@ Scores = NDArray[np.float64]
 class Best:
     """The best setting of one family of methods within a budget.
 
-    `budget` and `cost` are shares of what no method costs; `score` is the share of good answers to the questions that
-    the setting was not chosen by, `behind` by how much more the best family of this budget answers there.
+    `budget` and `cost` are shares of the cost without any method; `score` is the share of good answers to the questions
+    that did not choose the setting, `behind` by how much more of them the best family of this budget answers.
     """
 
     budget: float
@@ -58,31 +59,30 @@ class Best:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the best family is better beyond chance."""
+        """True if the best family is better beyond chance."""
         return self.behind.low > 0
 
 
 def make_ladder(manifest: Manifest, dialect: str, ks: Sequence[K]) -> tuple[Ladder, tuple[str, ...]]:
     """The settings of each family that the bundle can run, and the families that it was not exported for."""
     depths = [k for k in ks if isinstance(k, int)]
+
+    def methods(specs: Sequence[str], depths: Sequence[K]) -> list[Method]:
+        return [Method(k, to_spec(parse(spec))) for spec in specs for k in depths]
+
     wanted = {WITHDRAWAL: [Method(k) for k in depths], GATES: [Method("auto")] * bool(manifest.gates)}
-    wanted |= {family: _methods(specs, (None,)) for family, specs in SETTINGS.items()}
-    wanted |= {f"{parse(spec)[0].name} + {WITHDRAWAL}": _methods((spec,), depths) for spec in MILD}
-    provided = {family: [m for m in methods if _provided(m, manifest, dialect)] for family, methods in wanted.items()}
-    lacking = [family for family, methods in wanted.items() if methods and not provided[family]]
-    return {family: tuple(methods) for family, methods in provided.items() if methods}, tuple(lacking)
-
-
-def _methods(specs: Sequence[str], depths: Sequence[K]) -> list[Method]:
-    return [Method(k, to_spec(parse(spec))) for spec in specs for k in depths]
-
-
-def _provided(method: Method, manifest: Manifest, dialect: str) -> bool:
-    try:
-        check_provided(parse(method.reduce) if method.reduce != NONE else (), manifest, dialect)
-    except RequestError:
-        return False
-    return True
+    wanted |= {family: methods(specs, (None,)) for family, specs in SETTINGS.items()}
+    wanted |= {f"{parse(spec)[0].name} + {WITHDRAWAL}": methods((spec,), depths) for spec in MILD}
+    ladder = dict[str, tuple[Method, ...]]()
+    for family, settings in wanted.items():
+        provided = list[Method]()
+        for method in settings:
+            with contextlib.suppress(RequestError):
+                check_provided(parse(method.reduce) if method.reduce != NONE else (), manifest, dialect)
+                provided.append(method)
+        if provided:
+            ladder[family] = tuple(provided)
+    return ladder, tuple(family for family, settings in wanted.items() if settings and family not in ladder)
 
 
 def find_best(
@@ -94,9 +94,9 @@ def find_best(
 ) -> tuple[Best, ...]:
     """The best setting of each family within each budget, budgets as given, the best family first.
 
-    `scores` [questions, methods] are 1 for a good answer and NaN where that is not known; `costs` are those of
-    `methods`, of which the first is none. A family without a setting within a budget is left out there. Fewer than two
-    questions with known answers give nothing.
+    `scores` [questions, methods] are 1 for a good answer and NaN if that is unknown; `costs` belong to `methods`, of
+    which the first is none. A family without a setting within a budget is left out there. Fewer than two questions
+    with known answers give nothing.
     """
     known = scores[~np.isnan(scores).any(1)]
     if len(known) < 2:
@@ -107,48 +107,41 @@ def find_best(
         chosen = dict[str, int]()
         for family, settings in ladder.items():
             fitting = [n for n in map(methods.index, settings) if costs[n] <= budget * costs[0]]
-            if fitting:  # of equally good ones the costliest, which is the nearest to the budget
+            if fitting:  # among equally good ones the costliest, the nearest to the budget
                 chosen[family] = max(fitting, key=lambda n: (choosing[:, n].mean(), costs[n]))
         if not chosen:
             continue
         first = max(chosen.values(), key=lambda n: (judging[:, n].mean(), -costs[n]))
-        rows = [_best(budget, family, n, methods, judging, first, costs) for family, n in chosen.items()]
+        rows = list[Best]()
+        for family, n in chosen.items():
+            [behind] = mean_intervals((judging[:, first] - judging[:, n])[:, None])
+            score = share_interval(int(judging[:, n].sum()), len(judging))
+            rows.append(Best(budget, family, methods[n].name, costs[n] / costs[0], score, behind))
         found += sorted(rows, key=lambda row: (-row.score.share, row.cost))
     return tuple(found)
 
 
-def _best(
-    budget: float, family: str, n: int, methods: Sequence[Method], judging: Scores, first: int, costs: Sequence[float]
-) -> Best:
-    [behind] = mean_intervals((judging[:, first] - judging[:, n])[:, None])
-    score = share_interval(int(judging[:, n].sum()), len(judging))
-    return Best(budget, family, methods[n].name, costs[n] / costs[0], score, behind)
-
-
 def verdict(rows: Sequence[Best], cost: str) -> list[str]:
-    """For each budget a sentence: who answers most, who cannot be told apart from it, who is worse."""
-    return [_sentence(cost, [row for row in rows if row.budget == budget]) for budget in _budgets(rows)]
-
-
-def _sentence(cost: str, rows: Sequence[Best]) -> str:
-    best, *others = rows
-    level = [row.family for row in others if not row.told_apart]
-    behind = [f"{row.family} ({100 * row.behind.mean:.1f} points)" for row in others if row.told_apart]
-    said = f"Within {best.budget:.0%} of {cost}, {best.method} answers most: {best.score.share:.1%}."
-    said += f" Not told apart from it: {', '.join(level)}." if level else ""
-    return said + (f" Worse beyond chance: {', '.join(behind)}." if behind else "")
-
-
-def _budgets(rows: Sequence[Best]) -> list[float]:
-    return [*dict.fromkeys(row.budget for row in rows)]
+    """A sentence per budget: the best method, those not told apart from it, and those that are worse."""
+    sentences = list[str]()
+    for budget in dict.fromkeys(row.budget for row in rows):
+        best, *others = (row for row in rows if row.budget == budget)
+        level = [row.family for row in others if not row.told_apart]
+        behind = [f"{row.family} ({100 * row.behind.mean:.1f} points)" for row in others if row.told_apart]
+        sentences.append(
+            f"Within {best.budget:.0%} of {cost}, {best.method} answers most: {best.score.share:.1%}."
+            + (f" Not told apart from it: {', '.join(level)}." if level else "")
+            + (f" Worse beyond chance: {', '.join(behind)}." if behind else "")
+        )
+    return sentences
 
 
 def parse_budgets(text: str) -> tuple[float, ...]:
-    """Shares from percentages such as "75,50,25". Raises RequestError."""
+    """Shares from percentages, e.g. "75,50,25". Raises RequestError."""
     try:
         budgets = tuple(float(part) / 100 for part in text.split(","))
     except ValueError as e:
-        raise RequestError(f"--budgets is {text!r:.40}; give percentages of what no method costs, as 75,50,25") from e
+        raise RequestError(f"--budgets is {text!r:.40}; give percentages of the unreduced cost, e.g. 75,50,25") from e
     if not all(0 < budget <= 1 for budget in budgets):
         raise RequestError(f"--budgets is {text!r:.40}; each must be above 0 and at most 100")
     return budgets

@@ -27,7 +27,7 @@ class Machine:
     versions: Mapping[str, str]
 
     def in_words(self) -> str:
-        """One line, with a warning where something else was computing."""
+        """One line, with a warning if the machine was busy."""
         load = self.load_before
         busy = f" THE MACHINE IS NOT QUIET (load {load})." if load is not None and load > QUIET else ""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
@@ -36,7 +36,14 @@ class Machine:
 
 def describe() -> Machine:
     """Describe this machine as it is now."""
-    model, flags = _processor()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    model = named[1] if named else (platform.machine() if text else platform.processor() or platform.machine())
+    listed = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = set(listed[1].split()) if listed else set()
     kinds = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
     return Machine(
         cpu=f"{os.cpu_count()} cores, {model} ({', '.join(kinds) or 'no vector instructions known'})",
@@ -45,13 +52,3 @@ def describe() -> Machine:
         system=f"{platform.system()} {platform.machine()}",
         versions={name: number for name in PACKAGES if (number := version(name))},
     )
-
-
-def _processor() -> tuple[str, set[str]]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine(), set()
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    return named[1] if named else platform.machine(), set(flags[1].split()) if flags else set()

@@ -7,7 +7,7 @@ cost of a second question on an encoded image, at the same K and at another one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vtx.runtime.api.answer import Stats
@@ -15,6 +15,7 @@ from vtx.runtime.api.conversation import Conversation, opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError
+from vtx.runtime.units import Progress
 from vtx.runtime.vision.image import ImageSource
 from vtx.runtime.vision.video import Video
 from vtx.tools.bench import machine
@@ -25,13 +26,12 @@ from vtx.tools.bench.work import WorkCounter
 from vtx.tools.common import memory
 
 K = int | str | None
-Report = Callable[[str, int, int], None]
 FILLER, ENDINGS = " a", (".", "a", " .", "?")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The question, and how often to ask it. `prompt_tokens` replaces it by one that makes the prompt that long."""
+    """The question, and how often to ask it. `prompt_tokens` replaces it to make a prompt of that many tokens."""
 
     image: ImageSource | Video
     question: str
@@ -61,7 +61,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes that the process held while a K's answer was open, and its peak during the turn; None: unknown here."""
+    """Bytes held by the process while a K's answer was open, and its peak during the turn; None: unknown here."""
 
     steady: int | None
     peak: int | None
@@ -69,7 +69,7 @@ class MemoryUse:
 
 @dataclass(slots=True)
 class BenchResult:
-    """The measurements so far. `switched_ms` are second questions on an image first asked about at another K."""
+    """The measurements so far. `switched_ms` are of second questions on an image first asked about at another K."""
 
     question: str
     machine: Machine
@@ -100,7 +100,7 @@ class Bench:
         self._check_room(self.tokens(self.result.question))
 
     def _question(self) -> str:
-        """The question, or one of the requested length: a repeated word, and an ending that fits."""
+        """The question, or one of the requested length: a repeated word and a fitting ending."""
         target = self.options.prompt_tokens
         if target is None:
             return self.options.question
@@ -137,32 +137,29 @@ class Bench:
         self.result.predicted_s = (time.perf_counter() - start) * (self.options.warmup + self.options.repeats)
         return self.result.predicted_s
 
-    def run(self, ceilings: Ceilings | None, report: Report) -> BenchResult:
+    def run(self, ceilings: Ceilings | None, report: Progress) -> BenchResult:
         """Run all rounds, each starting at another K; Ctrl-C stops and keeps the complete turns."""
         self.result.ceilings = ceilings
         rounds = self.options.warmup + self.options.repeats
         try:
             for number in range(rounds):
                 report("measuring", number, rounds)
-                self._round(number, keep=number >= self.options.warmup)
+                keep, first = number >= self.options.warmup, number % len(self.ks)
+                if keep and self.result.ceilings:
+                    self.result.ceilings.measure()
+                order = (*self.ks[first:], *self.ks[:first])
+                for k, other in zip(order, (*order[1:], order[0]), strict=True):
+                    turn, _, switched_ms = self._turn(k, other)
+                    if keep:
+                        self.result.turns.setdefault(k, []).append(turn)
+                    if keep and switched_ms is not None:
+                        self.result.switched_ms.setdefault(other, []).append(switched_ms)
             report("measuring", rounds, rounds)
         except KeyboardInterrupt:
             if not self.result.turns:
                 raise
             self.result.interrupted = True
         return self.result
-
-    def _round(self, number: int, *, keep: bool) -> None:
-        if keep and self.result.ceilings:
-            self.result.ceilings.measure()
-        first = number % len(self.ks)
-        order = (*self.ks[first:], *self.ks[:first])
-        for k, other in zip(order, (*order[1:], order[0]), strict=True):
-            turn, _, switched_ms = self._turn(k, other)
-            if keep:
-                self.result.turns.setdefault(k, []).append(turn)
-            if keep and switched_ms is not None:
-                self.result.switched_ms.setdefault(other, []).append(switched_ms)
 
     def _turn(self, k: K, other: K) -> tuple[Turn, MemoryUse, float | None]:
         start = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -16,6 +16,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec
 from vtx.runtime.prompt.messages import Part
+from vtx.runtime.units import Progress
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.stopwatch import split, timed
 from vtx.tools.bench.work import WorkCounter
@@ -23,8 +24,7 @@ from vtx.tools.data.items import Data, Item, plain
 from vtx.tools.estimate.flops import make_schedule, prefill_flops
 
 NONE = "none"
-SECOND = "What else is in the picture?", "Describe it."  # asked about the same images, the one that was not asked
-Report = Callable[[str, int, int], None]
+SECOND = "What else is in the picture?", "Describe it."  # about the same images; the one that was not asked yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class MethodAnswer:
-    """One answer: whether it equals the data's (None: unknown) and that of no method, and its cost.
+    """One answer and its cost; `right`: it equals the data's (None: unknown), `same`: it equals that of no method.
 
-    `vision_tokens` is the mean over the layers of the image tokens that leave them; `full_layers` counts layers that
-    see at least one. FLOPs are the tower's and the prompt's, in one chunk. `reused_layers`: in layers 1 to this one a
+    `vision_tokens` is the mean number of image tokens after a layer; `full_layers` counts layers that see at least one.
+    FLOPs are those of the tower and of the prompt in one chunk. `reused_layers`: in layers 1 to this one a
     second question about the same image runs no image token; "second_question" in `ms` is its first token.
     """
 
@@ -70,15 +70,15 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
     """No method, each of `ks`, each exported reduction, and each of these followed by one withdrawal."""
     specs = [spec for spec in manifest.reductions if spec != NONE]
     fixed = [k for k in ks if isinstance(k, int)]
-    later = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
-    both = [Method(later, spec) for spec in specs] if later is not None else []
+    k = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
+    both = [Method(k, spec) for spec in specs] if k is not None else []
     return (Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, spec) for spec in specs), *both)
 
 
 def short(part: Reduction) -> str:
-    """A reduction's spec as tables show it: its preset where one applies, without values that are the default.
+    """A reduction's spec for tables: its preset if one applies, and values that are not the default.
 
-    Thresholds, shares and the layer `k` always stand there.
+    Thresholds, shares and the layer `k` are always shown.
     """
     values, defaults = _options(part), _options(type(part)())
     always = [key for key in values if key == "k" or isinstance(getattr(part, key), float)]
@@ -121,7 +121,7 @@ class Trial:
                 break
         return self.predicted_s
 
-    def run(self, report: Report) -> None:
+    def run(self, report: Progress) -> None:
         """Ask everything; Ctrl-C stops and keeps the questions that every method has answered.
 
         Raises:
@@ -132,19 +132,16 @@ class Trial:
         try:
             for number, item in enumerate(items):
                 report("asking", number, len(items))
-                self._record(item, number)
+                try:
+                    self.answers.append(self._ask_all(item, number))
+                except (RequestError, ImageError) as e:
+                    self.skipped.append(f"{item.question[:40]!r}: {e}")
             report("asking", len(items), len(items))
         except KeyboardInterrupt:
             if not self.answers:
                 raise
             self.interrupted = True
         Data(self.data.source, items[: len(self.answers)], tuple(self.skipped))  # refuses too many skipped
-
-    def _record(self, item: Item, number: int) -> None:
-        try:
-            self.answers.append(self._ask_all(item, number))
-        except (RequestError, ImageError) as e:
-            self.skipped.append(f"{item.question[:40]!r}: {e}")
 
     def _ask_all(self, item: Item, number: int) -> dict[Method, MethodAnswer]:
         images = self.model.prepare_all(item.images)
@@ -159,7 +156,9 @@ class Trial:
             self._calls.clear()
             with Conversation(self.model, images) as conversation:
                 answer = conversation.ask(item.question, method.k, self._options, reduce=method.reduce)
-                flops = self._flops(answer, text)
+                schedule = make_schedule(answer.stats.vision_tokens_kept, text=text)
+                flops = self._counter.count_vision(split(self._calls)[0])
+                flops += prefill_flops(self._counter.decoder, schedule)
                 other = next(question for question in SECOND if question != item.question)
                 second = conversation.ask(other, method.k, self._one_token, reduce=method.reduce)
             answers[method] = answer, second, flops
@@ -168,11 +167,6 @@ class Trial:
             method: _method_answer(answer, second, flops, item, same=answer.token_ids == unreduced)
             for method, (answer, second, flops) in answers.items()
         }
-
-    def _flops(self, answer: Answer, text: int) -> int:
-        """FLOPs of the tower and of a prompt of `text` tokens plus the image tokens that each layer had."""
-        vision = self._counter.count_vision(split(self._calls)[0])
-        return vision + prefill_flops(self._counter.decoder, make_schedule(answer.stats.vision_tokens_kept, text=text))
 
 
 def _method_answer(answer: Answer, second: Answer, flops: int, item: Item, *, same: bool) -> MethodAnswer:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.ceilings.ceilings import MeasuredCeilings
 from vtx.tools.bench.machine import Machine
-from vtx.tools.bench.measure import Bench, BenchResult, K, Turn
+from vtx.tools.bench.measure import Bench, BenchResult, K
 from vtx.tools.bench.series import Series, spread
 from vtx.tools.bench.work import Shares, shares
 
@@ -19,7 +19,7 @@ FORMAT = "vtx-bench-1"
 
 @dataclass(frozen=True, slots=True)
 class BenchedModel:
-    """The bundle, by its folder's name, and how it computes; a token is counted as reading `weights_read_as`."""
+    """The bundle, by its directory's name, and its arithmetic; `weights_read_as`: the precision that a token reads."""
 
     bundle: str
     name: str
@@ -34,7 +34,7 @@ class BenchedModel:
 
 @dataclass(frozen=True, slots=True)
 class BenchWorkload:
-    """Tokens of the prompt, those of its image among them, and how often it was asked."""
+    """Tokens of the prompt, its image's included, and the number of repeats."""
 
     prompt_tokens: int
     vision_tokens: int
@@ -55,7 +55,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """What was measured at one K. `ms` are milliseconds by phase, None where the phase does not arise."""
+    """The measurements at one K. `ms` are milliseconds by phase, None if the phase does not occur."""
 
     k: K
     full_layers: int
@@ -86,55 +86,49 @@ class BenchReport:
     depths: tuple[Depth, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As its file holds it."""
+        """The content of its file."""
         return {"format": FORMAT, **json_value(self)}
 
 
 def make_report(bench: Bench, result: BenchResult) -> BenchReport:
     """The whole report, with every K that was measured."""
     ceilings = result.ceilings.report() if result.ceilings else None
+    manifest, backend, options = bench.model.manifest, bench.model.backend, bench.options
+    stats = next(iter(result.turns.values()))[0].stats
     return BenchReport(
         machine=result.machine,
-        model=_model(bench),
-        workload=_workload(bench, result),
+        model=BenchedModel(
+            bundle=bench.model.bundle.folder.name,
+            name=manifest.model.name,
+            layers=manifest.model.layers,
+            hidden=manifest.model.hidden,
+            precision=manifest.precision,
+            kv_dtype=manifest.kv_dtype,
+            weights_read_as=bench.counter.weights,
+            device=backend.device,
+            compute=backend.compute,
+        ),
+        workload=BenchWorkload(
+            stats.prompt_tokens, stats.vision_tokens, options.new_tokens, options.repeats, options.warmup,
+            options.threads,
+        ),
         interrupted=result.interrupted,
         predicted_s=result.predicted_s,
         load_ms=bench.model.load_ms,
         loaded_bytes=result.loaded,
         ceilings=ceilings,
         depths=tuple(_depth(bench, result, k, ceilings) for k in bench.ks if k in result.turns),
-    )
-
-
-def _model(bench: Bench) -> BenchedModel:
-    manifest, backend = bench.model.manifest, bench.model.backend
-    return BenchedModel(
-        bundle=bench.model.bundle.folder.name,
-        name=manifest.model.name,
-        layers=manifest.model.layers,
-        hidden=manifest.model.hidden,
-        precision=manifest.precision,
-        kv_dtype=manifest.kv_dtype,
-        weights_read_as=bench.counter.weights,
-        device=backend.device,
-        compute=backend.compute,
-    )
-
-
-def _workload(bench: Bench, result: BenchResult) -> BenchWorkload:
-    options, stats = bench.options, next(iter(result.turns.values()))[0].stats
-    return BenchWorkload(
-        stats.prompt_tokens, stats.vision_tokens, options.new_tokens, options.repeats, options.warmup, options.threads
-    )
+    )  # fmt: skip
 
 
 def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings | None) -> Depth:
     turns, stats = result.turns[k], result.turns[k][0].stats
     switched = result.switched_ms.get(k)
+    phases = ("vision", "prefill", "first_token", "decode_per_token")
     ms: dict[str, Series | None] = {
-        "preprocess": _series(turns, lambda turn: turn.preprocess_ms),
-        **{name: _series(turns, _timing(name)) for name in ("vision", "prefill", "first_token", "decode_per_token")},
-        "second_question": _series(turns, lambda turn: turn.second_ms),
+        "preprocess": spread([turn.preprocess_ms for turn in turns]),
+        **{name: spread([turn.stats.timings_ms[name] for turn in turns]) for name in phases},
+        "second_question": spread([turn.second_ms for turn in turns]),
         "second_at_another_k": spread(switched) if switched else None,
     }
     work = bench.counter.count(turns[0].prefill, turns[0].decode)
@@ -143,7 +137,11 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
         full_layers=stats.full_layers,
         ms=ms,
         prefill_stages=tuple(
-            StageTimes(stage.first, stage.last, _series(turns, _in_stage(number)))
+            StageTimes(
+                stage.first,
+                stage.last,
+                spread([sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns]),
+            )
             for number, stage in enumerate(bench.model.manifest.stages)
         ),
         kv_bytes=stats.kv_bytes,
@@ -153,15 +151,3 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
         **dataclasses.asdict(work),
         shares=shares(work, ms, ceilings) if ceilings else None,
     )
-
-
-def _series(turns: list[Turn], ms: Callable[[Turn], float]) -> Series:
-    return spread([ms(turn) for turn in turns])
-
-
-def _timing(name: str) -> Callable[[Turn], float]:
-    return lambda turn: turn.stats.timings_ms[name]
-
-
-def _in_stage(number: int) -> Callable[[Turn], float]:
-    return lambda turn: sum(call.ms for call in turn.prefill if call.stage == number)

@@ -26,6 +26,6 @@ def spread(values: Sequence[float]) -> Series:
 
 
 def shown(series: Series, digits: int = 2) -> str:
-    """Median and quartiles; with fewer than four figures, which have no quartiles, the extremes."""
+    """Median and quartiles; the extremes for fewer than four figures, which have no quartiles."""
     low, high = (series.q1, series.q3) if series.n >= 4 else (series.min, series.max)
     return f"{series.median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

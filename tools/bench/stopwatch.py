@@ -1,4 +1,4 @@
-"""A backend that times its calls: it wraps any backend and depends on none."""
+"""A wrapper of any backend that times its calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Call:
 
 
 class Stopwatch:
-    """Stands in for a backend or one of its stage caches. Attributes that are not callable pass through."""
+    """Wraps a backend or one of its stage caches. Attributes that are not callable pass through."""
 
     __slots__ = ("_calls", "_inner", "_stage")
 
@@ -52,7 +52,7 @@ class Stopwatch:
 
 
 def timed(backend: Backend) -> tuple[Backend, list[Call]]:
-    """A backend that behaves as `backend`, and the growing list of its calls."""
+    """A backend with the behaviour of `backend`, and the growing list of its calls."""
     calls = list[Call]()
     return cast(Backend, Stopwatch(backend, calls)), calls
 

@@ -17,7 +17,7 @@ from vtx.tools.estimate.flops import append_flops, encode_flops, text_tower_flop
 from vtx.tools.estimate.sizes import ModelSize, NativeSize, bundle_size
 
 FLOATING = ("F32", "F16", "BF16")
-# Weights of a bundle have the names of the checkpoint where its files are taken whole, and else vtx's own.
+# Weights of a bundle have vtx's names, or those of the checkpoint if its files are used unchanged.
 SEEING = re.compile(r"vision|visual|video|clip|projector|tower|mlp1|connector")
 HEAD, EMBEDDING = re.compile(r"(head|output)\.weight"), re.compile(r"(embed_tokens|tok_embeddings)\.weight")
 
@@ -32,7 +32,7 @@ class WorkCount:
 
 
 class WorkCounter:
-    """Counts the work of one bundle in `compute` arithmetic, to which engines convert floating-point weights at load.
+    """Counts the work of one bundle in `compute` arithmetic, to which engines convert floating-point weights.
 
     `weights` is the precision in which a token reads them; `slot_bytes` are those of a KV slot of a layer there.
     """
@@ -55,16 +55,18 @@ class WorkCounter:
             append_flops(self.decoder, layers, c.tokens, c.filled) - 2 * c.spared * self.decoder.macs_after_attention
             for layers, c in appends
         ]
+        tokens = sum(call.name == "head" for call in decode)
+        slots = sum(self._stages[c.stage].layers * (c.filled + c.tokens) for c in decode if c.stage is not None)
         return WorkCount(
             vision_flops=self.count_vision(prefill),
             prefill_flops=2 * self.decoder.head_macs + sum(flops),
-            decode_bytes=self._weights + round(self._read(decode)),
+            decode_bytes=self._weights + round(self._slot_bytes * slots / tokens),
         )
 
     def count_vision(self, prefill: Sequence[Call]) -> int:
-        """FLOPs of the towers; merged windows are not counted in the vision tower's later layers.
+        """FLOPs of the towers; merged windows do not count in the later layers of the vision tower.
 
-        A frame's tower is of the images' shape, and projects the tokens that it gives.
+        The tower of frames has the sizes of the one of images, and projects the tokens that it gives.
         """
         vision, text = self._size.vision, self._text_tower
         passes = [c.tokens for c in prefill if c.name == "vision"]
@@ -80,17 +82,11 @@ class WorkCounter:
         projected = 2 * text.width * (0 if vision is None else vision.hidden)
         return seen + sum(read) + sum(projected * c.tokens for c in prefill if c.name == "vision")
 
-    def _read(self, decode: Sequence[Call]) -> float:
-        """Bytes of KV cache that a token reads on average."""
-        tokens = sum(call.name == "head" for call in decode)
-        slots = sum(self._stages[c.stage].layers * (c.filled + c.tokens) for c in decode if c.stage is not None)
-        return self._slot_bytes * slots / tokens
-
 
 def weights_read(bundle: Bundle, float_bytes: int) -> int:
-    """Bytes of the decoder's and the head's weights, each of which a token reads once.
+    """Bytes of the weights of decoder and head, each of which a token reads once.
 
-    Floating-point weights count `float_bytes` a number, integers and their scales as they are stored.
+    Floating-point weights count `float_bytes` per number, integers and their scales their stored size.
     """
     stored = [bundle.header(file).tensors for file in bundle.manifest.files if file.startswith("weights/")]
     tensors = {name: info for of_file in stored for name, info in of_file.items() if not SEEING.search(name)}
@@ -104,9 +100,9 @@ def weights_read(bundle: Bundle, float_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Arithmetic of tower and prefill as a share of the best matrix product, reading of a token as one of memory's.
+    """Arithmetic of tower and prefill as shares of the peak matrix product, reading per token as a share of bandwidth.
 
-    None: nothing of it ran, or it took no time that could be measured.
+    None: it did not run, or was too fast to measure.
     """
 
     vision: float | None
@@ -115,7 +111,7 @@ class Shares:
 
 
 def shares(work: WorkCount, ms: Mapping[str, Series | None], ceilings: MeasuredCeilings) -> Shares:
-    """How near the measured times come to the ceilings."""
+    """The shares of the ceilings that the measured times reach."""
     prefill = ceilings.gemm.flops_per_s.max
     vision = ceilings.vision_gemm.flops_per_s.max if ceilings.vision_gemm else prefill
 

@@ -44,7 +44,7 @@ def test_one_byte_decides() -> None:
 
 
 def test_the_table_in_the_jetson_page_is_what_the_plan_says() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "jetson.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "jetson.md").read_text(encoding="utf-8")
     for name in profile_names():
         profile = load_profile(name)
         if profile.kind == "jetson":

@@ -1,7 +1,7 @@
 """Peak rates of this machine: matrix products as the bundle computes them, and reading memory.
 
-A product multiplies the prompt's hidden states by one matrix of the model's size, or larger where these are small,
-on the threads that the bundle computes with.
+A product multiplies the prompt's hidden states by one matrix of the model's size, or of `LEAST` if that is larger, on
+the threads of the bundle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vtx.runtime.units import counted, size
 from vtx.tools.bench.ceilings.products import Kind, Product
 from vtx.tools.bench.series import Series, spread
 
-GEMM, VISION_GEMM = "gemm", "vision_gemm"  # products: of the decoder; of the tower where it computes otherwise
+GEMM, VISION_GEMM = "gemm", "vision_gemm"  # products of the decoder, and of a tower that computes otherwise
 LEAST = (256, 1024, 1024)  # tokens, depth, width: a smaller product does not reach the peak
 MAX_WEIGHTS = 1 << 26  # elements of the matrix
 READ_BYTES = 1 << 29  # beyond any cache
@@ -33,7 +33,7 @@ LEAST_MS = 20.0  # one figure is the mean of calls that take this long together
 
 @dataclass(frozen=True, slots=True)
 class ProductRate:
-    """How fast a matrix product is."""
+    """The speed of a matrix product."""
 
     what: str
     flops_per_s: Series
@@ -41,7 +41,7 @@ class ProductRate:
 
 @dataclass(frozen=True, slots=True)
 class ReadRate:
-    """How fast memory is read."""
+    """The speed of reading memory."""
 
     what: str
     bytes_per_s: Series
@@ -49,7 +49,7 @@ class ReadRate:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCeilings:
-    """The products `GEMM` and `VISION_GEMM`, the latter None where tower and decoder compute alike, and reading."""
+    """The products `GEMM` and `VISION_GEMM` (None if the tower computes as the decoder does), and reading."""
 
     gemm: ProductRate
     read: ReadRate
@@ -59,15 +59,19 @@ class MeasuredCeilings:
 class Ceilings:
     """Measured in turn with the bundle, so that both see the same load on the machine.
 
-    `kinds` are the products by their names in the report. Raises DeviceError where memory is short, or the engine is
+    `kinds` are the products by their names in the report. Raises DeviceError if memory is short, or the engine is
     missing or computes with another number of threads.
     """
 
     def __init__(self, kinds: Mapping[str, Kind], tokens: int, depth: int, width: int, threads: int) -> None:
-        tokens, depth, width = (max(least, size) for least, size in zip(LEAST, (tokens, depth, width), strict=True))
+        tokens, depth, width = (max(pair) for pair in zip(LEAST, (tokens, depth, width), strict=True))
         depth = BLOCK * -(-depth // BLOCK)
         width = max(1, min(width, MAX_WEIGHTS // depth))
-        _check_memory(COPIES * 4 * depth * width * len(kinds) + READ_BYTES)
+        needed, free = COPIES * 4 * depth * width * len(kinds) + READ_BYTES, available_memory()
+        if free is not None and free < needed:
+            raise DeviceError(
+                f"measuring them takes {size(needed)} of memory, and {size(free)} is free; close other programs"
+            )
         self._products = {name: Product(kind, tokens, depth, width, threads) for name, kind in kinds.items()}
         self._memory = MemoryReader(threads)
         self.products: dict[str, list[float]] = {name: [] for name in kinds}
@@ -89,7 +93,7 @@ class Ceilings:
 
 
 class MemoryReader:
-    """Every call reads all of `bytes` bytes, a slice a thread; finding the largest number is faster than memory."""
+    """Each call reads `bytes` bytes, a slice per thread; finding the largest number is faster than memory."""
 
     def __init__(self, threads: int) -> None:
         self.bytes, self.threads = READ_BYTES, threads
@@ -99,14 +103,6 @@ class MemoryReader:
     def __call__(self) -> None:
         for _ in self._pool.map(np.max, self._parts):
             pass
-
-
-def _check_memory(needed: int) -> None:
-    free = available_memory()
-    if free is not None and free < needed:
-        raise DeviceError(
-            f"measuring them takes {size(needed)} of memory, and {size(free)} is free; close other programs"
-        )
 
 
 def _rate(amount: int, call: Any) -> float:

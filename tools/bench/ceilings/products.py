@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +36,7 @@ def load_onnx() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Where the product is computed, in which arithmetic, and how the weights are stored.
-
-    `stored` is int8 or int4; floating-point weights are converted to the arithmetic at load, so all of them
-    are "float".
-    """
+    """Device, arithmetic and stored precision of a product: `stored` is int8, int4, or "float" for all others."""
 
     device: str
     compute: str
@@ -58,14 +54,20 @@ class Kind:
 
 
 class Product:
-    """[rows, depth] by [depth, width], `flops` FLOPs a call; the matrix is a constant, as weights are.
+    """[rows, depth] by [depth, width], `flops` FLOPs per call; the matrix is a constant, as weights are.
 
-    `depth` is a multiple of 64 where the weights are integers.
+    `depth` is a multiple of 64 if the weights are integers.
     """
 
     def __init__(self, kind: Kind, rows: int, depth: int, width: int, threads: int) -> None:
         graph = GRAPHS[kind.device, kind.stored](kind, rows, depth, width)
-        self._run = (_onnxruntime if kind.device == "cpu" else _openvino)(graph, kind, threads)
+        self._run: Callable[[Any], Any]
+        if kind.device == "cpu":
+            ort = load_onnxruntime()
+            session = ort.InferenceSession(graph, session_options(ort, threads), providers=["CPUExecutionProvider"])
+            self._run = lambda inputs: session.run(None, inputs)[0]
+        else:
+            self._run = _openvino(graph, kind, threads)
         self._inputs = {"x": np.random.default_rng(1).standard_normal((rows, depth), np.float32)}
         self.flops = 2 * rows * depth * width
 
@@ -74,14 +76,7 @@ class Product:
         return self._run(self._inputs)
 
 
-def _onnxruntime(graph: bytes, _: Kind, threads: int) -> Any:
-    ort = load_onnxruntime()
-    options = session_options(ort, threads)
-    session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    return lambda inputs: session.run(None, inputs)[0]
-
-
-def _openvino(graph: bytes, kind: Kind, threads: int) -> Any:
+def _openvino(graph: bytes, kind: Kind, threads: int) -> Callable[[Any], Any]:
     core = load_openvino().Core()
     settings = arithmetic(kind.compute, kind.stored, threads)
     model = core.read_model(graph, b"")
@@ -98,18 +93,12 @@ def _openvino(graph: bytes, kind: Kind, threads: int) -> Any:
     return run
 
 
-def _random() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
 def _model(nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorProto], sizes: Sequence[int]) -> bytes:
     """The product of [rows, depth] by [depth, width], all three in `sizes`, from the input "x" to the output "y"."""
     helper, kind = load_onnx().helper, load_onnx().TensorProto.FLOAT
     rows, depth, width = sizes
-    x, y = (
-        helper.make_tensor_value_info("x", kind, (rows, depth)),
-        helper.make_tensor_value_info("y", kind, (rows, width)),
-    )
+    x = helper.make_tensor_value_info("x", kind, (rows, depth))
+    y = helper.make_tensor_value_info("y", kind, (rows, width))
     opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
     graph = helper.make_graph(nodes, "graph", [x], [y], constants)
     written: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString()
@@ -130,12 +119,14 @@ def _constant(name: str, kind: str, shape: Sequence[int], values: np.typing.NDAr
 
 
 def _floats(_: Kind, rows: int, depth: int, width: int) -> bytes:
-    weights = _constant("w", "FLOAT", (depth, width), _random().standard_normal((depth, width), np.float32))
+    weights = _constant(
+        "w", "FLOAT", (depth, width), np.random.default_rng(0).standard_normal((depth, width), np.float32)
+    )
     return _model([_node("MatMul", ("x", "w"), "y")], [weights], (rows, depth, width))
 
 
 def _octets(count: int) -> np.typing.NDArray[np.uint8]:
-    return _random().integers(0, 256, count, np.uint8)
+    return np.random.default_rng(0).integers(0, 256, count, np.uint8)
 
 
 def _scales(*shape: int) -> onnx.TensorProto:
@@ -143,9 +134,9 @@ def _scales(*shape: int) -> onnx.TensorProto:
 
 
 def _in_blocks(kind: Kind, rows: int, depth: int, width: int) -> bytes:
-    """As the dialect `ort` writes it."""
+    """As in the dialect `ort`."""
     bits, blocks = PRECISIONS[kind.stored].bits, depth // BLOCK
-    assert bits is not None, "floats have products of their own"
+    assert bits is not None, "floats have other products"
     octets = _constant("w", "UINT8", (width, blocks, BLOCK * bits // 8), _octets(width * depth * bits // 8))
     attributes = {"K": depth, "N": width, "bits": bits, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
     node = _node("MatMulNBits", ("x", "w", "scales"), "y", domain="com.microsoft", **attributes)
@@ -153,14 +144,11 @@ def _in_blocks(kind: Kind, rows: int, depth: int, width: int) -> bytes:
 
 
 def _dequantised(kind: Kind, rows: int, depth: int, width: int) -> bytes:
-    """As the dialect `plain` writes it: a scale a row for int8, one for each block for int4."""
+    """As in the dialect `plain`: a scale per row for int8, per block for int4."""
     attributes: Mapping[str, int]
     if kind.stored == "int8":
-        weights, scales, attributes = (
-            _constant("w", "INT8", (width, depth), _octets(width * depth)),
-            _scales(width),
-            {"axis": 0},
-        )
+        weights = _constant("w", "INT8", (width, depth), _octets(width * depth))
+        scales, attributes = _scales(width), {"axis": 0}
     else:
         weights = _constant("w", "INT4", (width, depth), _octets(width * depth // 2))
         scales, attributes = _scales(width, depth // BLOCK), {"axis": 1, "block_size": BLOCK}
