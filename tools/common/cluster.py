@@ -27,7 +27,9 @@ def connected(address: str) -> Iterator[Any]:
     except ImportError as e:
         raise DeviceError(f'--ray-address needs {e.name}; pip install "vtx-edge[ray]"') from e
     try:
-        _reach(address)
+        if address != "auto":  # fails at once if nothing listens: Ray would retry for minutes
+            head = urlsplit(f"//{address}")
+            socket.create_connection((head.hostname or "", head.port or 0), TIMEOUT_S).close()
         ray.init(address=address, log_to_driver=False)
     except Exception as e:
         raise DeviceError(
@@ -47,13 +49,6 @@ def connected(address: str) -> Iterator[Any]:
 def cores(ray: Any) -> list[int]:
     """CPU cores of each machine of the cluster that computes."""
     return [int(n["Resources"]["CPU"]) for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) >= 1]
-
-
-def _reach(address: str) -> None:
-    """Raise OSError or ValueError at once where nothing listens: Ray itself would retry for minutes."""
-    if address != "auto":
-        head = urlsplit(f"//{address}")
-        socket.create_connection((head.hostname or "", head.port or 0), TIMEOUT_S).close()
 
 
 def _first_line(error: Exception) -> str:

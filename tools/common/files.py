@@ -1,4 +1,4 @@
-"""Result files: whole or not there."""
+"""Result files, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vtx.runtime.errors import ExportError, RequestError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to; once synced it takes the place of `path`, or is removed after an error."""
+    """A file next to `path` to write to; once synced it replaces `path`, or is removed after an error."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -27,7 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_folder(path: Path) -> None:
-    """Raise RequestError where a file cannot be written there: before the work, not after it."""
+    """Raise RequestError if a file cannot be written to `path`: before the work, not after it."""
     folder = path.parent
     if path.is_dir():
         raise RequestError(f"cannot write {path}: it is a directory; name a file")

@@ -18,7 +18,7 @@ def as_line(value: Mapping[str, Any]) -> bytes:
 
 
 def read_lines(content: bytes, name: str) -> Iterator[dict[str, Any]]:
-    """The objects of the journal `name`; a last line without its end was not written whole and is left out.
+    """The objects of the journal `name`; a last line without its end is incomplete and left out.
 
     Raises:
         RequestError: a line that is not a JSON object.

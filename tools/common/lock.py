@@ -13,7 +13,7 @@ def open_directory(folder: Path) -> int:
 
 
 def locked(descriptor: int, *, wait: bool = False) -> bool:
-    """Take the lock of an open file or directory, held until it is closed; False where another process holds it.
+    """Lock an open file or directory until it is closed; return False if another process holds the lock.
 
     Raises OSError on a file system without locks.
     """

@@ -11,21 +11,28 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def resident() -> int | None:
-    """Bytes of memory that this process holds now, or None where the system does not say."""
+    """Bytes of memory that this process holds now, or None if unknown."""
     return _status("VmRSS")
 
 
 def peak() -> int | None:
     """The most bytes of memory that this process has held since `forget_peak`, or since its start; None if unknown.
 
-    Pages of mapped files count, such as those of libraries. getrusage's figure, taken where there is no other, counts
-    on Linux also what the process that started this one held.
+    Pages of mapped files count, e.g. of libraries. getrusage's figure, the fallback, also counts on Linux what the
+    process that started this one held.
     """
-    return _status("VmHWM") or _usage()
+    if (held := _status("VmHWM")) is not None:
+        return held
+    try:
+        import resource
+    except ImportError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def forget_peak() -> None:
-    """Reset `peak`. Where the system cannot, it keeps counting from the start of the process."""
+    """Reset `peak`, if the system can."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -38,12 +45,3 @@ def _status(name: str) -> int | None:
     except OSError:
         return None
     return int(field[1]) * 1024 if field else None
-
-
-def _usage() -> int | None:
-    try:
-        import resource
-    except ImportError:
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

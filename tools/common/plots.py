@@ -1,4 +1,4 @@
-"""How every plot looks, and how it is written. matplotlib is loaded here, late, and nowhere else."""
+"""The look of all plots, and writing them. matplotlib is imported here only, and late."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ LOOK: dict[str, Any] = {
 
 
 def draw(path: Path, fill: Callable[[Any], None], width: float = 10, height: float = 4.5) -> None:
-    """Let `fill` draw on a figure of `width` x `height` inches and write it as the ending of `path` says.
+    """Let `fill` draw on a figure of `width` x `height` inches and write it in the format of the suffix of `path`.
 
-    What stands at `path` is replaced only by a whole picture.
+    An existing file is replaced only by a complete picture.
 
     Raises:
         DeviceError: matplotlib is missing.
@@ -73,7 +73,7 @@ def figures() -> Any:
 
 
 def headline(figure: Any, title: str, source: str) -> None:
-    """What a figure shows, above it, and of which model, device and data, below it."""
+    """A title above a figure, and its model, device and data below."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     figure.supxlabel(source, x=0.01, ha="left", fontsize=9, color=GREY)
 
@@ -87,7 +87,7 @@ def integer_axis(axes: Any, label: str) -> None:
 
 
 def lines(axes: Any, x: Sequence[float], series: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """One line per label, the first the widest, so that those that coincide stay seen; the colour of each."""
+    """One line per label, the first the widest, so that coinciding lines stay visible; returns their colours."""
     colors, step = {}, min(1.0, 2.5 / max(1, len(series) - 1))
     for above, (label, y) in zip(reversed(range(len(series))), series.items(), strict=True):
         line = axes.plot(x, y, label=label, linewidth=1.5 + 2 * step * above, markersize=4 + 2.5 * step * above)[0]

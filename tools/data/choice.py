@@ -1,4 +1,4 @@
-"""A K that a calibration chose, what it keeps of the answers, and the consent that it needs below the limit."""
+"""A K that a calibration chose, the share of answers it keeps, and the consent it needs below the limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEPT = 0.9  # share of unchanged answers, lower end of the interval, below which
 class RecordedChoice:
     """The K of a calibration as an export records it: the rule, the data and its items, and the answers kept.
 
-    `kept` is the share of answers equal to those without withdrawal; None where answers were not compared.
+    `kept` is the share of answers equal to those without withdrawal; None if answers were not compared.
     """
 
     k: int
@@ -25,14 +25,14 @@ class RecordedChoice:
 
     @property
     def warning(self) -> str | None:
-        """What is wrong with the K; None where enough answers stay the same."""
+        """The reason against the K; None if enough answers stay the same."""
         return changed_answers(self.k, self.kept)
 
     def check(self, *, allowed: bool) -> None:
-        """Raise RequestError where too few answers stay the same, or nobody knows, unless that is `allowed`."""
+        """Raise RequestError if too few answers stay the same, or if that is unknown, unless it is `allowed`."""
         if self.warning and not allowed:
             raise RequestError(
-                f"{self.warning}; calibrate with more --samples or choose K yourself (--k N), or take this K with "
+                f"{self.warning}; calibrate with more --samples or choose K yourself (--k N), or accept this K with "
                 "--allow-changed-answers"
             )
 

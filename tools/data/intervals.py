@@ -31,7 +31,7 @@ class ShareInterval:
 
 
 def resampled_sums(rows: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    """Sums [draws, columns] of as many rows as there are, drawn from [rows, columns] with replacement."""
+    """Sums [draws, columns] of len(rows) rows, resampled from [rows, columns] with replacement."""
     count = len(rows)
     block = max(1, (1 << 22) // count)
     return np.concatenate(
@@ -61,7 +61,7 @@ def share_interval(hits: int, count: int) -> ShareInterval:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """The Wilson interval of a share of `count`, which need not be whole; it holds the share, however rounded."""
+    """The Wilson interval of a share of `count`, which need not be whole; it contains the share despite rounding."""
     z2 = NORMAL**2 / count
     middle = (share + z2 / 2) / (1 + z2)
     half = NORMAL * (share * (1 - share) / count + z2 / count / 4) ** 0.5 / (1 + z2)
@@ -69,9 +69,9 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def effective_count(hits: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
-    """How many independent questions a share over groups of them is worth: at most as many as there are.
+    """The number of independent questions with the variance of a share over groups, at most the number of questions.
 
-    `hits` and `counts` are those of each group. Questions about one image tend to be right or wrong together.
+    `hits` and `counts` are per group. Questions about one image tend to be right or wrong together.
     """
     total, groups = counts.sum(), len(counts)
     share = hits.sum() / total

@@ -7,9 +7,8 @@ skipped and reported; when they exceed `MAX_SKIPPED` of all items, nothing is me
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ _MARKER = "<image>"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question about images, and the right answer where it is known."""
+    """One question about images, and the right answer if it is known."""
 
     images: tuple[ImageSource, ...]
     question: str
@@ -51,7 +50,12 @@ class Item:
             if isinstance(image, Image.Image):
                 digest.update(repr(image.size).encode() + image.tobytes())
             elif isinstance(image, Path):
-                status = _stat(image)
+                try:
+                    status = image.stat()
+                except OSError as e:
+                    raise ImageError(
+                        f"image {image} was removed after it was first read ({e.strerror}); restore it"
+                    ) from e
                 digest.update(f"{image}\0{status.st_size}\0{status.st_mtime_ns}".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
@@ -76,7 +80,7 @@ class Data:
 
 
 def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> Data:
-    """At most `samples` items, drawn by `seed` and kept in order, of a file, a directory with one, or "scenes".
+    """At most `samples` items, sampled by `seed` and kept in order, of a file, a directory with one, or "scenes".
 
     A JSONL file has lines {"image": name or list, "question", "answer"?}; LLaVA's format is a list of {"image",
     "conversations"}, of which the first question and answer count. Names are relative to `images`, by default the
@@ -90,12 +94,20 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
         raise RequestError(f"--samples is {samples}; it must be at least 1")
     if source == SCENES:
         return Data("the drawn scenes", scene_items(samples))
-    file = _data_file(Path(source).expanduser())
+    file = Path(source).expanduser()
+    if file.is_dir():
+        files = sorted(path for path in file.iterdir() if path.suffix == ".jsonl")
+        if len(files) != 1:
+            raise RequestError(f"{file} holds {len(files)} .jsonl files, and there must be one; name the file itself")
+        file = files[0]
     folder = (file.parent if images is None else images.expanduser()).resolve()
     if not folder.is_dir():
         raise RequestError(f"the image path {folder} is not a directory; give one with --images")
     items, skipped = list[Item](), list[str]()
-    for label, record in _drawn(_records(file), samples, seed):
+    records = _records(file)
+    if len(records) > samples:
+        records = [records[n] for n in sorted(random.Random(seed).sample(range(len(records)), samples))]
+    for label, record in records:
         try:
             items.append(_item(record if not isinstance(record, bytes) else parse_line(record), folder))
         except (RequestError, ImageError) as e:
@@ -104,7 +116,7 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
 
 
 def scene_items(count: int) -> tuple[Item, ...]:
-    """`count` drawn scenes with a question each: always the same ones, and none that the demo model was trained on."""
+    """`count` drawn scenes with a question each: the same every time, and never trained on by the demo model."""
     from vtx.tools.data.scene_questions import ask_some
     from vtx.tools.data.scenes import photograph, random_scene
 
@@ -123,30 +135,14 @@ def prompt_images(layout: Layout, item: Item) -> list[PromptImage]:
 
 
 def image_tokens(layout: Layout, item: Item) -> int:
-    """How many image tokens the images of an item give."""
+    """The number of image tokens of an item."""
     layout = layout.for_images(len(item.images))
     return sum(layout.count(*image_size(image)) for image in item.images)
 
 
 def plain(answer: str) -> str:
-    """An answer normalised for comparison: case, spaces and the last full stop are ignored."""
+    """An answer normalised for comparison: case, spaces and the final full stop are ignored."""
     return " ".join(answer.casefold().split()).rstrip(" .!")
-
-
-def _stat(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except OSError as e:
-        raise ImageError(f"image {path} was removed after it was first read ({e.strerror}); restore it") from e
-
-
-def _data_file(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    files = sorted(p for p in path.iterdir() if p.suffix == ".jsonl")
-    if len(files) != 1:
-        raise RequestError(f"{path} holds {len(files)} .jsonl files, and there must be one; name the file itself")
-    return files[0]
 
 
 def _records(file: Path) -> list[tuple[str, Any]]:
@@ -157,12 +153,6 @@ def _records(file: Path) -> list[tuple[str, Any]]:
     if len(raw) > MAX_LIST_FILE:
         raise RequestError(f"{file.name} holds {len(raw):,} bytes of JSON, the limit is {MAX_LIST_FILE:,}; split it")
     return [(f"item {n}", record) for n, record in enumerate(parse_json(raw, file.name, error=RequestError), 1)]
-
-
-def _drawn(records: Sequence[tuple[str, Any]], samples: int, seed: int) -> Iterable[tuple[str, Any]]:
-    if len(records) <= samples:
-        return records
-    return [records[i] for i in sorted(random.Random(seed).sample(range(len(records)), samples))]
 
 
 def parse_line(raw: bytes) -> Any:
@@ -184,7 +174,15 @@ def _item(record: Any, folder: Path) -> Item:
         raise RequestError("it names no image")
     if len(names) > MAX_IMAGES:
         raise RequestError(f"it names {len(names)} images, the limit is {MAX_IMAGES}")
-    question, answer = _turns(record)
+    question, answer, turns = record.get("question"), record.get("answer"), record.get("conversations")
+    if turns is not None:  # the first two turns of a conversation
+        by_role: dict[str, str] = {}
+        for turn in turns if isinstance(turns, list) else ():
+            role, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+            if isinstance(role, str) and isinstance(text, str):
+                text = text.replace(f"{_MARKER}\n", "").replace(f"\n{_MARKER}", "").replace(_MARKER, "")
+                by_role.setdefault(role, text)
+        question, answer = by_role.get("human"), by_role.get("gpt")
     if not isinstance(question, str) or not question.strip():
         raise RequestError("it has no question")
     answer = answer.strip() if isinstance(answer, str) else None
@@ -205,21 +203,8 @@ def named_files(record: Mapping[str, Any], kind: str, folder: Path) -> tuple[Pat
     return tuple(inside(folder, name) for name in names)
 
 
-def _turns(record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The fields question and answer, or those of the first two turns of a conversation."""
-    turns = record.get("conversations")
-    if turns is None:
-        return record.get("question"), record.get("answer")
-    by_role: dict[str, str] = {}
-    for turn in turns if isinstance(turns, list) else ():
-        role, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if isinstance(role, str) and isinstance(text, str):
-            by_role.setdefault(role, text.replace(f"{_MARKER}\n", "").replace(f"\n{_MARKER}", "").replace(_MARKER, ""))
-    return by_role.get("human"), by_role.get("gpt")
-
-
 def inside(folder: Path, name: str) -> Path:
-    """The path of `name`, which must lie inside of a resolved `folder`. Raises RequestError."""
+    """The path of `name`, which must be inside a resolved `folder`. Raises RequestError."""
     try:
         path = (folder / name).resolve()
         if path.is_relative_to(folder):

@@ -28,12 +28,11 @@ class ResultJournal:
     def __enter__(self) -> ResultJournal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # without a buffer: what could not be written would be written again by close, which then fails
+            # unbuffered: after a failed write, close would write again and fail
             self._file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         except OSError as e:
             raise ExportError(f"cannot write {self._path} ({e.strerror}); name another --out") from e
         try:
-            self._lock()
             self._resume()
         except BaseException:
             self._file.close()
@@ -49,15 +48,14 @@ class ResultJournal:
         self._write(b"".join(as_line({**line, "crc": zlib.crc32(as_line(line))}) for line in lines))
         self.results.update(results)
 
-    def _lock(self) -> None:
+    def _resume(self) -> None:
+        """Lock the file and read its results."""
         try:
             alone = locked(self._file.fileno())
         except OSError as e:
             raise ExportError(f"cannot lock {self._path} ({e.strerror}); name another --out") from e
         if not alone:
             raise RequestError(f"another process is writing {self._path}; wait for it, or name another --out")
-
-    def _resume(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
         if size > MAX_JOURNAL:
             raise RequestError(f"{self._path} has {size:,} bytes, the limit is {MAX_JOURNAL:,}; name another --out")
@@ -76,12 +74,9 @@ class ResultJournal:
             return
         if "model" not in lines[0] or not all(map(_is_intact, lines[1:])):
             raise RequestError(f"{self._path} is damaged or is not a measurement; remove it, or name another --out")
-        self._check_identity(lines[0])
         self.results = {line.pop("item"): line for line in lines[1:]}
-
-    def _check_identity(self, identity: Mapping[str, Any]) -> None:
         for part, value in self._identity.items():
-            if identity.get(part) != value:
+            if lines[0].get(part) != value:
                 raise RequestError(
                     f"{self._path} belongs to a measurement with another {part}; remove it, or name another --out"
                 )
@@ -96,6 +91,6 @@ class ResultJournal:
 
 
 def _is_intact(line: dict[str, Any]) -> bool:
-    """Whether the line of an item is as it was written; its CRC-32 is taken out."""
+    """Return True if the line of an item is as it was written; its CRC-32 is removed."""
     crc = line.pop("crc", None)
     return isinstance(line.get("item"), str) and crc == zlib.crc32(as_line(line))

@@ -86,10 +86,6 @@ def _plural(shape: str) -> str:
     return shape + ("es" if shape == "cross" else "s")
 
 
-def _article(name: str) -> str:
-    return "an" if name.startswith("orange") else "a"
-
-
 def _count_color(scene: Scene, rng: random.Random) -> tuple[str, str]:
     color = _present_or_any(rng, [t.color for t in scene.things], list(COLORS))
     return _how_many(rng, f"{color} {_thing(rng)}s", sum(t.color == color for t in scene.things))
@@ -126,25 +122,25 @@ def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
         return _exists_part(scene, rng)
     names = {t.name for t in scene.things}
     name = rng.choice(sorted(names)) if rng.random() < 0.5 else _absent(scene, rng, names)
-    return _ask_whether(rng, name, name + ("es" if name.endswith("cross") else "s")), "yes" if name in names else "no"
+    return _is_there(rng, name, name + ("es" if name.endswith("cross") else "s")), "yes" if name in names else "no"
 
 
 def _exists_part(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """Whether a shape of any colour, or a colour in any shape, is there."""
+    """A question about a shape of any colour, or a colour of any shape."""
     by_shape = rng.random() < 0.5
     present = {t.shape if by_shape else t.color for t in scene.things}
     absent = [name for name in (SHAPES if by_shape else COLORS) if name not in present]
     name = rng.choice(sorted(present) if rng.random() < 0.5 or not absent else absent)
     noun = name if by_shape else f"{name} {_thing(rng)}"
-    return _ask_whether(rng, noun, _plural(noun) if by_shape else noun + "s"), "yes" if name in present else "no"
+    return _is_there(rng, noun, _plural(noun) if by_shape else noun + "s"), "yes" if name in present else "no"
 
 
-def _ask_whether(rng: random.Random, name: str, plural: str) -> str:
-    return _ask(rng, IS_THERE, a=_article(name), n=name, ns=plural)
+def _is_there(rng: random.Random, name: str, plural: str) -> str:
+    return _ask(rng, IS_THERE, a="an" if name.startswith("orange") else "a", n=name, ns=plural)
 
 
 def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:
-    """A colour and shape that is not there; mostly a near miss, of which one of the two is."""
+    """A colour and shape that is absent; mostly a near miss, with one of the two present."""
     colors, shapes = list(COLORS), list(SHAPES)
     mixed, thing = rng.random(), rng.choice(scene.things)
     if mixed < 0.6:
@@ -182,20 +178,18 @@ KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {
 }
 
 
-def _as_typed(question: str, rng: random.Random) -> str:
-    """Vary capitals and the question mark, as people do."""
-    case = rng.random()
+def ask(scene: Scene, kind: str, rng: random.Random) -> SceneQuestion | None:
+    """A question of `kind` about `scene`, or None if the scene has no clear answer to one."""
+    pair = KINDS[kind](scene, rng)
+    if pair is None:
+        return None
+    question, answer = pair
+    case = rng.random()  # capitals and the question mark vary, as people type
     if case < 0.45:
         question = question[0].upper() + question[1:]
     elif case < 0.55:
         question = question.upper()
-    return question + ("?" if rng.random() < 0.7 else "")
-
-
-def ask(scene: Scene, kind: str, rng: random.Random) -> SceneQuestion | None:
-    """A question of `kind` about `scene`, or None where the scene has no clear answer to one."""
-    pair = KINDS[kind](scene, rng)
-    return SceneQuestion(kind, _as_typed(pair[0], rng), pair[1]) if pair else None
+    return SceneQuestion(kind, question + ("?" if rng.random() < 0.7 else ""), answer)
 
 
 def ask_some(

@@ -1,6 +1,6 @@
 """Drawn scenes of coloured shapes on a 3x3 grid.
 
-The demo model is trained and judged on these, and vtx-calibrate asks about them when it is given no data.
+The demo model is trained and evaluated on these, and vtx-calibrate uses them without data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_OBJECTS = 6
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One shape: where it stands and how large it is, both as a share of the picture's side."""
+    """One shape, with its position and size as shares of the picture's side."""
 
     color: str
     shape: str

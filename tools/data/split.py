@@ -1,4 +1,4 @@
-"""Items to learn from, and held-out items that share no image with them."""
+"""Items to train on, and held-out items that share no image with them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vtx.tools.data.items import Item
 def split_items(
     items: Sequence[Item], learn: int, held_out: int, seed: int, *, shuffle: bool
 ) -> tuple[list[Item], list[Item]]:
-    """About `learn` items to learn from and `held_out` that share no image with them; each in order.
+    """About `learn` items to train on and `held_out` that share no image with them; each in order.
 
-    Where there are fewer items than requested, both shrink in proportion. Raises `RequestError` where one is empty.
+    If there are fewer items than requested, both shrink in proportion. Raises `RequestError` if one is empty.
     """
     count = min(held_out, round(len(items) * held_out / (learn + held_out)))
     by_image: dict[object, list[int]] = {}
