@@ -1,1 +1,1 @@
-"""What a model will cost on a device, before anything is built."""
+"""The cost of a model on a device, before anything is built."""

@@ -1,4 +1,4 @@
-"""Which models fit into a device's memory, in which precision, and up to which K."""
+"""The models that fit into a device's memory, by precision, and up to which K."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.host.profiles import Profile, load_profile
 from vtx.tools.estimate.plan import Workload, make_plan
-from vtx.tools.estimate.sizes import KNOWN, ModelSize
+from vtx.tools.estimate.sizes import KNOWN
 
 PRECISIONS = ("fp16", "int8", "int4")
-WORK = (64, 256)  # text tokens beside one image, and tokens of the answer
+WORK = (64, 256)  # text tokens in addition to one image, and tokens of the answer
 EXPORTED = ("llava-1.5-7b", "llava-1.5-13b")  # the known models that vtx-export can export
-GPU_SHARE = 0.9  # of a GPU's memory, where no profile gives the share of the system
+NOTHING = 0  # no K fits
+GPU_SHARE = 0.9  # of a GPU's memory, without a profile to give the system's part
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One model in one precision: `deepest` is the largest K that fits, None where all or none fits."""
+    """One model in one precision: `deepest` is the largest K that fits, None if all or none fits."""
 
     model: str
     precision: str
@@ -48,7 +49,7 @@ class Fits:
 
 
 def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
-    """What fits into the memory of this machine's GPU, and of its CPU where one of its devices answers.
+    """The models that fit into the memory of this machine's GPU, and of its CPU if it can answer.
 
     A Jetson's memory is shared, so it counts once, with the engines of its GPU.
     """
@@ -75,20 +76,21 @@ def what_fits(
     *,
     floats: Mapping[str, int] = EXPANDED,
 ) -> dict[str, tuple[Fit, ...]]:
-    """Some models in some precisions, against `usable` bytes (the profile's own when left out).
+    """Some models in some precisions, against `usable` bytes [default: the profile's].
 
-    No profile: a GPU, which holds weights as they are stored. `floats`: bytes of a float in a CPU's memory.
+    No profile: a GPU, which holds weights as stored. `floats`: bytes of a float in a CPU's memory.
     """
     free = usable if usable is not None or profile is None else profile.usable_bytes
     assert free is not None
-    return {name: tuple(_fit(KNOWN[name], p, profile, free, floats) for p in precisions) for name in models}
-
-
-def _fit(model: ModelSize, precision: str, profile: Profile | None, usable: int, floats: Mapping[str, int]) -> Fit:
-    image = model.vision.image_tokens if model.vision else 0
-    ks = (None, *range(model.decoder.layers, 1, -1))
-    plan = make_plan(model, Workload(WORK[0], image, WORK[1]), ks, [precision], profile, floats=floats)
-    for depth in plan.depths:  # from no withdrawal to the earliest
-        if depth.precisions[precision].peak_bytes <= usable:
-            return Fit(model.name, precision, True, depth.k)
-    return Fit(model.name, precision, False, None)
+    found = dict[str, tuple[Fit, ...]]()
+    for name in models:
+        model, fits = KNOWN[name], list[Fit]()
+        work = Workload(WORK[0], model.vision.image_tokens if model.vision else 0, WORK[1])
+        ks = (None, *range(model.decoder.layers, 1, -1))  # from no withdrawal to the earliest
+        for precision in precisions:
+            plan = make_plan(model, work, ks, [precision], profile, floats=floats)
+            fitting = (depth.k for depth in plan.depths if depth.precisions[precision].peak_bytes <= free)
+            k = next(fitting, NOTHING)
+            fits.append(Fit(name, precision, k != NOTHING, None if k == NOTHING else k))
+        found[name] = tuple(fits)
+    return found

@@ -1,6 +1,6 @@
 """Arithmetic and memory of a model as formulas: exact integers, from sizes and tokens per layer.
 
-A policy enters as its schedule, the tokens that each decoder layer computes at prefill: `full_schedule` for Full,
+A policy is given by its schedule, the tokens that each decoder layer computes at prefill: `full_schedule` for Full,
 `withdrawal_schedule` for VTW, `make_schedule` for methods that keep some vision tokens in some layers. One
 multiply-accumulate is two FLOPs. Two conventions are in print, and both are here under their names:
 
@@ -45,7 +45,7 @@ def withdrawal_schedule(layers: int, k: int | None, *, text: int, vision: int) -
 
 
 def make_schedule(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
-    """Tokens per layer where layer l computes `kept[l - 1]` vision tokens beside the `text` tokens.
+    """Tokens per layer if layer l computes `kept[l - 1]` vision tokens in addition to the `text` tokens.
 
     Raises:
         RequestError: a count is negative, or beyond 16,777,216 tokens.
@@ -68,8 +68,8 @@ def fastv_schedule(layers: int, *, text: int, vision: int, after: int = 2, drop:
 def calflops(size: DecoderSize, tokens: Sequence[int]) -> float:
     """VTW's convention, in FLOPs.
 
-    As in the tables, a layer's share of F(s) = 2s[N(4h^2 + 3hm) + vocab h] goes by the tokens of that layer, and
-    the head counts as spread over the layers.
+    As in the tables, a layer's share of F(s) = 2s[N(4h^2 + 3hm) + vocab h] depends on the tokens of that layer, and
+    the head is spread over the layers.
     """
     _check_layers(size, tokens)
     return 2 * sum(tokens) * (size.layer_macs + size.head_macs / size.layers)
@@ -83,14 +83,14 @@ def total_flops(size: DecoderSize, tokens: Sequence[int], vision: VisionSize | N
 def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False, merged: int = 0) -> int:
     """FLOPs of `views` passes of tower and projector: of the exported layers, or of the `whole` tower.
 
-    `merged`: tokens of a view that merging windows takes away after the first layer (MustDrop section 3.3).
+    `merged`: tokens of a view that are removed by merging windows after the first layer (MustDrop section 3.3).
     """
     if vision is None:
         return 0
     layers = vision.layers if whole else vision.used
-    later = max(0, layers - 1) * vision.layer_macs_on(vision.tower_tokens - merged)
+    merging = max(0, layers - 1) * vision.layer_macs_on(vision.tower_tokens - merged)
     projector = (vision.view_tokens - merged) * vision.projector_token_macs
-    return 2 * views * (vision.patch_macs + min(layers, 1) * vision.layer_macs + later + projector)
+    return 2 * views * (vision.patch_macs + min(layers, 1) * vision.layer_macs + merging + projector)
 
 
 def text_tower_flops(tower: TextTowerSpec, tokens: int) -> int:

@@ -15,13 +15,14 @@ from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
-from vtx.runtime.host.profiles import Profile
+from vtx.runtime.host.profiles import Figure, Profile
 from vtx.runtime.policies.base import Reduction
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.tools.estimate.flops import (
     MAX_TOKENS,
     calflops,
     encode_flops,
+    full_schedule,
     kv_bytes,
     make_schedule,
     total_flops,
@@ -44,7 +45,7 @@ SPREAD = 8  # rows of the table over K
 class Workload:
     """A question: `text` and `vision` tokens of the prompt, and the tokens of the answer.
 
-    `views` are the passes of the tower that the vision tokens take; None: those of as many whole images.
+    `views` are the passes of the tower for the vision tokens; None: as for whole images.
     """
 
     text: int
@@ -67,9 +68,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionCost:
-    """Memory of one precision at one K; and, on a device, whether it fits and what each phase takes.
+    """Memory of one precision at one K; on a device also the time of each phase.
 
-    `phases` are `vision`, `prefill` and `decode_per_token`. `spare_bytes` is negative where it does not fit.
+    `phases` are `vision`, `prefill` and `decode_per_token`. `spare_bytes` is negative if it does not fit.
     """
 
     kv_bytes_per_layer: tuple[int, ...]
@@ -123,7 +124,7 @@ class DepthCost:
 
 @dataclass(frozen=True, slots=True)
 class CostPlan:
-    """What a model costs for a workload, per K and precision; `reduced` is None without a reduction."""
+    """The cost of a model for a workload, per K and precision; `reduced` is None without a reduction."""
 
     model: ModelSize
     workload: Workload
@@ -137,6 +138,16 @@ class CostPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `vtx-plan --json` prints."""
+        profile: dict[str, Any] | None = None
+        if self.profile is not None:
+            named = ("memory_gib", "system_gib", "bandwidth", "fp32", "fp16", "int8", "int4")
+            figures: dict[str, Figure | None] = {name: getattr(self.profile, name) for name in named}
+            profile = {
+                "name": self.profile.name,
+                "power_mode": self.profile.power_mode,
+                "usable_bytes": self.profile.usable_bytes,
+                "figures": {n: f and {"value": f.value, "source": f.source} for n, f in figures.items()},
+            }
         return {
             "model": self.model.to_dict(),
             "sequence": self.workload.text + self.workload.vision,
@@ -150,7 +161,7 @@ class CostPlan:
             "weights_bytes": dict(self.weights_bytes),
             "vision_flops": self.vision_flops,
             "depths": [depth.to_dict() for depth in self.depths],
-            "profile": None if self.profile is None else _profile(self.profile),
+            "profile": profile,
             "estimate": None if self.profile is None else ESTIMATE,
         }
 
@@ -173,10 +184,10 @@ def make_plan(
     floats: Mapping[str, int] = EXPANDED,
     reductions: Sequence[Reduction] = (),
 ) -> CostPlan:
-    """What `model` costs. `ks` empty: no withdrawal and a spread of K.
+    """The cost of `model`. `ks` empty: no withdrawal and a spread of K.
 
-    `precisions` are those of the decoder; tower and head have vtx-export's defaults beside each unless given. `floats`
-    are the bytes of a float in a CPU's memory, by its type: they differ by engine.
+    `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `floats` are the bytes
+    of a float in a CPU's memory, by type; they differ by engine.
 
     Raises:
         RequestError: a K is outside 2..layers, a precision is unknown, or it differs from the tied head's; a
@@ -187,10 +198,25 @@ def make_plan(
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision)
     parts = {p: precisions_of(model, p, vision_precision, head_precision) for p in precisions}
-    depths = (
-        _depth(model, workload, views, k, parts, profile, floats, reduced)
-        for k in ks or spread_ks(model.decoder.layers)
-    )
+    size, depths = model.decoder, list[DepthCost]()
+    full = full_schedule(size.layers, text=workload.text, vision=workload.vision)
+    whole = total_flops(size, full, model.vision, views)
+    for k in ks or spread_ks(size.layers):
+        withdrawn = withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
+        slots = tuple(map(min, withdrawn, make_schedule(reduced.vision_tokens, text=workload.text)))
+        total = total_flops(size, slots, model.vision, views)
+        depths.append(
+            DepthCost(
+                k=k,
+                full_layers=size.layers if k is None else k - 1,
+                calflops=round(calflops(size, slots)),
+                calflops_ratio=calflops(size, slots) / calflops(size, full),
+                total_flops=total,
+                total_ratio=total / whole,
+                kv_slots=slots,
+                precisions={p: _cost(model, workload, views, slots, c, profile, floats) for p, c in parts.items()},
+            )
+        )
     return CostPlan(
         model=model,
         workload=workload,
@@ -201,33 +227,6 @@ def make_plan(
         depths=tuple(depths),
         profile=profile,
         reduced=reduced if reductions else None,
-    )
-
-
-def _depth(
-    model: ModelSize,
-    work: Workload,
-    views: int,
-    k: int | None,
-    parts: Mapping[str, Precisions],
-    profile: Profile | None,
-    floats: Mapping[str, int],
-    reduced: Reduced,
-) -> DepthCost:
-    size = model.decoder
-    withdrawn = withdrawal_schedule(size.layers, k, text=work.text, vision=work.vision)
-    slots = tuple(map(min, withdrawn, make_schedule(reduced.vision_tokens, text=work.text)))
-    full = withdrawal_schedule(size.layers, None, text=work.text, vision=work.vision)
-    total, whole = (total_flops(size, s, model.vision, views) for s in (slots, full))
-    return DepthCost(
-        k=k,
-        full_layers=size.layers if k is None else k - 1,
-        calflops=round(calflops(size, slots)),
-        calflops_ratio=calflops(size, slots) / calflops(size, full),
-        total_flops=total,
-        total_ratio=total / whole,
-        kv_slots=tuple(slots),
-        precisions={name: _cost(model, work, views, slots, p, profile, floats) for name, p in parts.items()},
     )
 
 
@@ -242,11 +241,11 @@ def _cost(
 ) -> PrecisionCost:
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(kv_bytes(model.decoder, slots, element))
-    later = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
+    answer = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
     on_cpu = widens(profile)
     weights = resident(model, precisions, floats) if on_cpu else stored_bytes(all_weights(model), precisions)
     activations = activation_bytes(model, slots, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
-    peak = weights + sum(cache) + later + activations + RUN_BASE
+    peak = weights + sum(cache) + answer + activations + RUN_BASE
     if profile is None:
         return PrecisionCost(cache, weights, activations, peak)
     phases = latency(model, views, slots, precisions, profile)
@@ -269,14 +268,3 @@ def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, elemen
     if vision is not None:
         encode = views * vision.tower_tokens * (2 * vision.hidden + max(4 * vision.hidden, 2 * vision.ffn))
     return element_bytes * max(prefill, encode) + 4 * size.vocab
-
-
-def _profile(profile: Profile) -> dict[str, Any]:
-    figures = ("memory_gib", "system_gib", "bandwidth", "fp32", "fp16", "int8", "int4")
-    values = {name: getattr(profile, name) for name in figures}
-    return {
-        "name": profile.name,
-        "power_mode": profile.power_mode,
-        "usable_bytes": profile.usable_bytes,
-        "figures": {n: None if f is None else {"value": f.value, "source": f.source} for n, f in values.items()},
-    }

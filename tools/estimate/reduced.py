@@ -1,4 +1,4 @@
-"""Image tokens per layer under reductions, as far as their options say; what depends on the data is assumed."""
+"""Image tokens per layer under reductions: from their options, or assumed if they depend on the data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reduced:
 
 
 def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int) -> Reduced:
-    """What each layer sees of one image of `vision` tokens, methods asked in turn as the runtime asks them.
+    """The tokens of one image of `vision` tokens in each layer, methods applied in the runtime's order.
 
     Raises:
         RequestError: a method works beyond the last layer.
@@ -50,8 +50,8 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int) -> 
                     count = kept
         counts.append(count)
     assumed = tuple(
-        f"{name}: how many tokens leave depends on the picture and the question; counted as if none left, the most "
-        "that it can cost"
+        f"{name}: how many tokens leave depends on the picture and the question; counted as if none left, the "
+        "upper limit"
         for name in unknown
     )
     return Reduced(to_spec(parts), tuple(counts), assumed)

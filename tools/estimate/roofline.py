@@ -1,4 +1,4 @@
-"""Time by the roofline: each phase takes as long as its arithmetic or its bytes, whichever takes longer."""
+"""Time by the roofline: each phase takes the longer of the times for its arithmetic and its bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtx.runtime.bundle.spec.stored import Precisions
-from vtx.runtime.host.profiles import Figure, Profile
+from vtx.runtime.host.profiles import Profile
 from vtx.runtime.precision import KV_DTYPES
 from vtx.tools.estimate.flops import (
     decode_flops,
@@ -39,7 +39,7 @@ class Phase:
 
 
 def widens(profile: Profile | None) -> bool:
-    """Whether half-precision weights count as float32, as onnxruntime's CPU provider holds them."""
+    """True if half-precision weights count as float32, as onnxruntime's CPU provider holds them."""
     return profile is not None and profile.kind == "cpu"
 
 
@@ -61,10 +61,9 @@ def latency(
         "prefill": (prefill_flops(size, schedule), weights + cache),
         "decode_per_token": (decode_flops(size, schedule), weights + cache),
     }
-    return {phase: _roofline(flops, read, peak, profile.bandwidth) for phase, (flops, read) in work.items()}
-
-
-def _roofline(flops: int, read: int, peak: Figure, bandwidth: Figure) -> Phase:
-    compute = flops / (peak.value * 1e12 * COMPUTE_EFFICIENCY) * 1e3
-    memory = read / (bandwidth.value * 1e9 * BANDWIDTH_EFFICIENCY) * 1e3
-    return Phase(max(compute, memory), "compute" if compute > memory else "memory")
+    phases = dict[str, Phase]()
+    for phase, (flops, read) in work.items():
+        compute = flops / (peak.value * 1e12 * COMPUTE_EFFICIENCY) * 1e3
+        memory = read / (profile.bandwidth.value * 1e9 * BANDWIDTH_EFFICIENCY) * 1e3
+        phases[phase] = Phase(max(compute, memory), "compute" if compute > memory else "memory")
+    return phases

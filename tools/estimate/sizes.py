@@ -193,7 +193,7 @@ class NativeSize(VisionSize):
 
     @property
     def wide(self) -> int:
-        """Numbers between the merger's matrices."""
+        """Width between the merger's matrices."""
         return self.features * self.hidden
 
     @property
@@ -274,7 +274,7 @@ def bundle_size(bundle: Bundle) -> ModelSize:
 
 
 def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
-    """Sizes of a model; an image is counted with the most tokens and views that it can have."""
+    """Sizes of a model; an image counts with its maximum of tokens and views."""
     decoder = DecoderSize(
         m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.tied, m.qkv_bias, m.o_bias,
         m.mlp_bias,

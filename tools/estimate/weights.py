@@ -1,6 +1,6 @@
-"""A model's weights as an export stores them: which ones, and their bytes in each precision.
+"""A model's weights as an export stores them, and their bytes in each precision.
 
-`vtx.exporter.weights.precision` decides what is quantised, and how, for exports and plans alike.
+`Precisions.stored` decides what is quantised, for exports and plans alike.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_h
 from vtx.tools.estimate.sizes import DecoderSize, ModelSize, NativeSize, VisionSize
 
 SCALE_BYTES = 2
-SOURCE = "F16"  # of the checkpoint; bfloat16 takes as much
+SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """`count` weights of one `shape`, by a canonical name that stands for all of them."""
+    """`count` weights of one `shape`, by the canonical name of one of them."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,36 +75,37 @@ def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
 def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     """The exported part of the towers, and the projector."""
     hidden, layers = size.hidden, size.towers * size.used
-    matrices = (
-        _merged_weights(size)
-        if isinstance(size, NativeSize)
-        else (
+    if isinstance(size, NativeSize):
+        matrices = (
+            WeightGroup("vision.blocks.0.attn.proj.weight", (hidden, hidden), 4 * layers),
+            WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + size.gated) * layers),
+            WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+            WeightGroup("vision.merger.mlp.0.weight", (size.wide, size.wide)),
+            WeightGroup("vision.merger.mlp.2.weight", (size.out, size.wide)),
+        )
+    else:
+        matrices = (
             WeightGroup("vision.encoder.layers.0.self_attn.q_proj.weight", (hidden, hidden), 4 * layers),
             WeightGroup("vision.encoder.layers.0.mlp.fc1.weight", (size.ffn, hidden), layers),
             WeightGroup("vision.encoder.layers.0.mlp.fc2.weight", (hidden, size.ffn), layers),
             WeightGroup("projector.linear_1.weight", (size.out, size.features * hidden)),
             WeightGroup("projector.linear_2.weight", (size.out, size.out)),
         )
-    )
     yield from matrices
     yield WeightGroup("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
 
 
-def _merged_weights(size: NativeSize) -> tuple[WeightGroup, ...]:
-    """The matrices of a tower of images at their own resolution, and of its merger."""
-    hidden, layers = size.hidden, size.layers
-    return (
-        WeightGroup("vision.blocks.0.attn.proj.weight", (hidden, hidden), 4 * layers),
-        WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + size.gated) * layers),
-        WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
-        WeightGroup("vision.merger.mlp.0.weight", (size.wide, size.wide)),
-        WeightGroup("vision.merger.mlp.2.weight", (size.out, size.wide)),
-    )
-
-
 def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:
     """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32."""
-    return sum(group.count * _stored(group, precisions, wide) for group in weights)
+    total = 0
+    for group in weights:
+        dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
+        if scheme is None:
+            total += group.count * prod(group.shape) * (4 if wide else DTYPES[dtype][0] // 8)
+        else:
+            rows, width = group.shape
+            total += group.count * (rows * scheme.nbytes(width) + SCALE_BYTES * _scales(group, scheme))
+    return total
 
 
 def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:
@@ -119,14 +120,6 @@ def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         total += group.count * resident_bytes(dtype, group.shape, _scales(group, scheme) if scheme else 0, floats)
     return total
-
-
-def _stored(group: WeightGroup, precisions: Precisions, wide: bool) -> int:
-    dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
-    if scheme is None:
-        return prod(group.shape) * (4 if wide else DTYPES[dtype][0] // 8)
-    rows, width = group.shape
-    return rows * scheme.nbytes(width) + SCALE_BYTES * _scales(group, scheme)
 
 
 def _scales(group: WeightGroup, scheme: Scheme) -> int:
