@@ -1,1 +1,1 @@
-"""TensorRT engines: which graphs a release reads, and building engines from them one at a time."""
+"""TensorRT engines: the graphs that a release reads, and building engines from them one at a time."""

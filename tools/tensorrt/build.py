@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from vtx.runtime.bundle.fingerprint import (
     RECORD,
     EngineRecord,
     EngineSet,
-    Profile,
     Range,
     open_engine,
     read_engines,
@@ -27,7 +26,7 @@ from vtx.runtime.bundle.fingerprint import (
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
 from vtx.runtime.errors import BundleError, ExportError, RequestError
 from vtx.runtime.host.machine import available_memory
-from vtx.runtime.units import size
+from vtx.runtime.units import Progress, size
 from vtx.tools.common.lock import locked, open_directory
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import SeenGraph, load_graph
@@ -36,19 +35,15 @@ from vtx.tools.tensorrt.profiles import graph_profiles, input_shapes, used_sizes
 from vtx.tools.tensorrt.releases import RTX, Release
 from vtx.tools.tensorrt.targets import Target
 
-Report = Callable[[str, int, int], None]
 # Measured with TensorRT-RTX 1.7 on engines from 130 MB to 2 GB of weights: see docs/how-to/tensorrt.md.
 BUILDER_MEMORY = 500 << 20  # of the process, and of kernels
-MEMORY_PER_BYTE = 3.5  # for each byte of weights
-MEMORY_PER_PROFILE = 1.5  # and for each of a further profile
+MEMORY_PER_BYTE = 3.5  # per byte of weights
+MEMORY_PER_PROFILE = 1.5  # per byte of weights and additional profile
 
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """One engine to build: its graph, its profiles, the SHA-256 of the bundle's files it is built from.
-
-    `weights` are their bytes.
-    """
+    """One engine to build: its graph and profiles, the SHA-256 of its source files, the bytes of its weights."""
 
     graph: SeenGraph
     profiles: tuple[dict[str, Range], ...]
@@ -57,7 +52,7 @@ class EngineJob:
 
     @property
     def memory(self) -> int:
-        """Bytes that the build is expected to take at its peak."""
+        """Predicted peak memory of the build in bytes."""
         share = MEMORY_PER_BYTE + MEMORY_PER_PROFILE * (len(self.profiles) - 1)
         return BUILDER_MEMORY + int(share * self.weights)
 
@@ -88,10 +83,24 @@ class EnginePlan:
     def memory(self) -> int:
         return max(job.memory for job in self.jobs)
 
+    def record(self, engines: dict[str, EngineRecord]) -> EngineSet:
+        """The record of `engines` by graph, with everything that makes an engine of another build stale."""
+        return EngineSet(
+            format=FORMAT,
+            target=self.target.name,
+            flavour=self.release.flavour,
+            version=self.version,
+            capability=self.target.capability,
+            dialect=self.dialect,
+            precision=self.bundle.manifest.precision,
+            workspace=self.workspace,
+            engines=engines,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOutcome:
-    """One engine and the cost of its build; `built` is None where the engine was kept."""
+    """One engine and the cost of its build; `built` is None if the engine was kept."""
 
     job: EngineJob
     record: EngineRecord
@@ -109,7 +118,7 @@ def plan_engines(
     timing_cache: Path | None = None,
     key: SigningKey | None = None,
 ) -> EnginePlan:
-    """The engines to build, checked as far as possible before a builder runs; `key` signs the record of them.
+    """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
 
     Raises:
         RequestError: the target does not support the bundle's precision, or TensorRT the model.
@@ -128,17 +137,27 @@ def plan_engines(
         more = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
         raise BundleError(f"{findings[0]}{more}")
     apart = release.flavour != RTX
-    jobs = tuple(
-        _job(bundle, graph, graph_profiles(bundle.manifest, dialect, graph.name, apart=apart)) for graph in graphs
-    )
+    jobs = list[EngineJob]()
+    for graph in graphs:
+        wanted = graph_profiles(bundle.manifest, dialect, graph.name, apart=apart)
+        profiles = [used_sizes(graph, profile) for profile in wanted]
+        unique = tuple(profile for number, profile in enumerate(profiles) if profile not in profiles[:number])
+        files = [graph.name, *sorted(graph.files)]
+        missing = [name for name in files if name not in bundle.manifest.files]
+        if missing:
+            raise BundleError(
+                f"{graph.name} takes weights from {missing[0]!r}, which is not a file of the bundle; do not use it"
+            )
+        sources = {name: bundle.manifest.files[name].sha256 for name in files}
+        jobs.append(EngineJob(graph, unique, sources, graph.weights))
     return EnginePlan(
         bundle=bundle, target=target, release=release, version=version, dialect=dialect, workspace=workspace,
-        timing_cache=timing_cache, jobs=jobs, key=key,
+        timing_cache=timing_cache, jobs=tuple(jobs), key=key,
     )  # fmt: skip
 
 
 def check_memory(plan: EnginePlan) -> None:
-    """Raise ExportError where the largest engine is expected to need more memory than is free."""
+    """Raise ExportError if the largest engine is predicted to need more memory than is free."""
     free, largest = available_memory(), max(plan.jobs, key=lambda job: job.memory)
     if free is not None and largest.memory > free:
         raise ExportError(
@@ -148,54 +167,40 @@ def check_memory(plan: EnginePlan) -> None:
         )
 
 
-def build_engines(plan: EnginePlan, report: Report) -> Iterator[EngineOutcome]:
-    """Build what is missing or stale, one engine at a time; each is recorded as soon as it is whole."""
+def build_engines(plan: EnginePlan, report: Progress) -> Iterator[EngineOutcome]:
+    """Build missing and stale engines one at a time; each is recorded as soon as it is complete."""
     with _locked(plan.folder):
-        known = _known(plan)
+        known = dict[str, EngineRecord]()
+        with suppress(BundleError):
+            recorded = read_engines(plan.bundle, plan.target.name)
+            if replace(recorded, engines={}) == plan.record({}):  # else of another TensorRT or other options
+                known = dict(recorded.engines)
         for job in plan.jobs:
             record = known.get(job.graph.name)
             built = None
             if record is None or not _is_current(plan, job, record):
                 record, built = _build_job(plan, job, report)
                 known[job.graph.name] = record
-                _write_record(plan, known)
+                write_sealed(plan.folder / RECORD, plan.record(known).to_json().encode(), plan.key)
             report(job.file, 100, 100)
             yield EngineOutcome(job, record, built)
-        _remove_unrecorded(plan, known)
-
-
-def _job(bundle: Bundle, graph: SeenGraph, wanted: tuple[Profile, ...]) -> EngineJob:
-    profiles = tuple(used_sizes(graph, profile) for profile in wanted)
-    unique = tuple(profile for number, profile in enumerate(profiles) if profile not in profiles[:number])
-    files = [graph.name, *sorted(graph.files)]
-    missing = [name for name in files if name not in bundle.manifest.files]
-    if missing:
-        raise BundleError(
-            f"{graph.name} takes weights from {missing[0]!r}, which is not a file of the bundle; do not use it"
-        )
-    return EngineJob(graph, unique, {name: bundle.manifest.files[name].sha256 for name in files}, graph.weights)
-
-
-def _known(plan: EnginePlan) -> dict[str, EngineRecord]:
-    """The engines that are recorded, unless another TensorRT or other options made them."""
-    try:
-        recorded = read_engines(plan.bundle, plan.target.name)
-    except BundleError:
-        return {}
-    return dict(recorded.engines) if replace(recorded, engines={}) == _engine_set(plan, {}) else {}
+        wanted = {record.file for record in known.values()}
+        for path in [*plan.folder.glob("*.engine"), *plan.folder.glob(".*.partial-*")]:
+            if path.name not in wanted:  # of another cut or a killed build
+                path.unlink()
 
 
 def _is_current(plan: EnginePlan, job: EngineJob, record: EngineRecord) -> bool:
     if record.sources != job.sources or record.profiles != job.profiles:
         return False
     try:
-        open_engine(plan.bundle, _engine_set(plan, {}), record).close()
+        open_engine(plan.bundle, plan.record({}), record).close()
     except BundleError:
         return False
     return True
 
 
-def _build_job(plan: EnginePlan, job: EngineJob, report: Report) -> tuple[EngineRecord, BuiltEngine]:
+def _build_job(plan: EnginePlan, job: EngineJob, report: Progress) -> tuple[EngineRecord, BuiltEngine]:
     partial = plan.folder / f".{job.file}.partial-{secrets.token_hex(4)}"
     request = BuildRequest(
         flavour=plan.release.flavour,
@@ -215,35 +220,9 @@ def _build_job(plan: EnginePlan, job: EngineJob, report: Report) -> tuple[Engine
     return EngineRecord(job.file, built.bytes, built.sha256, job.sources, job.profiles), built
 
 
-def _engine_set(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> EngineSet:
-    return EngineSet(
-        format=FORMAT,
-        target=plan.target.name,
-        flavour=plan.release.flavour,
-        version=plan.version,
-        capability=plan.target.capability,
-        dialect=plan.dialect,
-        precision=plan.bundle.manifest.precision,
-        workspace=plan.workspace,
-        engines=dict(engines),
-    )
-
-
-def _write_record(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None:
-    write_sealed(plan.folder / RECORD, _engine_set(plan, engines).to_json().encode(), plan.key)
-
-
-def _remove_unrecorded(plan: EnginePlan, engines: Mapping[str, EngineRecord]) -> None:
-    """Engines that the record does not name, as another cut or a killed build left them."""
-    wanted = {record.file for record in engines.values()}
-    for path in [*plan.folder.glob("*.engine"), *plan.folder.glob(".*.partial-*")]:
-        if path.name not in wanted:
-            path.unlink()
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other runs of vtx-build away from these engines meanwhile."""
+    """Lock these engines against other runs of vtx-build."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = open_directory(folder)

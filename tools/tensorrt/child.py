@@ -18,12 +18,12 @@ from vtx.tools.tensorrt.profiles import Shapes
 
 GRACE = 10  # seconds that a builder gets to stop by itself
 WORKER = ("-m", "vtx.tools.tensorrt.worker")
-Watch = Callable[[str, float], None]  # the builder's phase, and the share that is done
+Watch = Callable[[str, float], None]  # gets the builder's phase, and the finished share of the build
 
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """What the child builds: `graph` to `engine`, for one compute capability."""
+    """The child's job: `graph` to `engine`, for one compute capability."""
 
     flavour: str
     graph: Path
@@ -40,7 +40,7 @@ class BuildRequest:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """The engine's size and SHA-256, and what the child took: seconds, and bytes of resident memory at the peak."""
+    """The engine's size and SHA-256, and the child's seconds and peak resident memory in bytes."""
 
     bytes: int
     sha256: str
@@ -59,47 +59,35 @@ def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER)
         child = subprocess.Popen(
             [sys.executable, *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        result: dict[str, Any] | None = None
         try:
-            result = _listen(child, request, watch)
-        finally:
-            _end(child)
+            with suppress(BrokenPipeError):
+                child.stdin.write(request.to_json())
+                child.stdin.flush()
+            for line in child.stdout:
+                event: dict[str, Any] = json.loads(line)
+                if "phase" not in event:
+                    result = event
+                    break
+                watch(event["phase"], event["share"])
+        finally:  # a closed stdin asks the child to stop
+            for pipe in (child.stdin, child.stdout):
+                with suppress(BrokenPipeError):
+                    pipe.close()
+            try:
+                child.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
         if result is None:
             raise ExportError(_death_message(child.returncode, request, log))
     if "error" in result:
         raise ExportError(
-            f"TensorRT cannot build {request.graph.name}: {_short(result['error'])}; the bundle is as it was"
+            f"TensorRT cannot build {request.graph.name}: {_short(result['error'])}; the bundle is unchanged"
         )
     return BuiltEngine(**result)
-
-
-def _listen(child: subprocess.Popen[str], request: BuildRequest, watch: Watch) -> dict[str, Any] | None:
-    """The child's result or error, or None where it died before it sent one."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        child.stdin.write(request.to_json())
-        child.stdin.flush()
-    except BrokenPipeError:
-        return None
-    for line in child.stdout:
-        event: dict[str, Any] = json.loads(line)
-        if "phase" not in event:
-            return event
-        watch(event["phase"], event["share"])
-    return None
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    """Close the child's stdin, which asks it to stop, and see that it has."""
-    for pipe in (child.stdin, child.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):
-            pipe.close()
-    try:
-        child.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
 
 
 def _death_message(code: int, request: BuildRequest, log: IO[str]) -> str:
@@ -109,7 +97,7 @@ def _death_message(code: int, request: BuildRequest, log: IO[str]) -> str:
     fix = (
         "the memory was probably too small: free some, or export with a smaller precision or with more K"
         if code == -signal.SIGKILL
-        else "the bundle is as it was; try another --workspace or another release of TensorRT"
+        else "the bundle is unchanged; try another --workspace or another release of TensorRT"
     )
     return f"the builder of {request.graph.name} died ({how}){': ' + _short(last) if last.strip() else ''}; {fix}"
 

@@ -1,7 +1,8 @@
-"""An ONNX graph as the linter sees it: nodes, types, shapes, and which values come from where."""
+"""An ONNX graph for the linter: nodes, types, shapes, and the sources of values."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ _SHAPES_ONLY = frozenset({"Shape", "Size"})
 
 @dataclass(frozen=True)
 class SeenGraph:
-    """A graph without its weights, types and shapes inferred where ONNX can.
+    """A graph without its weights, types and shapes inferred if ONNX can.
 
     `shapes` gives sizes (int: fixed, str: a free size's name, None: unknown); a missing value has no known rank.
     `files` hold its weights, `weights` bytes of them.
@@ -53,20 +54,20 @@ class SeenGraph:
         return source
 
     @cached_property
-    def settled(self) -> frozenset[str]:
-        """Constants, and what is computed from nothing else, such as a cast of one."""
-        settled = set(self.constants)
+    def folded(self) -> frozenset[str]:
+        """Constants, and values computed from constants alone, e.g. casts."""
+        constant = set(self.constants)
         for node in self.nodes:
-            if node.input and all(value in settled for value in node.input if value):
-                settled.update(node.output)
-        return frozenset(settled)
+            if node.input and all(value in constant for value in node.input if value):
+                constant.update(node.output)
+        return frozenset(constant)
 
     def users(self, value: str) -> Iterator[onnx.NodeProto]:
         return (node for node in self.nodes if value in node.input)
 
 
 def load_graph(path: Path) -> SeenGraph:
-    """Read a graph file; weights in other files are left alone.
+    """Read a graph file, without weights in other files.
 
     Raises:
         BundleError: it cannot be read, or is not an ONNX model.
@@ -90,7 +91,7 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     try:
         inferred = onnx.shape_inference.infer_shapes(model)
-    except Exception:  # opsets newer than the onnx package; the operators are judged all the same
+    except Exception:  # an opset newer than the onnx package; the operators are checked anyway
         inferred = model
     graph = inferred.graph
     weights = {tensor.name for tensor in graph.initializer}
@@ -101,10 +102,17 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
         tensor = info.type.tensor_type
         types[info.name] = onnx.TensorProto.DataType.Name(tensor.elem_type)
         if tensor.HasField("shape"):
-            shapes[info.name] = tuple(_dim(dim) for dim in tensor.shape.dim)
+            shapes[info.name] = tuple(
+                int(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim
+            )
+    files, weight_bytes, narrow = set[str](), 0, {"INT4", "UINT4", "FLOAT4E2M1"}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.TensorProto.DataType.Name(tensor.data_type)
         shapes[tensor.name] = tuple(tensor.dims)
+        files |= {entry.value for entry in tensor.external_data if entry.key == "location"}
+        count = math.prod(tensor.dims)
+        width = int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+        weight_bytes += (count + 1) // 2 if types[tensor.name] in narrow else count * width
     inputs = tuple(value.name for value in graph.input if value.name not in weights)
     return SeenGraph(
         name=name,
@@ -115,13 +123,13 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
         constants=frozenset(constants),
         types=types,
         shapes=shapes,
-        files=frozenset(filter(None, map(_file, graph.initializer))),
-        weights=sum(map(_weigh, graph.initializer)),
+        files=frozenset(filter(None, files)),
+        weights=weight_bytes,
     )
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """The value of an attribute, or `default` where the node leaves it out."""
+    """The value of an attribute, or `default` if the node has none."""
     import onnx
 
     for entry in node.attribute:
@@ -131,32 +139,9 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node, those of loops and branches too."""
+    """Every node, including those in loops and branches."""
     for node in graph.node:
         yield node
         for entry in node.attribute:
             for inner in [entry.g] if entry.HasField("g") else entry.graphs:
                 yield from _nodes(inner)
-
-
-def _file(tensor: onnx.TensorProto) -> str:
-    """The file that an initializer lies in, "" for the graph's own."""
-    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-
-
-def _weigh(tensor: Any) -> int:
-    """Bytes of an initializer; two 4-bit weights share one."""
-    import math
-
-    import onnx
-
-    half = tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1)
-    count: int = math.prod(tensor.dims)
-    width = int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
-    return (count + 1) // 2 if half else count * width
-
-
-def _dim(dim: Any) -> Dim:
-    if dim.HasField("dim_value"):
-        return int(dim.dim_value)
-    return dim.dim_param or None

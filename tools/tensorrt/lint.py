@@ -1,4 +1,4 @@
-"""The rules of a release of TensorRT, each a small function, and the findings they have in a graph."""
+"""The rules of a release of TensorRT, each a function, and their findings in a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 Problems = Iterator[tuple["onnx.NodeProto | None", str]]
 Rule = Callable[[SeenGraph, Release], Problems]
+RULES = dict[str, Rule]()
 
+CACHES = (names.past_key(0)[:-1], names.past_value(0)[:-1])
 _STANDARD = frozenset({"", "ai.onnx"})
 _LOOPS = frozenset({"Loop", "Scan"})
 _SIZED_BY_VALUES = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
@@ -28,7 +30,7 @@ _SIZE_OPERANDS = {
     "Pad": (1,), "TopK": (1,), "Split": (1,), "OneHot": (1,), "Resize": (2, 3),
 }  # fmt: skip
 _ATTENTION_INPUTS = {4: "past_key", 5: "past_value", 6: "nonpad_kv_seqlen"}
-_FIXED_AXES = frozenset({"Squeeze", "Unsqueeze"})  # of a tensor only from 10.7 on
+_FIXED_AXES = frozenset({"Squeeze", "Unsqueeze"})  # of a tensor only since 10.7
 _REDUCTIONS = frozenset(
     {"ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
      "ReduceSum", "ReduceSumSquare"}
@@ -37,7 +39,7 @@ _REDUCTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """One part of a graph that a release does not read, and the dialect that is written for that release."""
+    """One part of a graph that a release does not read, and the dialect that is exported for that release."""
 
     graph: str
     node: str
@@ -51,8 +53,18 @@ class LintFinding:
         return f"{where}: {self.problem} [{self.rule}]; for {self.release} export the {self.dialect!r} dialect"
 
 
+def rule(name: str) -> Callable[[Rule], Rule]:
+    """Register a rule."""
+
+    def register(function: Rule) -> Rule:
+        RULES[name] = function
+        return function
+
+    return register
+
+
 def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
-    """Everything in a graph that breaks a rule of `release`, in the order of the rules."""
+    """The violations of the rules of `release` in a graph, in the order of the rules."""
     return [
         LintFinding(
             graph=graph.name,
@@ -62,8 +74,8 @@ def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
             release=release.name,
             dialect=release.dialect,
         )
-        for name, rule in RULES.items()
-        for node, problem in rule(graph, release)
+        for name, check in RULES.items()
+        for node, problem in check(graph, release)
     ]
 
 
@@ -97,6 +109,7 @@ def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
     return list(dialects[dialect].all)
 
 
+@rule("opset")
 def _opset(graph: SeenGraph, release: Release) -> Problems:
     ceiling = release.opset
     if not any(node.op_type == CHANGED_IN_21 for node in graph.nodes):
@@ -105,6 +118,7 @@ def _opset(graph: SeenGraph, release: Release) -> Problems:
         yield None, f"opset {graph.opset}, {release.name} reads {FLOOR} to {ceiling}"
 
 
+@rule("operator")
 def _operators(graph: SeenGraph, release: Release) -> Problems:
     for node in graph.nodes:
         if node.domain not in _STANDARD:
@@ -117,6 +131,7 @@ def _operators(graph: SeenGraph, release: Release) -> Problems:
             yield node, f"{node.op_type} came with {since[0]}.{since[1]}"
 
 
+@rule("type")
 def _types(graph: SeenGraph, release: Release) -> Problems:
     for value, kind in graph.types.items():
         maker = graph.makers.get(value)
@@ -128,6 +143,7 @@ def _types(graph: SeenGraph, release: Release) -> Problems:
             yield maker, f"{value} is UINT8, which only inputs and outputs may be"
 
 
+@rule("attention")
 def _attention(graph: SeenGraph, _: Release) -> Problems:
     for node in _standard(graph, "Attention"):
         for index, name in _ATTENTION_INPUTS.items():
@@ -141,10 +157,13 @@ def _attention(graph: SeenGraph, _: Release) -> Problems:
         for name in ("softcap", "softmax_precision", "qk_matmul_output_mode"):
             if attribute(node, name, 0):
                 yield node, f"Attention's {name} is not supported"
-        if attribute(node, "is_causal", 0) and _cached(graph, node.input[1]):
+        maker = graph.makers.get(node.input[1])
+        cached = node.input[1].startswith(CACHES) or (maker and maker.op_type in ("TensorScatter", "Concat"))
+        if attribute(node, "is_causal", 0) and cached:
             yield node, "is_causal counts from the upper left, wrong over a cache; give a mask"
 
 
+@rule("cache")
 def _caches(graph: SeenGraph, _: Release) -> Problems:
     for node in _standard(graph, "TensorScatter"):
         cache, indices = node.input[0], node.input[2] if len(node.input) > 2 else ""
@@ -159,12 +178,14 @@ def _caches(graph: SeenGraph, _: Release) -> Problems:
             yield node, "the slot of the update must be given, as INT32 or INT64"
 
 
+@rule("loop")
 def _loops(graph: SeenGraph, _: Release) -> Problems:
     for node in graph.nodes:
         if node.op_type in _LOOPS and node.domain in _STANDARD:
-            yield node, f"{node.op_type} runs its body a node at a time; unroll it"
+            yield node, f"{node.op_type} runs its body one node at a time; unroll it"
 
 
+@rule("size")
 def _sizes(graph: SeenGraph, _: Release) -> Problems:
     for node in graph.nodes:
         if node.op_type in _SIZED_BY_VALUES:
@@ -175,6 +196,7 @@ def _sizes(graph: SeenGraph, _: Release) -> Problems:
                 yield node, f"a size depends on the values of {graph.computed[value]}; take it from a shape"
 
 
+@rule("constant")
 def _constants(graph: SeenGraph, release: Release) -> Problems:
     moving_axes = not release.has_caches and release.version < (10, 7)
     for node in graph.nodes:
@@ -188,34 +210,16 @@ def _constants(graph: SeenGraph, release: Release) -> Problems:
             yield node, "ScatterND's reduction is not supported"
 
 
+@rule("quantized")
 def _quantized(graph: SeenGraph, _: Release) -> Problems:
     for node in _standard(graph, "DequantizeLinear"):
         if graph.types.get(node.input[0]) not in ("INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1"):
             yield node, f"DequantizeLinear of {graph.types.get(node.input[0])}; weights are INT8 or INT4, symmetric"
         if len(node.input) > 2 and node.input[2]:
             yield node, "a zero point is given; weights must be symmetric"
-        if node.input[0] not in graph.constants or node.input[1] not in graph.settled:
+        if node.input[0] not in graph.constants or node.input[1] not in graph.folded:
             yield node, "the weights and their scales must be constants"
 
 
 def _standard(graph: SeenGraph, operator: str) -> Iterator[onnx.NodeProto]:
     return (node for node in graph.nodes if node.op_type == operator and node.domain in _STANDARD)
-
-
-def _cached(graph: SeenGraph, value: str) -> bool:
-    maker = graph.makers.get(value)
-    return value.startswith(CACHES) or (maker is not None and maker.op_type in ("TensorScatter", "Concat"))
-
-
-CACHES = (names.past_key(0)[:-1], names.past_value(0)[:-1])
-RULES: dict[str, Rule] = {
-    "opset": _opset,
-    "operator": _operators,
-    "type": _types,
-    "attention": _attention,
-    "cache": _caches,
-    "loop": _loops,
-    "size": _sizes,
-    "constant": _constants,
-    "quantized": _quantized,
-}

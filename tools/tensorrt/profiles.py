@@ -20,13 +20,13 @@ from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
 TOKENS, IMAGES, PAST, CAPACITY, MAX_CONTEXT = "tokens", "images", "past", "capacity", "max_context"
-HEAD_ROWS = 16
-SCORE_ROWS = 256
+HEAD_TOKENS = 16
+SCORE_TOKENS = 256
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 
 def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
-    """One profile for all, or with `apart` one for decode and one for prefill; likely: an image and a question."""
+    """One profile, or with `apart` one for decode and one for prefill; the likely prompt is an image and a question."""
     longest = m.max_context
     likely = min(longest, m.layout.max_tokens + 64)
     table: Profile = {MAX_CONTEXT: (longest,) * 3}
@@ -37,20 +37,20 @@ def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
 
 
 def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:
-    """The profiles of one of the dialect's graphs, by its file's name; `apart` as for stages."""
+    """The profiles of one of the dialect's graphs, by its file name; `apart` as for stages."""
     graphs = m.dialects[dialect]
     if graph in graphs.stages:
         return stage_profiles(m, apart=apart)
-    rows: Range = (1, min(64, m.max_context), m.max_context)
+    tokens: Range = (1, min(64, m.max_context), m.max_context)
     if graph == graphs.head:
-        rows = (1, 1, min(HEAD_ROWS, m.max_context))
+        tokens = (1, 1, min(HEAD_TOKENS, m.max_context))
     if graph == graphs.text_tower and m.text_tower is not None:
-        rows = (1, min(16, m.text_tower.max_tokens), m.text_tower.max_tokens)
+        tokens = (1, min(16, m.text_tower.max_tokens), m.text_tower.max_tokens)
     if graph == graphs.score:
-        most = min(SCORE_ROWS, m.max_context)
+        most = min(SCORE_TOKENS, m.max_context)
         slots: Range = (1, min(m.max_context, m.layout.max_tokens + 64), m.max_context)
         return ({TOKENS: (1, most, most), CAPACITY: slots},)
-    return ({IMAGES: (1, 1, 1), TOKENS: rows},)
+    return ({IMAGES: (1, 1, 1), TOKENS: tokens},)
 
 
 def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
@@ -79,6 +79,6 @@ def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
 
 
 def used_sizes(graph: SeenGraph, profile: Profile) -> dict[str, Range]:
-    """The part of a profile that the graph's inputs name."""
+    """The sizes of a profile that the graph's inputs have."""
     named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
     return {size: bounds for size, bounds in profile.items() if size in named}

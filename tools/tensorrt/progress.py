@@ -1,4 +1,4 @@
-"""The share of a build that is done, from the phases that TensorRT's builder reports."""
+"""The finished share of a build, from the phases that TensorRT's builder reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BuildPhase:
-    """A phase that runs: the phase it is part of (None: of none), its steps, and how many of them are done."""
+    """A running phase: its parent phase or None, the number of finished steps, and of all."""
 
     parent: str | None
     done: int
@@ -17,8 +17,8 @@ class BuildPhase:
 class BuildProgress:
     """Phases nest: the running step of an outer phase is filled by the phases within it.
 
-    The builder does not say how many phases share one step, nor how many outermost ones there will be. So the next
-    phase within a step would start over; `share` keeps the largest value that was reached.
+    The builder does not report how many phases share one step, nor the number of outermost phases. So the next phase
+    within a step would start over; `share` keeps the largest value so far.
     """
 
     def __init__(self) -> None:

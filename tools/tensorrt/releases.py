@@ -1,7 +1,7 @@
-"""What each release of TensorRT reads: opsets, operators and element types, as its own documents say.
+"""The opsets, operators and element types that each release of TensorRT reads, by its own documents.
 
 Sources: onnx-tensorrt's `docs/operators.md` and `docs/Changelog.md` of the releases named below, NVIDIA's operator
-pages (KVCacheUpdate, Attention) and, for TensorRT-RTX, the parser of 1.7.1, which tells what it reads.
+pages (KVCacheUpdate, Attention) and, for TensorRT-RTX, the parser of 1.7.1, which reports what it reads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _WORDS = re.compile(r"\w+")
 # operators.md: "9 to 20" in 10.0, "9 to 22" in 10.6, "9 to 24" in 10.15 and 11.2. Releases between say nothing new.
 _CEILINGS: tuple[tuple[Version, int], ...] = (((10, 0), 20), ((10, 6), 22), ((10, 15), 24))
 FLOOR = 9
-# Documented to 20, 10.0 lists INT4 all the same, which ONNX has only from 21 on. Of the other operators, 21 gave all
-# but one further element types and nothing else; that one 10.9 learnt.
+# 10.0 is documented to 20, but lists INT4, which ONNX has since 21. For all other operators but one, 21 only added
+# element types; 10.9 reads that one.
 INT4_OPSET, CHANGED_IN_21 = 21, "GroupNormalization"
 
 # Marked Y in operators.md of 10.6, less what came after 10.0.
@@ -57,7 +57,7 @@ _SINCE: dict[str, Version] = {
     "Swish": (11, 0),
     "DFT": (11, 2),
 }
-# What the parser of TensorRT-RTX 1.7.1 says of ONNX's own operators (`OnnxParser.supports_operator`).
+# ONNX's operators by the parser of TensorRT-RTX 1.7.1 (`OnnxParser.supports_operator`).
 _RTX_LACKS = frozenset({"DeformConv", "DFT"})
 _RTX_ALSO = frozenset({"CausalConvWithState", "LinearAttention"})
 
@@ -77,12 +77,12 @@ class Release:
 
     @property
     def has_caches(self) -> bool:
-        """Whether it updates a KV cache in place (TensorScatter) and attends by a mask (Attention)."""
+        """True if it updates a KV cache in place (TensorScatter) and attends with a mask (Attention)."""
         return self.flavour == RTX or self.version >= _SINCE["TensorScatter"]
 
     @property
     def dialect(self) -> str:
-        """The dialect of vtx that is written for it."""
+        """The dialect of vtx for this release."""
         return "trt" if self.has_caches else "plain"
 
     @property
@@ -94,12 +94,12 @@ class Release:
 
     @property
     def types(self) -> frozenset[str]:
-        """ONNX's words for the element types that a value may have."""
+        """ONNX's names of the element types that a value may have."""
         has_fp4 = self.flavour == RTX or self.version >= (10, 8)
         return _TYPES | {"FLOAT4E2M1"} if has_fp4 else _TYPES
 
     def since(self, operator: str) -> Version | None:
-        """The release of this flavour that first read ONNX's `operator`; None where none does."""
+        """The release of this flavour that first read ONNX's `operator`; None if none does."""
         if self.flavour == RTX:
             known = ((_BASE | _SINCE.keys()) - _RTX_LACKS) | _RTX_ALSO
             return (1, 7) if operator in known else None

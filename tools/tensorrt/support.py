@@ -1,4 +1,4 @@
-"""Which engines of vtx answer a model on a device, by what exporter and runtime refuse: known before a bundle is."""
+"""The engines of vtx that answer a model on a device, by the refusals of exporter and runtime; without a bundle."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from vtx.runtime.backends.ort.cuda import kv_obstacle
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
-from vtx.runtime.host.profiles import JetPack, Profile
+from vtx.runtime.host.profiles import Profile
 from vtx.tools.estimate.sizes import ModelSize, NativeSize
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
-from vtx.tools.tensorrt.targets import TARGETS, Target
+from vtx.tools.tensorrt.targets import TARGETS
 
 NO_CUDA_PACKAGE = "onnxruntime-gpu is published for x86-64 only, a Jetson is aarch64"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSupport:
-    """One engine on a device: `device` as --device names it, `software` what it runs on, the `dialect` that it reads.
+    """One engine on a device: `device` is a value of --device, `dialect` the one it reads.
 
-    `obstacles` say for each precision why it does not answer; None: it does.
+    `obstacles` are by precision the reason why it does not answer; None: it does.
     """
 
     device: str
@@ -49,7 +49,7 @@ class EngineSupport:
 
 
 def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> tuple[EngineSupport, ...]:
-    """Every engine of the processor that the figures of `profile` are for, with what it answers of `model`.
+    """Every engine of the processor of `profile`, with the precisions of `model` that it answers.
 
     Raises:
         RequestError: none answers in any of the precisions; the message has each one's reason.
@@ -62,7 +62,23 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
             if not engine.gpu
         ]
     else:
-        found = [*_tensorrts(profile, model, parts), _cuda(profile, parts)]
+        found = list[EngineSupport]()
+        for jetpack in profile.jetpack if profile.kind == "jetson" else ():  # TensorRT of each JetPack
+            software = f"TensorRT {jetpack.tensorrt} of JetPack {jetpack.version}"
+            try:
+                release = parse_release(TENSORRT, jetpack.tensorrt)
+            except RequestError as e:
+                found.append(EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e))))
+            else:
+                found.append(_tensorrt(software, release, frozenset(), model, parts))
+        if profile.kind != "jetson":
+            capability = tuple(map(int, (profile.compute_capability or "0.0").split(".")))
+            for target in TARGETS.values():
+                if target.portable and target.capability == capability:
+                    found.append(_tensorrt(target.release.name, target.release, target.lacks, model, parts))
+        lacking = NO_CUDA_PACKAGE if profile.kind == "jetson" else None
+        obstacles = {name: lacking or kv_obstacle(p.kv_dtype) for name, p in parts.items()}
+        found.append(EngineSupport("cuda", "onnxruntime's CUDA provider", ENGINES["cuda"].dialect, obstacles))
     if not any(engine.answered for engine in found):
         by_reason: dict[str, dict[str, None]] = {}
         for engine in found:
@@ -76,40 +92,16 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
     return tuple(found)
 
 
-def _tensorrts(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> list[EngineSupport]:
-    """TensorRT as each JetPack of a Jetson brings it, and TensorRT-RTX on a desktop card."""
-    if profile.kind == "jetson":
-        return [_of_jetpack(jetpack, model, parts) for jetpack in profile.jetpack]
-    capability = tuple(map(int, (profile.compute_capability or "0.0").split(".")))
-    targets = [target for target in TARGETS.values() if target.portable and target.capability == capability]
-    return [_tensorrt(target.release.name, target.release, target, model, parts) for target in targets]
-
-
-def _of_jetpack(jetpack: JetPack, model: ModelSize, parts: Mapping[str, Precisions]) -> EngineSupport:
-    software = f"TensorRT {jetpack.tensorrt} of JetPack {jetpack.version}"
-    try:
-        release = parse_release(TENSORRT, jetpack.tensorrt)
-    except RequestError as e:
-        return EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e)))
-    return _tensorrt(software, release, None, model, parts)
-
-
 def _tensorrt(
-    software: str, release: Release, target: Target | None, model: ModelSize, parts: Mapping[str, Precisions]
+    software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
 ) -> EngineSupport:
     whole = NOT_BUILT if isinstance(model.vision, NativeSize) else None
     if model.vision is not None and model.vision.towers > 1:
         whole = NO_FRAMES
 
     def obstacle(p: Precisions) -> str | None:
-        lacking = sorted({p.decoder, p.vision, p.head} & (target.lacks if target else frozenset()))
+        lacking = sorted({p.decoder, p.vision, p.head} & lacks)
         return f"it does not compute with {lacking[0]} weights" if lacking else None
 
     obstacles = {name: whole or obstacle(p) for name, p in parts.items()}
     return EngineSupport("tensorrt", software, release.dialect, obstacles)
-
-
-def _cuda(profile: Profile, parts: Mapping[str, Precisions]) -> EngineSupport:
-    whole = NO_CUDA_PACKAGE if profile.kind == "jetson" else None
-    obstacles = {name: whole or kv_obstacle(p.kv_dtype) for name, p in parts.items()}
-    return EngineSupport("cuda", "onnxruntime's CUDA provider", ENGINES["cuda"].dialect, obstacles)

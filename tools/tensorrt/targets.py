@@ -1,4 +1,4 @@
-"""The machines engines can be built for: their GPU, the TensorRT that runs there, and the libraries to build."""
+"""The machines that engines can be built for: their GPU, their TensorRT, and the libraries to build."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_NARROW = frozenset({"bf16", *(row.name for row in PRECISIONS.values() if row
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kind of machine. `release` is the one that its system has, or the oldest that vtx supports."""
+    """One kind of machine. `release` is the one of its system, or the oldest that vtx supports."""
 
     name: str
     machine: str
@@ -30,7 +30,7 @@ class Target:
 
     @property
     def portable(self) -> bool:
-        """Whether engines for it can be built on a machine without its GPU."""
+        """True if engines for it can be built on a machine without its GPU."""
         return self.release.flavour == RTX
 
 
@@ -55,12 +55,12 @@ TARGETS = {
 }
 _JETSON_INSTALL = "sudo apt-get install tensorrt python3-libnvinfer (both are part of JetPack)"
 _JETSONS = frozenset(target.capability for target in TARGETS.values() if target.name.startswith("jetson"))
-_CHECKING = {"onnx": "onnx"}  # libraries: the module of each package that vtx-build --check needs
-_BUILDING = {**_CHECKING, "polygraphy": "polygraphy"}  # and of each that building needs besides TensorRT
+_CHECKING = {"onnx": "onnx"}  # module by package, for vtx-build --check
+_BUILDING = {**_CHECKING, "polygraphy": "polygraphy"}  # and for building, in addition to TensorRT
 
 
 def find_target(name: str, gpu: Gpu | None = None) -> Target:
-    """The target of that name; `this` is the machine that this runs on, with `gpu` or the first one detected.
+    """The target of that name; `this` is this machine, with `gpu` or the first one detected.
 
     Raises:
         RequestError: no such target.
@@ -92,12 +92,12 @@ def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, R
     if not target.portable and (gpu or find_gpu() or _NONE).capability != target.capability:
         raise DeviceError(
             f"{FLAVOURS[flavour].title} builds engines on the machine that runs them: copy the bundle to the "
-            f"{target.machine} and run vtx-build --target this there (--check judges the graphs here)"
+            f"{target.machine} and run vtx-build --target this there (--check checks the graphs here)"
         )
     try:
         module = importlib.import_module(flavour)
         return module, parse_release(flavour, module.__version__)
-    except (ImportError, OSError, AttributeError) as e:  # a wheel can be there without its libraries
+    except (ImportError, OSError, AttributeError) as e:  # a wheel can be installed without its libraries
         reason = "" if isinstance(e, ModuleNotFoundError) else f" ({type(e).__name__}: {e})"
         raise DeviceError(
             f"engines for {target.name} are built with {FLAVOURS[flavour].title}, which is not installed{reason}; "
@@ -106,7 +106,7 @@ def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, R
 
 
 def check_libraries(target: Target, *, building: bool) -> None:
-    """Raise DeviceError unless the libraries that read graphs, and with `building` that build engines, are there."""
+    """Raise DeviceError unless the libraries to read graphs, and with `building` to build engines, are installed."""
     needed = _BUILDING if building else _CHECKING
     missing = [package for package, module in needed.items() if importlib.util.find_spec(module) is None]
     if missing:

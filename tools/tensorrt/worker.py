@@ -1,11 +1,12 @@
 """Builds one engine with Polygraphy, in a process of its own: a crash of the builder ends this process only.
 
 One JSON object on stdin is the request; JSON lines on stdout answer, progress first, then the result or an error. When
-stdin ends before that, the build is given up. What TensorRT and Polygraphy log goes to stderr.
+stdin ends before that, the build is cancelled. TensorRT and Polygraphy log to stderr.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -31,7 +32,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which closes our stdin
     request = json.loads(sys.stdin.readline())
     stopped = threading.Event()
-    threading.Thread(target=_wait_for_end, args=(stopped,), daemon=True).start()
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        stopped.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
 
     def send(**event: Any) -> None:
         out.write(json.dumps(event) + "\n")
@@ -53,7 +59,7 @@ class _BuildError(Exception):
 
 
 class _FirstError(logging.Handler):
-    """Keeps the first error that is logged: it is the reason, later ones are its consequences."""
+    """Keeps the first error that is logged; later ones are its consequences."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -64,65 +70,47 @@ class _FirstError(logging.Handler):
         print(record.getMessage(), file=sys.stderr)
 
 
-def _wait_for_end(stopped: threading.Event) -> None:
-    sys.stdin.read()
-    stopped.set()
-
-
 def _build(request: dict[str, Any], send: Callable[..., None], stopped: threading.Event) -> None:
-    poly, trt = _load(request["flavour"])
-    first_error = _log_errors()
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if request["flavour"] == _RTX else "0"  # read at its import
+    poly: Any = importlib.import_module("polygraphy.backend.trt")
+    trt: Any = importlib.import_module(request["flavour"])
     from polygraphy.exception import PolygraphyException
+    from polygraphy.logger import G_LOGGER
 
+    first_error = _FirstError()
+    G_LOGGER.use_python_logging_system, G_LOGGER.colors, G_LOGGER.letter = True, False, False
+    G_LOGGER.module_severity = G_LOGGER.ERROR
+    G_LOGGER.python_logger.addHandler(first_error)
+    G_LOGGER.python_logger.propagate = False
+    typed = hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # later releases have no other kind
+    network = poly.NetworkFromOnnxPath(request["graph"], strongly_typed=typed)  # the graph declares the precisions
+    if hasattr(trt.LayerType, "ATTENTION_INPUT"):  # since 10.14
+        # Attention without a fused kernel, as in float32, is computed from its parts instead of failing.
+        network = poly.SetDecomposableAttentions(network)
     config = _config(poly, trt, request, _monitor(trt, send, stopped))
-    cache = request["timing_cache"]
-    build = poly.EngineBytesFromNetwork(_network(poly, trt, request["graph"]), config, save_timing_cache=cache)
+    build = poly.EngineBytesFromNetwork(network, config, save_timing_cache=request["timing_cache"])
     try:
         engine = build()
     except PolygraphyException as e:
-        reason = "given up" if stopped.is_set() else first_error.message or str(e)
+        reason = "cancelled" if stopped.is_set() else first_error.message or str(e)
         raise _BuildError(reason) from e
     if stopped.is_set():
-        raise _BuildError("given up")
+        raise _BuildError("cancelled")
     with open(request["engine"], "wb") as file:
         file.write(engine)
         os.fsync(file.fileno())
 
 
-def _load(flavour: str) -> tuple[Any, Any]:
-    """Polygraphy's TensorRT loaders and the TensorRT that they use; Polygraphy chooses it when it is imported."""
-    import importlib
-
-    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if flavour == _RTX else "0"
-    return importlib.import_module("polygraphy.backend.trt"), importlib.import_module(flavour)
-
-
-def _log_errors() -> _FirstError:
-    from polygraphy.logger import G_LOGGER
-
-    handler = _FirstError()
-    G_LOGGER.use_python_logging_system, G_LOGGER.colors, G_LOGGER.letter = True, False, False
-    G_LOGGER.module_severity = G_LOGGER.ERROR
-    G_LOGGER.python_logger.addHandler(handler)
-    G_LOGGER.python_logger.propagate = False
-    return handler
-
-
-def _network(poly: Any, trt: Any, graph: str) -> Any:
-    """The loader of the parsed network. Precision stands in the graph, so the network is strongly typed."""
-    typed = hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # later releases know no other kind
-    network = poly.NetworkFromOnnxPath(graph, strongly_typed=typed)
-    if not hasattr(trt.LayerType, "ATTENTION_INPUT"):  # before 10.14
-        return network
-    # Attention without a fused kernel, as in float32, is computed from its parts instead of failing.
-    return poly.SetDecomposableAttentions(network)
-
-
 def _config(poly: Any, trt: Any, request: dict[str, Any], monitor: Any) -> Any:
     """The loader of the builder's configuration."""
-    workspace = request["workspace"]
+    workspace, profiles = request["workspace"], []
+    for shapes in request["profiles"]:
+        profile = poly.Profile()
+        for name, (low, likely, high) in shapes.items():
+            profile.add(name, tuple(low), tuple(likely), tuple(high))
+        profiles.append(profile)
     options = {
-        "profiles": [_profile(poly, shapes) for shapes in request["profiles"]],
+        "profiles": profiles,
         "load_timing_cache": request["timing_cache"],
         "profiling_verbosity": trt.ProfilingVerbosity.DETAILED,  # so that an inspector can name layers
         "memory_pool_limits": {trt.MemoryPoolType.WORKSPACE: workspace} if workspace else None,
@@ -133,23 +121,16 @@ def _config(poly: Any, trt: Any, request: dict[str, Any], monitor: Any) -> Any:
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
     config = CreateConfigRTX(**options, compute_capabilities=[tuple(request["capability"])])
-    return poly.PostprocessConfig(config, lambda builder, network, config: _allocate_ourselves(trt, config))
 
+    def allocate_ourselves(builder: Any, network: Any, config: Any) -> None:
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # without it no stream can be captured
 
-def _allocate_ourselves(trt: Any, config: Any) -> None:
-    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # without it no stream can be captured
-
-
-def _profile(poly: Any, shapes: dict[str, Any]) -> Any:
-    profile = poly.Profile()
-    for name, (low, likely, high) in shapes.items():
-        profile.add(name, tuple(low), tuple(likely), tuple(high))
-    return profile
+    return poly.PostprocessConfig(config, allocate_ourselves)
 
 
 def _monitor(trt: Any, send: Callable[..., None], stopped: threading.Event) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Sends how far the build is, at most every `_INTERVAL` seconds, and stops it when it is given up."""
+        """Sends the progress, at most every `_INTERVAL` seconds, and stops a cancelled build."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -122,7 +122,7 @@ def test_a_graph_that_tensorrt_cannot_build_is_one_error(bundle: Bundle, tmp_pat
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"\x08\x07 no graph")
     request = BuildRequest("tensorrt_rtx", broken, tmp_path / "e", (8, 9), ())
-    with pytest.raises(ExportError, match=r"TensorRT cannot build broken\.onnx: .*; the bundle is as it was"):
+    with pytest.raises(ExportError, match=r"TensorRT cannot build broken\.onnx: .*; the bundle is unchanged"):
         build(request, lambda *_: None)
 
 
