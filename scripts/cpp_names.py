@@ -1,6 +1,6 @@
-"""Write runtime/cpp/src/bundle/names.hpp: what the Python runtime declares and the C++ runtime must not type again.
+"""Write runtime/cpp/src/bundle/names.hpp: names, limits and constants of the Python runtime for the C++ runtime.
 
-`tests/runtime/cpp/test_names.py` fails where the file differs from what this makes.
+`tests/runtime/cpp/test_names.py` fails if the file differs from this output.
 """
 
 from __future__ import annotations

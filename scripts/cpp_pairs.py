@@ -26,7 +26,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.bundles import export_with  # noqa: E402 - found by the line above
+from tests.support.bundles import export_with  # noqa: E402 - from the path above
 from tests.support.cabi import Loaded  # noqa: E402
 from tests.support.tiny import Tiny, make, random_image  # noqa: E402
 
@@ -54,7 +54,7 @@ def gates(path: Path, hidden: int, before: int) -> Path:
 
 
 def bundles(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Each bundle when its turn comes."""
+    """The bundles, each exported when it is reached."""
     dialects = ("ort", "plain")
     demo = gates(folder / "demo-gates.safetensors", 128, 16)
     options = ExportOptions(str(demo_checkpoint()), (16,), "fp16", dialects=dialects, gates=demo)
@@ -79,7 +79,7 @@ def settings(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def facts(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what differs between two runs."""
+    """An answer without the facts that differ between two runs."""
     found: dict[str, Any] = json.loads(json.dumps(answer))
     for key in UNEQUAL:
         found.pop(key, None)
@@ -90,7 +90,7 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(model: Model, other: Loaded, shown: list[Path], k: str, reduce: str) -> Iterator[str]:
-    """For each question the first fact that differs; empty where none does."""
+    """For each question the first fact that differs, or an empty string."""
     found = other.ask(shown, QUESTIONS, k=k.encode(), reduce=reduce.encode(), max_new_tokens=TOKENS)
     with model.open(shown) as conversation:
         for question, answer in zip(QUESTIONS, found, strict=True):
@@ -115,7 +115,7 @@ def pictures(folder: Path, count: int) -> list[list[Path]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=4, help="single pictures per setting; a pair comes beside them")
+    parser.add_argument("--pictures", type=int, default=4, help="single pictures per setting, in addition to a pair")
     parser.add_argument("--devices", default=",".join(DEVICES))
     given = parser.parse_args()
     asked = equal = 0

@@ -1,4 +1,4 @@
-"""Write runtime/cpp/src/prompt/unicode_tables.inc from this Python's `unicodedata`: what tokenizers need of Unicode."""
+"""Write runtime/cpp/src/prompt/unicode_tables.inc from this Python's `unicodedata`, for tokenizers."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def compositions() -> list[int]:
 
 
 def combining() -> list[int]:
-    """(code, combining class) where it is not 0."""
+    """(code, combining class) of codes whose class is not 0."""
     return [value for code in codes() if (kind := unicodedata.combining(chr(code))) for value in (code, kind)]
 
 
 def lower() -> list[int]:
-    """(code, first, second) of the lower case, second 0 where it is one character."""
+    """(code, first, second) of the lower case; second is 0 for one character."""
     found: list[int] = []
     for code in codes():
         small = chr(code).lower()

@@ -4,8 +4,8 @@
     python scripts/lowest.py --matrix   # every minor release of onnxruntime from the lower bound to the pinned one
 
 In each environment vtx-doctor runs, and the demo answers one question; an environment with the exporter also exports
-the demo. Packages are downloaded; PyTorch is installed by `--torch`, so its own lower bound is not tried where a build
-for CPUs of that release is not at hand.
+the demo. Packages are downloaded; PyTorch is installed by `--torch`, so its own lower bound is not tried without a
+build for CPUs of that release.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ def main() -> None:
             return
         for extra, device in RUNTIMES.items():
             _answer(work / extra, [*bounds("dependencies"), *bounds(extra)], device, bundles)
-        _exporter(work / "export", given.torch)
+        requirements = [*bounds("dependencies"), *bounds("cpu"), *bounds("export")]
+        lowest = [r for r in requirements if not r.startswith(("torch==", "tokenizers=="))]  # transformers pins its own
+        print(f"== exporter: {given.torch} {' '.join(lowest)}", flush=True)
+        python, demo = _environment(work / "export", lowest, given.torch.split()), work / "export" / "demo"
+        _vtx(python, "export", "--k", "16", "--precision", "fp16", "--out", str(demo))
+        _vtx(python, "doctor", str(demo))
+        _check(_vtx(python, "run", "--bundle", str(demo), str(PICTURE), QUESTION))
 
 
 def project() -> dict[str, object]:
@@ -95,7 +101,7 @@ def _answer(folder: Path, requirements: Sequence[str], device: str, bundles: Seq
 
 
 def _refused(python: Path, bundle: Path) -> None:
-    """K and V of 8 bits on an onnxruntime that is too old for them: one line that names the release it takes."""
+    """Check that an onnxruntime too old for K and V of 8 bits is refused with the release that is needed."""
     try:
         _vtx(python, "run", "--bundle", str(bundle), "--device", "cpu", str(PICTURE), QUESTION)
     except SystemExit as e:
@@ -103,18 +109,7 @@ def _refused(python: Path, bundle: Path) -> None:
             raise
         print("   refuses K and V of 8 bits by name", flush=True)
     else:
-        raise SystemExit("lowest: an old onnxruntime took K and V of 8 bits")
-
-
-def _exporter(folder: Path, torch: str) -> None:
-    requirements = [*bounds("dependencies"), *bounds("cpu"), *bounds("export")]
-    lowest = [r for r in requirements if not r.startswith(("torch==", "tokenizers=="))]  # transformers names its own
-    print(f"== exporter: {torch} {' '.join(lowest)}", flush=True)
-    python = _environment(folder, lowest, torch.split())
-    demo = folder / "demo"
-    _vtx(python, "export", "--k", "16", "--precision", "fp16", "--out", str(demo))
-    _vtx(python, "doctor", str(demo))
-    _check(_vtx(python, "run", "--bundle", str(demo), str(PICTURE), QUESTION))
+        raise SystemExit("lowest: an old onnxruntime accepted K and V of 8 bits")
 
 
 def _environment(folder: Path, requirements: Sequence[str], first: Sequence[str] = ()) -> Path:

@@ -1,4 +1,4 @@
-"""Show what withdrawal does on the demo model: a picture, questions, and what each answer cost at two K.
+"""Show the effect of withdrawal on the demo model: a picture, questions, and the cost of each answer at two K.
 
 python scripts/show_demo.py build/demo
 python scripts/show_demo.py build/demo --record docs/images/demo.svg
@@ -24,7 +24,7 @@ import vtx
 PICTURE = Path("examples/scene-1.jpg")
 QUESTIONS = ("How many shapes are there?", "What color is the star?", "Where is the red circle?")
 WIDTH = 80
-FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # of another host; the reader's own monospace font serves
+FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # from another host; the reader's monospace font is used
 ROUNDS = 7
 SIDE = 24  # characters of the picture's width; each shows two pixels, one above the other
 
@@ -33,7 +33,7 @@ def main() -> None:
     """Load the bundle, ask every question with and without withdrawal, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--record", type=Path, metavar="FILE.svg", help="write what is printed as a picture, too")
+    parser.add_argument("--record", type=Path, metavar="FILE.svg", help="also write the output as a picture")
     given = parser.parse_args()
     console = Console(width=WIDTH, record=given.record is not None, highlight=False)
     with vtx.load(given.bundle) as model:
@@ -69,18 +69,18 @@ def drawn(path: Path) -> Text:
 
 
 def answers(model: vtx.Model, k: int) -> Table:
-    """Every question without withdrawal and at `k`, each depth in a conversation of its own."""
+    """Every question without withdrawal and at `k`, each depth in a new conversation."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"first token: median of {ROUNDS} rounds")
     for head in ("question", "K", "answer", "first token", "KV cache"):
         table.add_column(head, justify="right" if head in ("first token", "KV cache") else "left")
     rounds: dict[int | None, list[list[vtx.Answer]]] = {None: [], k: []}
     for number in range(ROUNDS + 1):
-        for depth, told in rounds.items():
+        for depth, repeats in rounds.items():
             with model.open(PICTURE) as image:
                 asked = [image.ask(question, depth) for question in QUESTIONS]
-            told += [asked] if number else []  # the first round of a process costs more
-    for depth, told in rounds.items():
-        for question, *alike in zip(QUESTIONS, *told, strict=True):
+            repeats += [asked] if number else []  # the first round of a process costs more
+    for depth, repeats in rounds.items():
+        for question, *alike in zip(QUESTIONS, *repeats, strict=True):
             first = median(answer.stats.timings_ms["first_token"] for answer in alike)
             cost = f"{first:.1f} ms", f"{alike[0].stats.kv_bytes / 1000:.0f} kB"
             table.add_row(question, str(depth or "none"), alike[0].text, *cost)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 import vtx
 
 MANIFEST = ModelManifest(model_id="vtx", chat_class_path="vtx_lmms_eval.Vtx")
-MAX_NEW_TOKENS = 256  # where a task says nothing
+MAX_NEW_TOKENS = 256  # for tasks that set none
 
 
 class Vtx(lmms):
@@ -21,13 +21,13 @@ class Vtx(lmms):
     Args:
         bundle: the bundle's directory.
         k: a prebuilt K, "none" or "auto"; the bundle's default when left out.
-        reduce: a spec of reductions, "none" for none; the bundle's first when left out. Commas part the arguments of
-            lmms-eval's command line, so write semicolons there: reduce=fastv:k=2;ratio=0.75.
-        device: as vtx-run takes it.
-        compute: as vtx-run takes it.
-        threads: as vtx-run takes it.
-        fit: as vtx-run takes it; "pad" for LLaVA-1.5 as its authors evaluate it.
-        batch_size: 1, which lmms-eval hands over.
+        reduce: a spec of reductions, "none" for none; the bundle's first when left out. lmms-eval's command line
+            separates arguments by commas, so use semicolons there: reduce=fastv:k=2;ratio=0.75.
+        device: as for vtx-run.
+        compute: as for vtx-run.
+        threads: as for vtx-run.
+        fit: as for vtx-run; "pad" for LLaVA-1.5 as its authors evaluate it.
+        batch_size: 1, which lmms-eval passes.
         max_batch_size: not used.
 
     """
@@ -51,31 +51,30 @@ class Vtx(lmms):
             raise ValueError(f"batch_size is {batch_size}; vtx answers one request after another, so it must be 1")
         self._model = vtx.load(bundle, device=device or "auto", compute=compute, threads=threads, fit=fit)
         self._k, self._reduce = k, reduce.replace(";", ",")
-        self._model.policy(self._k, reduce=self._reduce)  # what the bundle lacks is refused before the first request
+        self._model.policy(self._k, reduce=self._reduce)  # refuses what the bundle lacks before the first request
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """The answers, in the order of the requests."""
-        return [self._answer(*request.args) for request in tqdm(requests, desc="vtx")]
-
-    def _answer(
-        self, _context: str, to_messages: Any, generation: dict[str, Any], document: int, task: str, split: str
-    ) -> GenerationResult:
-        messages = [_as_vtx(message) for message in to_messages(self.task_dict[task][split][document])]
-        answer = self._model.generate(messages, self._k, reduce=self._reduce, **_options(generation))
-        counts = TokenCounts(input_tokens=answer.stats.prompt_tokens, output_tokens=len(answer.token_ids))
-        return GenerationResult(answer.text, counts)
+        results = []
+        for request in tqdm(requests, desc="vtx"):
+            _, to_messages, generation, document, task, split = request.args
+            messages = [_as_vtx(message) for message in to_messages(self.task_dict[task][split][document])]
+            answer = self._model.generate(messages, self._k, reduce=self._reduce, **_options(generation))
+            counts = TokenCounts(input_tokens=answer.stats.prompt_tokens, output_tokens=len(answer.token_ids))
+            results.append(GenerationResult(answer.text, counts))
+        return results
 
     def loglikelihood(self, requests: list[Instance]) -> NoReturn:
         """Refused: vtx gives the probabilities of its own answers, not those of given ones."""
-        raise NotImplementedError("vtx answers questions; take a task with output_type generate_until")
+        raise NotImplementedError("vtx answers questions; use a task with output_type generate_until")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> NoReturn:
         """Refused: such tasks ask again after each answer."""
-        raise NotImplementedError("vtx answers tasks of one round; take a task with output_type generate_until")
+        raise NotImplementedError("vtx answers tasks of one round; use a task with output_type generate_until")
 
 
 def _as_vtx(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of lmms-eval, in which images stand as PIL images or paths under "url"."""
+    """A message of lmms-eval, whose images are PIL images or paths under "url"."""
     content = []
     for part in message["content"]:
         if part["type"] not in ("text", "image"):
@@ -85,7 +84,7 @@ def _as_vtx(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(generation: dict[str, Any]) -> dict[str, Any]:
-    """What vtx knows of a task's generation_kwargs. Greedy unless the task draws: do_sample and a temperature."""
+    """Options from a task's generation_kwargs. Greedy unless the task samples: do_sample and a temperature."""
     if generation.get("num_beams", 1) not in (None, 1):
         raise ValueError(f"the task asks for {generation['num_beams']} beams; vtx has none, so set num_beams to 1")
     until = generation.get("until") or []

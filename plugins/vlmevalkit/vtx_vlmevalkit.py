@@ -11,17 +11,17 @@ import vtx
 
 
 class Vtx(BaseModel):
-    """A bundle that answers one message after another; what stands in the configuration beside its class.
+    """A bundle that answers one message after another; the arguments come from the configuration.
 
     Args:
         bundle: the bundle's directory.
         k: a prebuilt K, "none" or "auto"; the bundle's default when left out.
         reduce: a spec of reductions, "none" for none; the bundle's first when left out.
-        device: as vtx-run takes it.
-        compute: as vtx-run takes it.
-        threads: as vtx-run takes it.
-        fit: as vtx-run takes it; "pad" for LLaVA-1.5 as its authors evaluate it.
-        max_new_tokens: of an answer.
+        device: as for vtx-run.
+        compute: as for vtx-run.
+        threads: as for vtx-run.
+        fit: as for vtx-run; "pad" for LLaVA-1.5 as its authors evaluate it.
+        max_new_tokens: tokens of an answer, at most.
 
     """
 
@@ -43,7 +43,7 @@ class Vtx(BaseModel):
         super().__init__()
         self._model = vtx.load(bundle, device=device, compute=compute, threads=threads, fit=fit)
         self._k, self._reduce, self._new_tokens = k, reduce, max_new_tokens
-        self._model.policy(k, reduce=reduce)  # what the bundle lacks is refused before the first question
+        self._model.policy(k, reduce=reduce)  # refuses what the bundle lacks before the first question
 
     def generate_inner(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
         """The answer to one message: texts, and images as paths."""
@@ -53,7 +53,7 @@ class Vtx(BaseModel):
 
 
 def register() -> None:
-    """Let configurations name the class, as VLMEvalKit looks for it: among those of `vlmeval.vlm`."""
+    """Add the class to `vlmeval.vlm`, where VLMEvalKit looks up the classes of configurations."""
     vlmeval.vlm.Vtx = Vtx
 
 

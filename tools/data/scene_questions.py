@@ -57,6 +57,20 @@ class SceneQuestion:
     answer: str
 
 
+Asked = Callable[[Scene, random.Random], tuple[str, str] | None]  # question and answer, None if there is no clear one
+KINDS = dict[str, Asked]()
+
+
+def _kind(name: str) -> Callable[[Asked], Asked]:
+    """Register a kind of question."""
+
+    def register(asked: Asked) -> Asked:
+        KINDS[name] = asked
+        return asked
+
+    return register
+
+
 def _unique(scene: Scene, key: Callable[[Thing], str]) -> list[Thing]:
     counts = Counter(map(key, scene.things))
     return [t for t in scene.things if counts[key(t)] == 1]
@@ -70,6 +84,7 @@ def _thing(rng: random.Random) -> str:
     return rng.choice(("shape", "thing", "object"))
 
 
+@_kind("count")
 def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
     return _how_many(rng, rng.choice(("shapes", "shapes", "things", "objects")), len(scene.things))
 
@@ -86,16 +101,19 @@ def _plural(shape: str) -> str:
     return shape + ("es" if shape == "cross" else "s")
 
 
+@_kind("count of a colour")
 def _count_color(scene: Scene, rng: random.Random) -> tuple[str, str]:
     color = _present_or_any(rng, [t.color for t in scene.things], list(COLORS))
     return _how_many(rng, f"{color} {_thing(rng)}s", sum(t.color == color for t in scene.things))
 
 
+@_kind("count of a shape")
 def _count_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
     shape = _present_or_any(rng, [t.shape for t in scene.things], list(SHAPES))
     return _how_many(rng, _plural(shape), sum(t.shape == shape for t in scene.things))
 
 
+@_kind("colour of a shape")
 def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     choices = _unique(scene, lambda t: t.shape)
     if not choices:
@@ -104,6 +122,7 @@ def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     return _ask(rng, WHICH_COLOR, s=thing.shape), thing.color
 
 
+@_kind("shape of a colour")
 def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     choices = _unique(scene, lambda t: t.color)
     if not choices:
@@ -112,6 +131,26 @@ def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     return _ask(rng, WHICH_SHAPE, c=thing.color, n=_thing(rng)), thing.shape
 
 
+@_kind("place")
+def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
+    options = [(t, t.shape) for t in _unique(scene, lambda t: t.shape)]
+    options += [(t, f"{t.color} {_thing(rng)}") for t in _unique(scene, lambda t: t.color)]
+    options += [(t, t.name) for t in _unique(scene, lambda t: t.name)]
+    if not options:
+        return None
+    thing, name = rng.choice(options)
+    return _ask(rng, WHERE, n=name), PLACES[thing.cell]
+
+
+@_kind("what is at a place")
+def _contents(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    at = {t.cell: t.name for t in scene.things}
+    cell = rng.choice(sorted(at)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
+    corner = " corner" if " " in PLACES[cell] and rng.random() < 0.25 else ""
+    return _ask(rng, WHAT_IS_AT, p=PLACES[cell] + corner), at.get(cell, "nothing")
+
+
+@_kind("yes or no")
 def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
     chance = rng.random()
     if chance < 0.15 and (unique := _unique(scene, lambda t: t.shape)):
@@ -147,35 +186,6 @@ def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:
         colors, shapes = ([thing.color], shapes) if mixed < 0.3 else (colors, [thing.shape])
     absent = [f"{c} {s}" for c in colors for s in shapes if f"{c} {s}" not in names]
     return rng.choice(absent or [f"{c} {s}" for c in COLORS for s in SHAPES if f"{c} {s}" not in names])
-
-
-def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    options = [(t, t.shape) for t in _unique(scene, lambda t: t.shape)]
-    options += [(t, f"{t.color} {_thing(rng)}") for t in _unique(scene, lambda t: t.color)]
-    options += [(t, t.name) for t in _unique(scene, lambda t: t.name)]
-    if not options:
-        return None
-    thing, name = rng.choice(options)
-    return _ask(rng, WHERE, n=name), PLACES[thing.cell]
-
-
-def _contents(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    at = {t.cell: t.name for t in scene.things}
-    cell = rng.choice(sorted(at)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
-    corner = " corner" if " " in PLACES[cell] and rng.random() < 0.25 else ""
-    return _ask(rng, WHAT_IS_AT, p=PLACES[cell] + corner), at.get(cell, "nothing")
-
-
-KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {
-    "count": _count,
-    "count of a colour": _count_color,
-    "count of a shape": _count_shape,
-    "colour of a shape": _color,
-    "shape of a colour": _shape,
-    "place": _place,
-    "what is at a place": _contents,
-    "yes or no": _exists,
-}
 
 
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneQuestion | None:

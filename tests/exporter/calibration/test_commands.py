@@ -60,7 +60,7 @@ def test_calibrating_writes_report_table_and_plots(tiny_checkpoint: Checkpoints,
     assert "predicted, roughly" in done.stderr
     assert "chosen: K = 2 (1 full layers)" in done.stdout
     assert done.stderr.splitlines()[-1].startswith("warning: at K = 2, ")
-    assert done.stderr.splitlines()[-1].endswith("vtx-export takes this K only with --allow-changed-answers")
+    assert done.stderr.splitlines()[-1].endswith("vtx-export accepts this K only with --allow-changed-answers")
     names = {"samples.jsonl", "report.json", "kl.png", "accuracy.png", "attention.png"}
     assert {path.name for path in (workplace / "found").iterdir()} == names
     again = vtx(*words, "--eta", "1e-30", "--attention", "--json")

@@ -114,7 +114,7 @@ def test_the_picture_is_said_and_can_be_changed() -> None:
     [
         (["--image-size", "640"], "'640' is not a size in pixels such as 1280x720"),
         (["--image-size", "0x480"], "is not a size in pixels"),
-        (["--image-size", "640x480", "--sequence", "700"], "leave out --image-size"),
+        (["--image-size", "640x480", "--sequence", "700"], "are mutually exclusive"),
     ],
 )
 def test_a_wrong_size_is_wrong_usage(words: list[str], message: str) -> None:
