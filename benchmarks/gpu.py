@@ -28,7 +28,7 @@ Times = dict[str, float]
 
 def prompt_of(model: Model, picture: Any) -> Prompt:
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
-    ids = model.text.prompt([message], picture.tokens)
+    ids = model.loaded.text.prompt([message], picture.tokens)
     rows = model.backend.vision(picture.pixels[None])
     return Prompt(ids, ids == model.manifest.text.image_token_id, ((picture.key, lambda: rows),))
 
@@ -110,7 +110,7 @@ def main() -> None:
     held = model.backend.cuda.memory() if given.device == "tensorrt" else None
     theirs = Theirs(given.checkpoint, "cpu" if given.device == "cpu" else "cuda")
     rng = np.random.default_rng(0)
-    picture = model.prepare(Image.fromarray(rng.integers(0, 256, (336, 336, 3), dtype=np.uint8)))
+    picture = model.loaded.prepare(Image.fromarray(rng.integers(0, 256, (336, 336, 3), dtype=np.uint8)))
     ids = prompt_of(model, picture).ids
     sides: dict[str, list[Times]] = {"vtx": [], "transformers": []}
     for number in range(given.rounds + 1):

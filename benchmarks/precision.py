@@ -51,17 +51,17 @@ def export(folder: Path, precision: str, vision: str | None, kv: str | None, mea
 
 def answers(model: Model, item: Item) -> tuple[NDArray[np.float32], list[tuple[NDArray[np.float64], bool]]]:
     """The image tokens; at each K the log-probabilities of the first token and whether the greedy answer is right."""
-    manifest, picture = model.manifest, model.prepare(item.images[0])
+    manifest, picture = model.manifest, model.loaded.prepare(item.images[0])
     tokens = model.backend.vision(picture.pixels[None])
     content: list[Any] = [{"type": "image"}, {"type": "text", "text": item.question}]
-    ids = model.text.prompt([{"role": "user", "content": content}], picture.tokens)
+    ids = model.loaded.text.prompt([{"role": "user", "content": content}], picture.tokens)
     prompt = Prompt(ids, ids == manifest.text.image_token_id, ((picture.key, lambda: tokens),))
     session, found = Session(model.backend, manifest), []
     for k in KS:
         logits = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits.copy()
         ends = manifest.text.end_ids
         tokens = list(generate(session, logits, lambda row: int(row.argmax()), end_ids=ends, max_new_tokens=64))
-        stream = model.text.stream()
+        stream = model.loaded.text.stream()
         text = "".join(map(stream.push, tokens)) + stream.finish()
         right = tokens[-1] in ends and plain(text) == plain(item.answer or "")
         shifted = logits.astype(np.float64) - logits.max()

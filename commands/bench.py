@@ -212,7 +212,7 @@ def _compare(
 
 
 def _device_line(model: Model) -> str:
-    return f"{model.backend.device} ({model.why}) in {model.backend.compute}"
+    return f"{model.backend.device} ({model.loaded.why}) in {model.backend.compute}"
 
 
 def methods_bundle(named: str | None) -> Path:

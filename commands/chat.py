@@ -28,7 +28,7 @@ from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
     from vtx.runtime.api.answer import Stats
-    from vtx.runtime.api.chat import Chat
+    from vtx.runtime.api.conversation import Chat
     from vtx.runtime.api.model import Model
 
 HELP = """/k N|none|auto   withdraw the image at another K, from the next question on

@@ -99,7 +99,7 @@ def run(
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown
 
-            check_shown(model.policy(k, options, reduce), conversation.images, model.manifest.image)
+            check_shown(model.loaded.policy(k, options, reduce), conversation.images, model.manifest.image)
         answers: list[Stats] = []
         turns = conversation.chat(k, reduce=reduce) if chat else None
         for question in questions:

@@ -51,7 +51,9 @@ class Vtx(lmms):
             raise ValueError(f"batch_size is {batch_size}; vtx answers one request after another, so it must be 1")
         self._model = vtx.load(bundle, device=device or "auto", compute=compute, threads=threads, fit=fit)
         self._k, self._reduce = k, reduce.replace(";", ",")
-        self._model.policy(self._k, reduce=self._reduce)  # refuses what the bundle lacks before the first request
+        self._model.loaded.policy(
+            self._k, reduce=self._reduce
+        )  # refuses what the bundle lacks before the first request
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """The answers, in the order of the requests."""

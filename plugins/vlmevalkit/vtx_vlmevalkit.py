@@ -43,7 +43,7 @@ class Vtx(BaseModel):
         super().__init__()
         self._model = vtx.load(bundle, device=device, compute=compute, threads=threads, fit=fit)
         self._k, self._reduce, self._new_tokens = k, reduce, max_new_tokens
-        self._model.policy(k, reduce=reduce)  # refuses what the bundle lacks before the first question
+        self._model.loaded.policy(k, reduce=reduce)  # refuses what the bundle lacks before the first question
 
     def generate_inner(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
         """The answer to one message: texts, and images as paths."""

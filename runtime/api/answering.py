@@ -6,36 +6,72 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer, Progress, Stats
+from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import Options
-from vtx.runtime.api.text_output import TextOutput
 from vtx.runtime.api.turns import Ended, Request
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.make import decisions
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.prompt.lookup import PromptLookup
+from vtx.runtime.prompt.detokenizer import Detokenizer
 from vtx.runtime.prompt.messages import Message
-from vtx.runtime.session.assemble import make_prompt, selecting_text
-from vtx.runtime.session.clock import Clock
-from vtx.runtime.session.encoded_images import EncodedImages
+from vtx.runtime.session.encoded_images import EncodedImages, make_prompt, selecting_text
 from vtx.runtime.session.generate import generate
-from vtx.runtime.session.reduction_report import reduced
-from vtx.runtime.session.result import PrefillResult, Selection
 from vtx.runtime.session.sampling import Likely, Sampler, log_probability, most_likely
-from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 
 if TYPE_CHECKING:
-    from vtx.runtime.api.model import Model
+    from vtx.runtime.prompt.lookup import PromptLookup
+
+
+class TextOutput:
+    """Tokens in, pieces of `text` out: no leading space, nothing of a stop string.
+
+    A piece that may begin a stop string waits until that is known. The answer ends at the first character with which a
+    stop string is complete, and is cut where that string begins; token boundaries play no part.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+        self._detokenizer, self._stops = detokenizer, tuple(stops)
+        self._longest = max(map(len, self._stops), default=1) - 1  # characters that may begin a stop string
+        self._waiting = ""
+        self.text = ""  # the pieces so far
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain with one more token, maybe none."""
+        return self._give(self._detokenizer.push(token), last=False)
+
+    def finish(self) -> str:
+        """The rest."""
+        return self._give(self._detokenizer.finish(), last=True)
+
+    def _give(self, piece: str, *, last: bool) -> str:
+        text = self._waiting + piece
+        text = text if self.text else text.lstrip()
+        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        cut = len(text)
+        if ends:
+            self.stopped, cut = True, min(ends)[1]
+        elif not last:
+            for count in range(min(self._longest, len(text)), 0, -1):
+                if any(stop.startswith(text[-count:]) for stop in self._stops):
+                    cut -= count
+                    break
+        self._waiting = "" if self.stopped else text[cut:]
+        self.text += text[:cut]
+        return text[:cut]
 
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """What a conversation keeps between questions."""
+    """Everything that a conversation keeps between questions."""
 
     session: Session
     images: EncodedImages
@@ -43,7 +79,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, checked and in token ids. `after`: the question of a chat's first turn."""
+    """A question, checked and in token ids. `after`: the question of a chat's first turn."""
 
     messages: Sequence[Message]
     ids: NDArray[np.int64]
@@ -61,15 +97,16 @@ class AnswerInProgress:
 
     def __init__(
         self,
-        model: Model,
+        loaded: LoadedBundle,
         question: Question,
         lease: Callable[[Request], AbstractContextManager[Caches]],
         completed: Callable[[Answer, Selection | None], None],
     ) -> None:
-        self._model, self._question, self._lease, self._completed = model, question, lease, completed
+        self._loaded, self._question, self._lease, self._completed = loaded, question, lease, completed
         self.request = Request(question.options.timeout)
         self.answer: Answer | None = None
-        self._clock = Clock()
+        self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
+        self._vision_seconds = 0.0
         self._prompt_tokens = len(question.ids)
         self._result: PrefillResult | None = None
         self.session: Session | None = None  # while it decodes
@@ -78,24 +115,28 @@ class AnswerInProgress:
         self._likely: list[Likely] = []
         self._seg_states: list[tuple[float, ...]] = []
         self._lookup: PromptLookup | None = None
-        self._output = TextOutput(model.text.stream(), question.options.stop)
+        self._output = TextOutput(loaded.text.stream(), question.options.stop)
 
     def pieces(self) -> Generator[str]:
         """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
-        self._clock = Clock()
+        self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
         self.request.start()
+        question, check = self._question, self.request.check
         try:
             with self._lease(self.request) as caches:
-                prompt = self._prompt(caches.images)
-                question, check = self._question, self.request.check
-                self._result = caches.session.prefill(prompt, question.policy, after=question.after, check=check)
-                self._clock.prefilled()
+                before = caches.images.seconds
+                try:
+                    prompt = self._prompt(caches.images)
+                    result = caches.session.prefill(prompt, question.policy, after=question.after, check=check)
+                finally:
+                    self._vision_seconds = caches.images.seconds - before
+                self._result, self._prefilled = result, perf_counter()
                 self.session = caches.session
                 yield ""
-                stopped = yield from self._generate(caches.session, self._result, prompt)
+                stopped = yield from self._generate(caches.session, result, prompt)
                 self.end(stopped)
                 assert self.answer is not None
-                self._completed(self.answer, self._result.selection)
+                self._completed(self.answer, result.selection)
         except Ended as e:
             self.end(e.stopped)
         except GeneratorExit:
@@ -105,11 +146,11 @@ class AnswerInProgress:
             self.session = None
 
     def progress(self, start: int) -> Progress:
-        """The tokens so far from number `start` on."""
+        """The tokens so far, from number `start` on."""
         return Progress(tuple(self._ids[start:]), tuple(self._logprobs[start:]), tuple(self._likely[start:]))
 
     def end(self, stopped: str) -> None:
-        """Set the answer to what there is."""
+        """Complete the answer with what there is so far."""
         if self.answer is None:
             options = self._question.options
             logprobs = tuple(self._logprobs) if options.logprobs else None
@@ -117,26 +158,27 @@ class AnswerInProgress:
             self.answer = Answer(self._output.text, tuple(self._ids), self._stats(), stopped, logprobs, likely)
 
     def _prompt(self, images: EncodedImages) -> Prompt:
-        question, model, check = self._question, self._model, self.request.check
-        token, policy = model.manifest.text.image_token_id, question.policy
-        embeddings = partial(model.embed_question, question.messages)
-        text = selecting_text(model.backend, question.ids, token, policy, question.after, embeddings)
-        encoders = self._clock.all_vision(images.encoders(policy.entries, text, check))
-        expand = partial(model.text.prompt, question.messages)
-        prompt = make_prompt(question.ids, token, encoders, policy, expand, check)
+        question, loaded, check = self._question, self._loaded, self.request.check
+        token, policy = loaded.manifest.text.image_token_id, question.policy
+        embeddings = partial(loaded.embed_question, question.messages)
+        text = selecting_text(loaded.backend, question.ids, token, policy, question.after, embeddings)
+        encoders = images.encoders(policy.entries, text, check)
+        prompt = make_prompt(
+            question.ids, token, encoders, policy, partial(loaded.text.prompt, question.messages), check
+        )
         self._prompt_tokens = len(prompt.ids)
         return prompt
 
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
-        """Give the text of token after token; returns why it ended."""
-        options, output, ids = self._question.options, self._output, self._ids
-        end_ids = () if options.ignore_eos else self._model.manifest.text.end_ids
+        """Yield the text of token after token; return why it ended."""
+        options, output, ids, text = self._question.options, self._output, self._ids, self._loaded.manifest.text
+        end_ids = () if options.ignore_eos else text.end_ids
         sampler = Sampler(options.sampling, prompt.ids.tolist())
 
         def sample(logits: NDArray[np.float32]) -> int:
             token = sampler(logits)
-            if token == self._model.manifest.text.seg_token_id:
-                self._seg_states.append(tuple(self._model.normed(session.state).tolist()))
+            if token == text.seg_token_id:
+                self._seg_states.append(tuple(self._loaded.normed(session.state).tolist()))
             if options.logprobs:
                 self._logprobs.append(log_probability(logits, token))
             if options.top_logprobs:
@@ -144,13 +186,16 @@ class AnswerInProgress:
             return token
 
         if options.prompt_lookup:
+            from vtx.runtime.prompt.lookup import PromptLookup
+
             self._lookup = PromptLookup(prompt.ids[~prompt.is_vision].tolist(), options.prompt_lookup)
         limit, check = options.max_new_tokens, self.request.check
         tokens = generate(
             session, result.logits, sample, end_ids=end_ids, max_new_tokens=limit, check=check, lookup=self._lookup
         )
         for token in tokens:
-            self._clock.token()
+            self._last_token = perf_counter()
+            self._first_token = self._first_token if ids else self._last_token
             ids.append(token)
             piece = output.push(token)
             if output.stopped:
@@ -166,10 +211,22 @@ class AnswerInProgress:
         return "end" if ids[-1] in end_ids else "length" if len(ids) == limit else "context"
 
     def _stats(self) -> Stats:
-        manifest, backend, policy = self._model.manifest, self._model.backend, self._question.policy
-        result, gate = self._result, decisions(policy)
+        manifest, backend, policy = self._loaded.manifest, self._loaded.backend, self._question.policy
+        result, gate, report = self._result, decisions(policy), None
         k = result.k if result else None
         slots = result.slots if result else ()
+        decoding = self._last_token - self._first_token
+        seconds = {
+            "vision": self._vision_seconds,
+            "prefill": max(0.0, self._prefilled - self._start - self._vision_seconds),
+            "first_token": self._first_token - self._start,
+            "decode_per_token": decoding / (len(self._ids) - 1) if len(self._ids) > 1 else 0.0,
+        }
+        timings = {name: round(1000 * value, 3) for name, value in seconds.items()}
+        if result and policy.reductions:
+            from vtx.runtime.session.reduction_report import reduced
+
+            report = reduced(policy, result)
         return Stats(
             k=k,
             full_layers=k - 1 if k else manifest.model.layers,
@@ -185,10 +242,10 @@ class AnswerInProgress:
             device=backend.device,
             compute=backend.compute,
             precision=manifest.precision,
-            timings_ms={"load": round(self._model.load_ms, 3), **self._clock.timings()},
+            timings_ms={"load": round(self._loaded.load_ms, 3), **timings},
             gate=None if gate is None else tuple(gate),
             reduce=to_spec(policy.reductions),
-            reduced=reduced(policy, result) if result else None,
+            reduced=report,
             drafted=self._lookup.drafted if self._lookup else None,
             accepted=self._lookup.accepted if self._lookup else None,
             seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),

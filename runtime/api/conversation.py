@@ -11,31 +11,22 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress, Caches, Question
-from vtx.runtime.api.chat import Chat
-from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, combined
+from vtx.runtime.api.loaded import LoadedBundle, opening_parts
+from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.checks import check_text
 from vtx.runtime.policies.make import check_video_policy
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.prompt.messages import PICTURES, Message, Part
+from vtx.runtime.prompt.messages import PICTURES, Message
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
-from vtx.runtime.session.result import Selection
-from vtx.runtime.session.session import Session
+from vtx.runtime.session.session import Selection, Session
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from vtx.runtime.api.model import Model
 
-
-def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:
-    """The content of a first question: images and videos, then the words."""
-    pictures: list[Part] = [{"type": "video"} if image.kind == "video" else {"type": "image"} for image in images]
-    return [*pictures, {"type": "text", "text": question}]
-
-
-def _forget(_: Answer, __: Selection | None) -> None:
+def _nothing(_: Answer, __: Selection | None) -> None:
     """An independent question leaves nothing to remember."""
 
 
@@ -45,26 +36,26 @@ class Conversation:
     `ask` and `stream` put independent questions; `chat` starts a conversation that remembers its turns.
 
     One answer is computed at a time. Calls of `ask` from several threads wait for each other. A stream holds the
-    conversation until its end: what its own reader asks next ends it, as `cancel()` from any thread does; other
+    conversation until its end: the next question of its own reader ends it, as `cancel()` from any thread does; other
     threads get a `ConversationBusyError` at once. For answers side by side open the image once for each thread.
     """
 
     def __init__(
         self,
-        model: Model,
+        loaded: LoadedBundle,
         images: tuple[PreparedImage, ...],
         system: str | None = None,
         *,
         shares_images: bool = True,
     ) -> None:
-        """`shares_images`: take images from the model's `image_cache`, where it has one, and leave them there."""
+        """`shares_images`: use the bundle's `image_cache`, if it has one."""
         if system is not None:
             check_text("system", system)
-        self.model, self.images, self.system = model, images, system
+        self.loaded, self.images, self.system = loaded, images, system
         self._shares_images = shares_images
         self._caches = self._empty_caches()
         self._turns = Turns()
-        model.register(self)
+        loaded.register(self)
 
     def __enter__(self) -> Conversation:
         return self
@@ -75,21 +66,15 @@ class Conversation:
     def __repr__(self) -> str:
         kinds: list[str] = [image.kind for image in self.images]
         counts = [f"{count} {kind}{'' if count == 1 else 's'}" for kind in PICTURES if (count := kinds.count(kind))]
-        return f"<vtx.Conversation about {' and '.join(counts) or '0 images'} with {self.model.manifest.model.name}>"
+        return f"<vtx.Conversation about {' and '.join(counts) or '0 images'} with {self.loaded.manifest.model.name}>"
 
     def close(self) -> None:
         """End a running answer and free the caches. The conversation can be used again and then starts afresh."""
-        with self._turns.close():
+        with self._turns.hold(Request(), closing=True):
             self._caches = self._empty_caches()
 
     def ask(
-        self,
-        question: str,
-        k: K = DEFAULT,
-        options: Options | None = None,
-        *,
-        reduce: str | None = DEFAULT,
-        **keywords: Unpack[OptionKeywords],
+        self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
     ) -> Answer:
         """Answer one question, independent of those before it.
 
@@ -97,9 +82,9 @@ class Conversation:
             question: plain text; special tokens in it stay text.
             k: a prebuilt K, "none" or None for no withdrawal; the bundle's default when left out.
             options: sampling and limits.
-            reduce: a spec of reductions, as "mustdrop:192"; "none" or None for none; the bundle's first when left out.
-            keywords: fields of `Options` and `Sampling`, as `max_new_tokens=64, temperature=0.7`; they win over
-                `options`.
+            keywords: fields of `Options` and `Sampling`, e.g. `max_new_tokens=64, temperature=0.7`, which override
+                `options`; and `reduce`, a spec of reductions such as "mustdrop:192", "none" or None for none, the
+                bundle's first when left out.
 
         Raises:
             RequestError: an empty question, a wrong option, a K the bundle was not cut at, a reduction it was not
@@ -108,52 +93,34 @@ class Conversation:
             ConversationBusyError: another thread reads a stream of this conversation.
 
         """
-        return self.stream(question, k, options, reduce=reduce, **keywords).read()
+        return self.stream(question, k, options, **keywords).read()
 
     def stream(
-        self,
-        question: str,
-        k: K = DEFAULT,
-        options: Options | None = None,
-        *,
-        reduce: str | None = DEFAULT,
-        **keywords: Unpack[OptionKeywords],
+        self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
     ) -> AnswerStream:
         """As `ask`, giving the text piece by piece."""
-        return self.stream_messages(self.opening(question), k, combined(options, keywords), reduce)
+        return self.stream_messages(self.opening(question), Settings.of(k, options, keywords))
 
     async def aask(
-        self,
-        question: str,
-        k: K = DEFAULT,
-        options: Options | None = None,
-        *,
-        reduce: str | None = DEFAULT,
-        **keywords: Unpack[OptionKeywords],
+        self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
     ) -> Answer:
         """As `ask`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
-        return await self.astream(question, k, options, reduce=reduce, **keywords).read()
+        return await self.astream(question, k, options, **keywords).read()
 
     def astream(
-        self,
-        question: str,
-        k: K = DEFAULT,
-        options: Options | None = None,
-        *,
-        reduce: str | None = DEFAULT,
-        **keywords: Unpack[OptionKeywords],
+        self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
     ) -> AsyncAnswerStream:
         """As `stream`, for `async for`."""
-        return AsyncAnswerStream(self.stream(question, k, options, reduce=reduce, **keywords))
+        return AsyncAnswerStream(self.stream(question, k, options, **keywords))
 
     def chat(self, k: K = DEFAULT, *, reduce: str | None = DEFAULT) -> Chat:
-        """A conversation of several turns about these images.
+        """Start a conversation of several turns about these images.
 
         Raises:
             RequestError: a K the bundle was not cut at, a reduction it was not exported for.
 
         """
-        self._policy(k, None, reduce)
+        self._policy(Settings(k, reduce=reduce))
         return Chat(self, k, reduce)
 
     def opening(self, question: str) -> list[Message]:
@@ -166,55 +133,95 @@ class Conversation:
     def stream_messages(
         self,
         messages: Sequence[Message],
-        k: K,
-        options: Options,
-        reduce: str | None,
+        settings: Settings,
         *,
+        resume: bool = False,
         after: Selection | None = None,
-        completed: Callable[[Answer, Selection | None], None] = _forget,
+        completed: Callable[[Answer, Selection | None], None] = _nothing,
     ) -> AnswerStream:
-        """The answer to any messages about these images; what cannot be asked is refused here, not when it is read."""
-        model = self.model
-        model.check_open()
-        policy = self._policy(k, options, reduce)
-        ids = model.prompt_ids(messages, self.images)
-        if not policy.entries:  # these leave out image tokens before the decoder
-            model.check_room(ids, self.images)
-        question = Question(messages, ids, policy, options, after)
-        return AnswerStream(AnswerInProgress(model, question, self._lease, completed))
+        """The answer to any messages about these images; what cannot be asked is refused here, not when it is read.
 
-    def resume_messages(self, messages: Sequence[Message], k: K, options: Options, reduce: str | None) -> AnswerStream:
-        """As `stream_messages`, starting from what the caches hold of these messages; the same answer as without.
-
-        Where the question decides which image tokens stay, only the images' part is reused.
+        With `resume` it starts from the part of these messages that the caches hold, and is the same answer as without;
+        if the question decides which image tokens stay, only the images' part is reused.
         """
-        fixed = self.model.policy(k, options, reduce).fixed
-        after = self._caches.session.selection if fixed else None
-        return self.stream_messages(messages, k, options, reduce, after=after)
+        loaded, images = self.loaded, self.images
+        loaded.check_open()
+        policy = self._policy(settings)
+        ids = loaded.prompt_ids(messages, images)
+        if not policy.entries:  # these leave out image tokens before the decoder
+            loaded.check_room(ids, images)
+        if resume and policy.fixed:
+            after = self._caches.session.selection
+        question = Question(messages, ids, policy, settings.options, after)
+        return AnswerStream(AnswerInProgress(loaded, question, self._lease, completed))
 
-    def _policy(self, k: K, options: Options | None, reduce: str | None) -> Policy:
-        policy = self.model.policy(k, options, reduce)
+    def _policy(self, settings: Settings) -> Policy:
+        policy = self.loaded.policy(settings.k, settings.options, settings.reduce)
         if any(image.kind == "video" for image in self.images):
             check_video_policy(policy)
         return policy
 
     def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:
-        """How many leading tokens of a prompt the caches hold, and how many they hold in all."""
+        """The number of leading tokens of a prompt that the caches hold, and of all that they hold."""
         return self._caches.session.agreement(ids)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that its caches take: K and V, filled or not, and encoded images."""
+        """Bytes of its caches: K and V, filled or not, and encoded images."""
         caches = self._caches
-        return caches.session.kv_slots * self.model.backend.kv_slot_bytes + caches.images.bytes
+        return caches.session.kv_slots * self.loaded.backend.kv_slot_bytes + caches.images.bytes
 
     @contextmanager
     def _lease(self, request: Request) -> Iterator[Caches]:
         with self._turns.hold(request):
-            self.model.check_open()
+            self.loaded.check_open()
             yield self._caches
 
     def _empty_caches(self) -> Caches:
-        backend = self.model.backend
-        images = EncodedImages(backend, self.images, self.model.image_cache if self._shares_images else None)
-        return Caches(Session(backend, self.model.manifest), images)
+        backend = self.loaded.backend
+        images = EncodedImages(backend, self.images, self.loaded.image_cache if self._shares_images else None)
+        return Caches(Session(backend, self.loaded.manifest), images)
+
+
+class Chat:
+    """Turns that build on each other; K, and which image tokens stay, are the first turn's.
+
+    `messages` are the turns so far. A turn counts once its answer is complete, not when it was cancelled or ran out of
+    time.
+    """
+
+    def __init__(self, conversation: Conversation, k: K, reduce: str | None) -> None:
+        self._conversation, self._k, self._reduce = conversation, k, reduce
+        self.messages: list[Message] = []
+        self._selection: Selection | None = None  # the question that selected the image tokens of this chat
+
+    def __repr__(self) -> str:
+        return f"<vtx.Chat, {sum(m['role'] == 'user' for m in self.messages)} turns, {self._conversation!r}>"
+
+    def ask(self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]) -> Answer:
+        """Answer the next turn; the turns before it are part of the prompt."""
+        return self.stream(question, options, **keywords).read()
+
+    def stream(self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]) -> AnswerStream:
+        """As `ask`, giving the text piece by piece."""
+        check_text("the question", question)
+        turn: Message = {"role": "user", "content": [{"type": "text", "text": question}]}
+        messages = [*self.messages, turn] if self.messages else self._conversation.opening(question)
+
+        settings = Settings(self._k, combined(options, keywords), self._reduce)
+
+        def completed(answer: Answer, selection: Selection | None) -> None:
+            reply: Message = {"role": "assistant", "content": [{"type": "text", "text": answer.text}]}
+            self.messages, self._selection = [*messages, reply], selection
+
+        return self._conversation.stream_messages(messages, settings, after=self._selection, completed=completed)
+
+    async def aask(self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]) -> Answer:
+        """As `ask`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
+        return await self.astream(question, options, **keywords).read()
+
+    def astream(
+        self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]
+    ) -> AsyncAnswerStream:
+        """As `stream`, for `async for`."""
+        return AsyncAnswerStream(self.stream(question, options, **keywords))

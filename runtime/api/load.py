@@ -1,4 +1,4 @@
-"""Loading a bundle: where it is answered, and whether it fits."""
+"""Loading a bundle: choosing its device, and checking that it fits into memory."""
 
 from __future__ import annotations
 
@@ -74,13 +74,21 @@ def load(
     opened = Bundle.open(bundle, key=key)
     chosen = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels)
     if not force and not ENGINES[chosen.device].gpu:
-        _check_memory(opened, chosen)
+        floats = float_bytes(chosen)
+        needed, free = needed_memory(opened, floats), available_memory()
+        if free is not None and needed > free:
+            wider = ", which expands fp16 and bf16 to float32" if floats is EXPANDED else ""
+            raise DeviceError(
+                f"{opened.manifest.model.name} needs about {size(needed)} of memory on "
+                f"{ENGINES[chosen.device].title}{wider}; {size(free)} is free; use a machine with more, or export with "
+                "--precision int4 (--force tries all the same)"
+            )
     backend = open_backend(opened, chosen, threads)
     load_ms = 1000 * (time.perf_counter() - start)
     model = Model(
         opened, backend, load_ms, chosen.why, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, image_formats=formats
     )
-    log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, chosen.device, chosen.why, model.load_ms)
+    log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, chosen.device, chosen.why, load_ms)
     return model
 
 
@@ -88,13 +96,7 @@ def choose_for(
     bundle: Bundle, device: str, compute: str | None, *, fit: str | None = None, max_tiles: int | None = None,
     max_pixels: int | None = None,
 ) -> DeviceChoice:  # fmt: skip
-    """Where `load` would answer a bundle. Raises as `load` does for what the bundle or the machine cannot do."""
-    _check_images(bundle, fit, max_tiles, max_pixels)
-    return choose(bundle, device, compute)
-
-
-def _check_images(bundle: Bundle, fit: str | None, max_tiles: int | None, max_pixels: int | None) -> None:
-    """Raise RequestError for a `fit` or a limit of tiles or pixels that the model's layout does not take."""
+    """The device on which `load` would answer a bundle. Raises as `load` does if the bundle or machine cannot do it."""
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
     if bundle.manifest.text_tower is not None and layout.max_views > 1:
         raise BundleError(
@@ -105,16 +107,4 @@ def _check_images(bundle: Bundle, fit: str | None, max_tiles: int | None, max_pi
         if value is not None:
             check_whole(name, value, 1)
     limited_layout(layout, max_tiles, max_pixels)
-
-
-def _check_memory(bundle: Bundle, chosen: DeviceChoice) -> None:
-    """Raise DeviceError when the weights and an answer exceed the free memory."""
-    floats = float_bytes(chosen)
-    needed, free = needed_memory(bundle, floats), available_memory()
-    if free is not None and needed > free:
-        wider = ", which expands fp16 and bf16 to float32" if floats is EXPANDED else ""
-        raise DeviceError(
-            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on "
-            f"{ENGINES[chosen.device].title}{wider}; {size(free)} is free; use a machine with more, or export with "
-            "--precision int4 (--force tries all the same)"
-        )
+    return choose(bundle, device, compute)

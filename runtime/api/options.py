@@ -66,13 +66,20 @@ class Options:
         check_whole("prompt_lookup", self.prompt_lookup, 0)
         if self.prompt_lookup > MAX_DRAFT:
             raise RequestError(f"prompt_lookup is {self.prompt_lookup}; drafts have at most {MAX_DRAFT} tokens")
-        object.__setattr__(self, "stop", _stops(self.stop))
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise RequestError(
+                f"stop is {self.stop!r:.40}; it must be a string, or a list of strings, none of them empty"
+            )
+        if len(stops) > MAX_STOPS:
+            raise RequestError(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
+        object.__setattr__(self, "stop", tuple(stops))
         if self.timeout is not None:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of `Options` and `Sampling` as keywords of a question."""
+    """The fields of `Options` and `Sampling` as keywords of a chat's turn."""
 
     max_new_tokens: int
     ignore_eos: bool
@@ -88,6 +95,32 @@ class OptionKeywords(TypedDict, total=False):
     top_k: int
     seed: int | None
     repetition_penalty: float
+
+
+class QuestionKeywords(OptionKeywords, total=False):
+    """The keywords of a question: those of a turn, and the reductions."""
+
+    reduce: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a question is answered: K, limits and sampling, reductions; the bundle's defaults if left out."""
+
+    k: K = DEFAULT
+    options: Options = dataclasses.field(default_factory=Options)
+    reduce: str | None = DEFAULT
+
+    @classmethod
+    def of(cls, k: K, options: Options | None, keywords: Mapping[str, Any]) -> Settings:
+        """The settings that the arguments of a question give.
+
+        Raises:
+            RequestError: a keyword that names no option, or a wrong value.
+
+        """
+        changes = {name: value for name, value in keywords.items() if name != "reduce"}
+        return cls(k, combined(options, changes), keywords.get("reduce", DEFAULT))
 
 
 def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
@@ -109,12 +142,3 @@ def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
     if sampling and isinstance(changes.get("sampling", base.sampling), Sampling):
         changes["sampling"] = dataclasses.replace(changes.get("sampling", base.sampling), **sampling)
     return dataclasses.replace(base, **changes) if changes else base
-
-
-def _stops(value: object) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise RequestError(f"stop is {value!r:.40}; it must be a string, or a list of strings, none of them empty")
-    if len(stops) > MAX_STOPS:
-        raise RequestError(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
-    return tuple(stops)

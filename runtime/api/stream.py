@@ -5,46 +5,27 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from vtx.runtime.api.answer import Answer, Progress
-from vtx.runtime.api.turns import Reader, Request
+from vtx.runtime.api.answering import AnswerInProgress
+from vtx.runtime.api.turns import Reader
 from vtx.runtime.errors import RequestError
 from vtx.runtime.session.session import Session
 
 T = TypeVar("T")
 
 
-class Answering(Protocol):
-    """What a stream reads."""
-
-    request: Request
-    answer: Answer | None
-    session: Session | None  # while it decodes
-
-    def pieces(self) -> Generator[str]:
-        """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
-        ...
-
-    def progress(self, start: int) -> Progress:
-        """The tokens so far from number `start` on."""
-        ...
-
-    def end(self, stopped: str) -> None:
-        """Set the answer to what there is."""
-        ...
-
-
 class AnswerStream:
     """An iterator over pieces of text; `answer` is there when it is exhausted.
 
-    It holds its conversation from its first piece to its end. What its reader asks next in the same conversation ends
-    it, as `cancel` does: `answer` is then what had come, with `stopped` "cancelled".
+    It holds its conversation from its first piece to its end. Its reader's next question in the same conversation ends
+    it, as `cancel` does: `answer` is then the part so far, with `stopped` "cancelled".
     """
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: AnswerInProgress) -> None:
         self._answering, self._request = answering, answering.request
         self._pieces = answering.pieces()
         self._lock = threading.Lock()
@@ -74,9 +55,9 @@ class AnswerStream:
 
     @contextmanager
     def paused(self) -> Iterator[Session | None]:
-        """Its session where it waits between two tokens and will decode another, else None.
+        """Its session if it waits between two tokens and will decode another, else None.
 
-        Until the end of the block it stays there: who cancels it meanwhile ends its next step.
+        It stays there until the end of the block: a cancellation meanwhile ends its next step.
         """
         with self._lock:
             session = self._answering.session
@@ -89,7 +70,7 @@ class AnswerStream:
         return self._request.timeout
 
     def on_progress(self, beat: Callable[[], None]) -> None:
-        """Have `beat` called, in the thread that computes, before each view of an image, stage and token."""
+        """Call `beat`, in the thread that computes, before each view of an image, stage and token."""
         self._request.beat = beat
 
     def progress(self, start: int = 0) -> Progress:
@@ -105,7 +86,7 @@ class AnswerStream:
 
     @property
     def running(self) -> bool:
-        """Whether some thread computes the next piece just now."""
+        """True while some thread computes the next piece."""
         return self._lock.locked()
 
     @property
@@ -134,12 +115,13 @@ class AnswerStream:
     def read(self) -> Answer:
         """Run to the end and return the answer."""
         self._request.returns_by_itself = True
-        for _ in self:
-            pass
+        with suppress(StopIteration):
+            while True:
+                self.step()
         return self.answer
 
     def _close(self) -> None:
-        """End a paused stream. One that is running looks for itself whether it was cancelled."""
+        """End a paused stream. A running one checks by itself if it was cancelled."""
         if self._lock.acquire(blocking=False):
             try:
                 if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CREATED:

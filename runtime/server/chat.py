@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.server.compute.engines import Engine, Engines
 from vtx.runtime.server.compute.scheduler import Done, Event, Failed, Job, Piece
@@ -166,22 +167,21 @@ async def _while_wanted(
 
 def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> Prepared:
     """Read the images and videos and check the request, before anything is computed."""
-    model = engine.model
-    model.policy(chat.k, chat.options, chat.reduce)
+    loaded = engine.model.loaded
+    loaded.policy(chat.k, chat.options, chat.reduce)
     sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
     for image in sources:
         if isinstance(image, Video):
             continue  # the limits of `limits.py` in runtime/vision hold
-        width, height = image_size(image, model.image_formats)
+        width, height = image_size(image, loaded.image_formats)
         if width * height > limits.pixels:
             raise Refusal(
                 413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in total; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
-    given = model.prepare_all(sources, stopped=stopped)
-    images = tuple(given[number] for number in model.text.order(chat.messages))
-    model.check_system(chat.messages)
-    ids = model.prompt_ids(chat.messages, images)
+    images = loaded.prepare_all(sources, messages=chat.messages, stopped=stopped)
+    loaded.check_system(chat.messages)
+    ids = loaded.prompt_ids(chat.messages, images)
     return Prepared(replace(chat, images=()), images, ids)
 
 
@@ -240,8 +240,8 @@ def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], en
         conversation = engine.pool.lease(prepared.images, prepared.ids, reuse=chat.reuse)
         leased.append(conversation)
         try:
-            options = replace(chat.options, timeout=remaining)
-            stream = conversation.resume_messages(chat.messages, chat.k, options, chat.reduce)
+            settings = Settings(chat.k, replace(chat.options, timeout=remaining), chat.reduce)
+            stream = conversation.stream_messages(chat.messages, settings, resume=True)
             stream.on_progress(engine.scheduler.heartbeat.beat)
             return stream
         except BaseException:

@@ -77,6 +77,6 @@ class Objects:
         return {"content": content, "refusal": None}
 
     def _token(self, id: int, logprob: float) -> dict[str, Any]:
-        text = self.model.text.decode([id])
+        text = self.model.loaded.text.decode([id])
         whole = None if "\ufffd" in text else list(text.encode())  # part of a character has no text of its own
         return {"token": text, "logprob": logprob, "bytes": whole}

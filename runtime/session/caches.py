@@ -6,7 +6,7 @@ caches. Slots are not positions: a token keeps its position when tokens before i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +15,11 @@ from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.errors import BundleError
+from vtx.runtime.policies.base import Boundary
 from vtx.runtime.policies.policy import Policy, Removal
-from vtx.runtime.session.prefix import Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, TokenStates
-
-Check = Callable[[], None]
+from vtx.runtime.session.prefix import Check, Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Scores, TokenStates
 
 
 class PrefixCaches:
@@ -39,7 +39,7 @@ class PrefixCaches:
         self._pruned_prefix: PrunedPrefix | None = None  # what `pruned` holds of the prefix
         self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
         self._exit = len(self.stages)  # the stage before which all image tokens leave for certain
-        self._spares = True  # whether hidden states that only another K would read are left out
+        self._text_only = True  # leave out the hidden states of image tokens that only another K would read
 
     def cache(self, number: int) -> StageCache:
         """The cache in which the suffix runs through stage `number`."""
@@ -55,38 +55,35 @@ class PrefixCaches:
 
     def embed(self, prompt: Prompt, check: Check) -> Prefix:
         """A prompt's prefix before the decoder: its text embedded, its images encoded."""
-        is_vision = prompt.is_vision[: prompt.prefix_length]
-        if not is_vision.size:
+        length = prompt.prefix_length
+        if not length:
             return replace(self._empty_prefix(), key=prompt.prefix_key)
-        embedded = self._backend.embed(prompt.ids[: prompt.prefix_length])
+        is_vision, embedded = prompt.is_vision[:length], self.embed_text(prompt.ids[:length])
         images = []
         for _, encode in prompt.encoders:
             check()
             images.append(encode())
-        hidden, inputs = embedded.hidden, self._with_zeros(embedded).inputs
+        hidden, inputs = embedded.hidden, embedded.inputs
         hidden[is_vision] = np.concatenate([image.hidden for image in images])
         for each in self._token_inputs:
             if each.of_images:
-                said = [image.patches.signals[names.token_input(each.name)] for image in images]
-                inputs[each.name][is_vision] = np.concatenate(said)
+                signals = [image.patches.signals[names.token_input(each.name)] for image in images]
+                inputs[each.name][is_vision] = np.concatenate(signals)
         positions, following = assign_positions(is_vision, images)
         patches = tuple(image.patches for image in images)
         return Prefix(prompt.prefix_key, is_vision, patches, positions, following, (hidden,), inputs)
 
     def embed_text(self, ids: Ids) -> TokenStates:
-        """Text tokens [n] before the decoder."""
-        return self._with_zeros(self._backend.embed(ids))
-
-    def _with_zeros(self, tokens: TokenStates) -> TokenStates:
-        """With zeros for the inputs that the embed graph does not give."""
+        """Text tokens [n] before the decoder, with zeros for the inputs that the embed graph does not give."""
+        tokens = self._backend.embed(ids)
         if not self._token_inputs:
             return tokens
-        lacking = [each for each in self._token_inputs if not each.of_text]
-        zeros = {each.name: np.zeros((len(tokens), each.width), np.float32) for each in lacking}
+        missing = [each for each in self._token_inputs if not each.of_text]
+        zeros = {each.name: np.zeros((len(tokens), each.width), np.float32) for each in missing}
         return TokenStates(tokens.hidden, {**tokens.inputs, **zeros})
 
     def enter(self, prefix: Prefix) -> None:
-        """Take another prefix; it runs through the decoder when a question needs it."""
+        """Replace the prefix; the new one runs through the decoder when a question needs it."""
         self._pruned_prefix = None
         self.prefix = prefix
 
@@ -98,20 +95,27 @@ class PrefixCaches:
 
     def prepare(self, policy: Policy) -> None:
         """Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens."""
-        self._restore()
+        prefix = self.prefix
+        if prefix.saved_kv:  # put back what full stages have lost
+            self.prefix = self._empty_prefix()
+            for saved in prefix.saved_kv:
+                cache = self.full[saved.stage]
+                cache.write(saved.survivors, cache.read(np.arange(len(saved.survivors))), length=prefix.size)
+                cache.write(saved.dropped, saved.kv, length=prefix.size)
+            self.prefix = replace(prefix, saved_kv=())
         cuts = policy.row_cuts
         self._holding = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
         self._exit = next((n for n, stage in enumerate(self.stages) if stage.first == policy.exit), len(self.stages))
-        lacking = [number for number in self._holding if not self.prefix.held(number)]
+        missing = [number for number in self._holding if not self.prefix.held(number)]
         if self.prefix.depth < self._exit and not self.prefix.held(self.prefix.depth):
-            lacking.append(self.prefix.depth)  # image tokens were to leave there, and now go on
-            self._spares = False  # who changes K once may do so again
-        if lacking:
-            self.prefix = self.prefix.rewound(min(lacking))
+            missing.append(self.prefix.depth)  # image tokens were to leave there, and now continue
+            self._text_only = False  # a caller that changes K once may do so again
+        if missing:
+            self.prefix = self.prefix.rewound(min(missing))
         self.first_pruned = len(self.stages)
 
     def layout(self, number: int) -> PrefixSlots:
-        """What of the prefix stage `number` sees, and where a suffix follows it."""
+        """The part of the prefix that stage `number` sees, and where a suffix follows it."""
         if number < self.first_pruned:
             return PrefixSlots(np.ones(self.prefix.size, bool), self.prefix.size, self.prefix.next_position)
         pruned = self._pruned_prefix
@@ -119,50 +123,57 @@ class PrefixCaches:
         return PrefixSlots(pruned.present, pruned.size, pruned.next_position)
 
     def run(self, number: int, suffix: TokenStates, *, query: bool = False) -> HiddenStates:
-        """Run a suffix [n] through stage `number`, and what continues of the prefix if it has yet to.
+        """Run a suffix [n] through stage `number`, and before it what continues of the prefix if it has yet to run.
 
         Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
         for `StageCache.attention`. Returns the suffix's hidden states.
         """
-        slots, joins = self.layout(number), not query and len(suffix) <= QUESTION_ROWS
-        through = self._run_whole if number < self.first_pruned else self._run_pruned
-        ran = through(number, slots, suffix if joins else suffix.part(0, 0))
+        slots, prefix, pruned = self.layout(number), self.prefix, self._pruned_prefix
+        following = slots.position + np.arange(len(suffix))
+        positions: Ids | None = None  # of the tokens of the prefix that run now
+        kept: Ids | None = None  # those of them whose hidden states are needed afterwards; None: all
+        if number < self.first_pruned:
+            if number not in self.full:
+                self.full[number] = self._backend.stage(number, self.capacity)
+            cache = self.full[number]
+            if prefix.depth <= number:
+                tokens, positions = prefix.tokens(prefix.boundaries[-1]), prefix.positions
+                leaves = number + 1 == self._exit and number + 1 not in self._holding
+                if cache.selects_outputs and self._text_only and leaves:
+                    kept = np.flatnonzero(~prefix.is_vision)
+        else:
+            assert pruned is not None
+            if pruned.depth <= number:
+                self._make_pruned_cache(number, pruned)
+                tokens, positions = prefix.tokens(pruned.hidden, pruned.present), pruned.positions
+            cache = self.pruned[number]
+        if positions is None:
+            cache.keep(slots.slots)
+            return cache.append(suffix, following, query=query)
+
+        cache.keep(0)
+        behind = suffix if not query and len(suffix) <= QUESTION_ROWS else suffix.part(0, 0)
+        hidden, ran = tokens.hidden, suffix.hidden[:0]
+        if len(tokens):  # an empty prefix does not run
+            own = len(tokens) if kept is None else len(kept)
+            if kept is not None:
+                kept = np.concatenate([kept, len(tokens) + np.arange(len(behind))])
+            places = following[: len(behind)]
+            if positions.ndim > 1:  # text has one time, row and column
+                places = places[:, None].repeat(positions.shape[1], 1)
+            both = cache.append(tokens.then(behind), np.concatenate([positions, places]), outputs=kept)
+            hidden, ran = both[:own].copy(), both[own:]
+        if pruned is not None and number >= self.first_pruned:
+            self._pruned_prefix = replace(pruned, hidden=hidden, depth=pruned.depth + 1)
+        else:
+            self.prefix = prefix.deeper(hidden, hold=number in self._holding)
         if len(ran):
             return ran
-        cache = self.cache(number)
         cache.keep(slots.slots)
-        return cache.append(suffix, slots.position + np.arange(len(suffix)), query=query)
-
-    def _run_whole(self, number: int, slots: PrefixSlots, suffix: TokenStates) -> HiddenStates:
-        """Unless the prefix has run through stage `number` with all image tokens, run it, and a suffix behind it.
-
-        Returns the suffix's hidden states, none where it has not run.
-        """
-        if number not in self.full:
-            self.full[number] = self._backend.stage(number, self.capacity)
-        prefix, cache = self.prefix, self.full[number]
-        if prefix.depth > number:
-            return suffix.hidden[:0]
-        leaves = cache.selects_outputs and self._spares and number + 1 == self._exit and number + 1 not in self._holding
-        rows = np.flatnonzero(~prefix.is_vision) if leaves else None
-        hidden, behind = _run_both(cache, prefix.tokens(prefix.boundaries[-1]), prefix.positions, slots, suffix, rows)
-        self.prefix = prefix.deeper(hidden, hold=number in self._holding)
-        return behind
-
-    def _run_pruned(self, number: int, slots: PrefixSlots, suffix: TokenStates) -> HiddenStates:
-        """The same for what is left of the prefix."""
-        pruned = self._pruned_prefix
-        assert pruned is not None
-        if pruned.depth > number:
-            return suffix.hidden[:0]
-        cache = self._pruned_cache(number, pruned)
-        tokens = self.prefix.tokens(pruned.hidden, pruned.present)
-        hidden, behind = _run_both(cache, tokens, pruned.positions, slots, suffix)
-        self._pruned_prefix = pruned.deeper(hidden)
-        return behind
+        return cache.append(suffix, following, query=query)
 
     def remove(self, number: int, removal: Removal) -> PrunedPrefix:
-        """Some image tokens leave before stage `number`. What is left runs anew, unless they left before as well."""
+        """Remove image tokens before stage `number`. What is left runs anew, unless the same ones left before."""
         before, first = self._pruned_prefix, self.first_pruned == len(self.stages)
         here = self.prefix.whole(number) if first or before is None else before
         pruned = here.without(removal, self.prefix.is_vision)
@@ -172,14 +183,52 @@ class PrefixCaches:
         self.first_pruned = number if first else self.first_pruned
         return pruned
 
-    def _pruned_cache(self, number: int, pruned: PrunedPrefix) -> StageCache:
+    def _make_pruned_cache(self, number: int, pruned: PrunedPrefix) -> None:
         """The cache of a stage after tokens have left: no slot for those that never enter it."""
         wanted, cache = self.capacity - (self.prefix.size - pruned.size), self.pruned.get(number)
-        withdrawn = pruned.size == self.prefix.text_size
+        withdrawn = not (pruned.present & self.prefix.is_vision).any()
         if cache is None or cache.capacity < wanted or (withdrawn and cache.capacity > wanted):
             self.pruned.pop(number, None)  # freed before the next one is made
-            cache = self.pruned[number] = self._backend.stage(number, wanted)
-        return cache
+            self.pruned[number] = self._backend.stage(number, wanted)
+
+    def boundary(self, number: int, before: PrefixSlots, hidden: HiddenStates, policy: Policy) -> Boundary:
+        """The boundary before stage `number`, for the `hidden` states [n, hidden] of a question that has reached it.
+
+        `before` is what the stage before holds of the prefix. Nothing is computed until the policy asks for it, and
+        what is computed holds only while the caches stay as they are.
+        """
+        prefix, cache, layer = self.prefix, self.cache(number - 1), self.stages[number - 1].last
+        slots = np.flatnonzero(prefix.is_vision[before.present])
+
+        def scores(last_only: bool) -> Scores:
+            total, most = cache.attention(last_only=last_only)
+            if not (np.isfinite(total).all() and np.isfinite(most).all()):
+                raise BundleError(
+                    f"the attention of layer {layer} is not a number; use --reduce none, or export at fp32"
+                )
+            return total[slots], most[slots]
+
+        def image_hidden() -> HiddenStates:
+            here = self.prefix_at(number)
+            return here.hidden[prefix.is_vision[here.present]]
+
+        def positions() -> tuple[Ids, Ids]:
+            here = self.prefix_at(number)
+            if here.positions.ndim > 1:  # of three parts, which have no order: the index in the prompt instead
+                return np.flatnonzero(here.present & prefix.is_vision), np.arange(
+                    prefix.size, prefix.size + len(hidden)
+                )
+            first = before.position
+            return here.positions[prefix.is_vision[here.present]], np.arange(first, first + len(hidden))
+
+        def keys() -> tuple[HiddenStates, HiddenStates]:
+            flat = np.concatenate([*cache.keys()], axis=-1)
+            return flat[slots], flat[len(flat) - len(hidden) :]
+
+        return Boundary(
+            layer + 1, hidden, prefix.images, before.present[prefix.is_vision], scores, image_hidden, keys,
+            policy.final_norm, positions,
+        )  # fmt: skip
 
     # ---- caches that shrink after the prompt -------------------------------------------------------------------------
 
@@ -206,37 +255,3 @@ class PrefixCaches:
             layouts[number] = replace(layout, slots=len(kept))
         self.prefix = replace(prefix, saved_kv=tuple(saved))
         return layouts
-
-    def _restore(self) -> None:
-        """Put back what full stages have lost."""
-        prefix = self.prefix
-        if not prefix.saved_kv:
-            return
-        self.prefix = self._empty_prefix()
-        for saved in prefix.saved_kv:
-            cache = self.full[saved.stage]
-            cache.write(saved.survivors, cache.read(np.arange(len(saved.survivors))), length=prefix.size)
-            cache.write(saved.dropped, saved.kv, length=prefix.size)
-        self.prefix = replace(prefix, saved_kv=())
-
-
-def _run_both(
-    cache: StageCache, prefix: TokenStates, positions: Ids, slots: PrefixSlots, suffix: TokenStates,
-    rows: Ids | None = None,
-) -> tuple[HiddenStates, HiddenStates]:  # fmt: skip
-    """Run the tokens of a prefix from a cache's first slot on, and those of a suffix behind them.
-
-    Returns the hidden states of both after the stage, of the prefix its `rows` alone where they are given. An empty
-    prefix does not run, nor does a suffix without one.
-    """
-    cache.keep(0)
-    if not len(prefix):
-        return prefix.hidden, suffix.hidden[:0]
-    following = slots.position + np.arange(len(suffix))
-    if positions.ndim > 1:  # text stands at one time, row and column
-        following = following[:, None].repeat(positions.shape[1], 1)
-    own = len(prefix) if rows is None else len(rows)
-    if rows is not None:
-        rows = np.concatenate([rows, len(prefix) + np.arange(len(suffix))])
-    hidden = cache.append(prefix.then(suffix), np.concatenate([positions, following]), outputs=rows)
-    return hidden[:own].copy(), hidden[own:]

@@ -1,10 +1,13 @@
-"""The images of a conversation, encoded once for each set of extra inputs, and which of their tokens enter."""
+"""The images of a prompt: encoded once for each set of extra inputs, shared between conversations, selected from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from time import perf_counter
 from typing import Literal
 
 import numpy as np
@@ -13,17 +16,13 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, PromptText
-from vtx.runtime.session.image_cache import ImageCache, nbytes
-from vtx.runtime.session.prefix import ImageEncoders
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, ImageTokens, PromptImage
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.session.prefix import Check, ImageEncoders, Prompt, no_check
+from vtx.runtime.session.session import Selection
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
-Check = Callable[[], None]
 ExtrasKey = tuple[tuple[str, bytes], ...]
-
-
-def _never() -> None:
-    """A check that lets everything pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class PreparedImage:
         first: NDArray[np.float32] = self.views[0]
         return first
 
-    def encode(self, backend: Backend, extras: Extras = NO_EXTRAS, check: Check = _never) -> ImageTokens:
+    def encode(self, backend: Backend, extras: Extras = NO_EXTRAS, check: Check = no_check) -> ImageTokens:
         """The image's tokens, from one pass of the tower a view; `check` is called before each and may raise."""
         assert not extras or self.kind == "image", "policies that need extra inputs are refused for videos"
         views = list[ImageTokens]()
@@ -77,6 +76,56 @@ def enter(tokens: ImageTokens, entries: Sequence[Entry], question: PromptText | 
     return tokens
 
 
+class ImageCache:
+    """Image tokens by the hash of their pixels and the vision graph's extra inputs. Safe for many threads."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.hits, self.misses = 0, 0
+        self._tokens = OrderedDict[Hashable, ImageTokens]()
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """What all of them take now: a policy may keep what it found out about an image with it."""
+        with self._lock:
+            return self._size()
+
+    def get(self, key: Hashable) -> ImageTokens | None:
+        """The tokens of an image, None where they are not kept."""
+        with self._lock:
+            tokens = self._tokens.get(key)
+            if tokens is None:
+                self.misses += 1
+                return None
+            self._tokens.move_to_end(key)
+            self.hits += 1
+            self._shrink()
+            return tokens
+
+    def put(self, key: Hashable, tokens: ImageTokens) -> None:
+        """Keep an image's tokens; one that alone exceeds the limit is not kept."""
+        with self._lock:
+            if key in self._tokens or nbytes(tokens) > self.limit_bytes:
+                return
+            self._tokens[key] = tokens
+            self._shrink()
+
+    def _size(self) -> int:
+        return sum(map(nbytes, self._tokens.values()))
+
+    def _shrink(self) -> None:
+        while self._size() > self.limit_bytes:
+            self._tokens.popitem(last=False)
+
+
+def nbytes(tokens: ImageTokens) -> int:
+    """Bytes of an image's tokens, of what is known of their patches, and of what policies derived from them."""
+    patches = tokens.patches
+    known = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
+    return tokens.hidden.nbytes + patches.indices.nbytes + sum(array.nbytes for array in known)
+
+
 @dataclass(slots=True)
 class EncodedImages:
     """The tokens of `images` by the vision graph's extra inputs. Its owner locks it."""
@@ -84,6 +133,7 @@ class EncodedImages:
     backend: Backend
     images: tuple[PreparedImage, ...]
     shared: ImageCache | None = None
+    seconds: float = 0.0  # spent on encoding and selecting so far
     _encoded: dict[ExtrasKey, dict[str, ImageTokens]] = field(default_factory=dict)
 
     @property
@@ -93,46 +143,89 @@ class EncodedImages:
         return encoded + sum(image.views.nbytes for image in self.images)
 
     def encoders(
-        self, entries: Sequence[Entry], question: PromptText | None = None, check: Check = _never
+        self, entries: Sequence[Entry], question: PromptText | None = None, check: Check = no_check
     ) -> ImageEncoders:
-        """For each image a key that stands for its tokens, and the call that gives them.
+        """A key for the tokens of each image, and the call that gives them.
 
-        `question` is what entries that use it select by. `check` is called before every view of an image and may
-        raise, to stop there.
+        `question` is the text by which entries select, if they use one. `check` is called before every view of an image
+        and may raise, to stop there.
         """
         settings = "".join(f" {entry!r}" for entry in entries)
         if question is not None and any(entry.uses_question for entry in entries):
             settings += f" {question.key}"
         return tuple(
-            (image.key + settings, cache(partial(self._enter, image, entries, question, check)))
+            (image.key + settings, cache(partial(self._entering, image, entries, question, check)))
             for image in self.images
         )
 
-    def _enter(
+    def _entering(
         self, image: PreparedImage, entries: Sequence[Entry], question: PromptText | None, check: Check
     ) -> ImageTokens:
-        return enter(self._encode(image, vision_extras(entries), check), entries, question)
-
-    def _encode(self, image: PreparedImage, extras: Extras, check: Check) -> ImageTokens:
+        """The tokens of an image that enter the decoder."""
+        start, extras = perf_counter(), vision_extras(entries)
         key = tuple((name, value.tobytes()) for name, value in sorted(extras.items()))
         encoded = self._encoded.get(key, {})
         if image.key not in encoded:
-            tokens = self._shared(image, extras, key, check)
+            tokens = None if self.shared is None else self.shared.get((image.key, key))
+            if tokens is None:
+                tokens = image.encode(self.backend, extras, check)
+                if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
+                    raise BundleError(
+                        "what the tower says of an image is not a number; use --reduce none, or export at fp32"
+                    )
+                if self.shared is not None:
+                    self.shared.put((image.key, key), tokens)
             encoded = {**encoded, image.key: tokens}
             self._encoded = dict(list({**self._encoded, key: encoded}.items())[-MAX_SETS:])
-        return encoded[image.key]
+        entering = enter(encoded[image.key], entries, question)
+        self.seconds += perf_counter() - start
+        return entering
 
-    def _shared(self, image: PreparedImage, extras: Extras, key: ExtrasKey, check: Check) -> ImageTokens:
-        if self.shared is None:
-            return self._run(image, extras, check)
-        tokens = self.shared.get((image.key, key))
-        if tokens is None:
-            tokens = self._run(image, extras, check)
-            self.shared.put((image.key, key), tokens)
-        return tokens
 
-    def _run(self, image: PreparedImage, extras: Extras, check: Check) -> ImageTokens:
-        tokens = image.encode(self.backend, extras, check)
-        if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
-            raise BundleError("what the tower says of an image is not a number; use --reduce none, or export at fp32")
-        return tokens
+def selecting_text(
+    backend: Backend,
+    ids: Ids,
+    image_token_id: int,
+    policy: Policy,
+    after: Selection | None,
+    embeddings: Callable[[], HiddenStates],
+) -> PromptText | None:
+    """The text by which a policy's entries select image tokens; None where none of them looks at it.
+
+    `ids` [n] are the prompt's. In a chat it is the text of the first turn, `after`. `embeddings` gives the question's
+    by the bundle's text tower; it is called where the policy needs that.
+    """
+    is_vision = ids == image_token_id
+    if not is_vision.any() or not any(entry.uses_question for entry in policy.entries):
+        return None
+    end = int(np.flatnonzero(is_vision)[-1]) + 1
+    before, question = ids[:end][~is_vision[:end]], ids[end:]
+    if after is not None and after.policy == policy:
+        question = np.array(after.ids, np.int64)
+    text = np.concatenate([before, question])
+    seen = embeddings() if policy.needs().text_tower else None
+    return PromptText(text, backend.embed(text).hidden, np.arange(len(text)) >= len(before), seen)
+
+
+def make_prompt(
+    ids: Ids,
+    image_token_id: int,
+    encoders: ImageEncoders,
+    policy: Policy,
+    expand: Callable[[Sequence[int]], Ids],
+    check: Check = no_check,
+) -> Prompt:
+    """The prompt of `ids` [n], which hold all tokens of every image, or of those ids that the policy's entries leave.
+
+    How many tokens an image has after entries, only its pixels say: `expand` gives the ids for these numbers. `check`
+    is called before every image and may raise, to stop there.
+    """
+    skipped = 0
+    if policy.entries and encoders:
+        images = list[ImageTokens]()
+        for _, encode in encoders:
+            check()
+            images.append(encode())
+        ids = expand([len(image) for image in images])
+        skipped = max(0, sum(image.positions - len(image) for image in images))
+    return Prompt(ids, ids == image_token_id, encoders, skipped)

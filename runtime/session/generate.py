@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import BatchBackend
 from vtx.runtime.prompt.lookup import PromptLookup
+from vtx.runtime.session.prefix import Check, no_check
 from vtx.runtime.session.session import Session
 
 Sample = Callable[[NDArray[np.float32]], int]
@@ -21,7 +22,7 @@ def generate(
     *,
     end_ids: Collection[int],
     max_new_tokens: int,
-    check: Callable[[], None] = lambda: None,
+    check: Check = no_check,
     lookup: PromptLookup | None = None,
 ) -> Iterator[int]:
     """Yield token ids after a prefill that gave `logits`, the end token included.
@@ -42,17 +43,16 @@ def generate(
         if ends:
             return
         check()
-        logits = session.decode(token) if lookup is None else _verified(session, lookup, token, left - 1)
-
-
-def _verified(session: Session, lookup: PromptLookup, token: int, most: int) -> NDArray[np.float32]:
-    """The logits [vocab] after a token: those of a draft that foresaw it, else of a pass with another draft."""
-    lookup.push(token)
-    logits = session.accept(token)
-    if logits is None:
-        return session.decode(token, lookup.draft(min(most, session.draft_room)))
-    lookup.accept()
-    return logits
+        if lookup is None:
+            logits = session.decode(token)
+            continue
+        lookup.push(token)
+        foreseen = session.accept(token)  # the logits after it, if the draft foresaw it
+        if foreseen is None:
+            logits = session.decode(token, lookup.draft(min(left - 1, session.draft_room)))
+        else:
+            lookup.accept()
+            logits = foreseen
 
 
 def decode_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:

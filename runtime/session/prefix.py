@@ -17,6 +17,11 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patc
 
 Key = tuple[bytes, tuple[str, ...]]
 ImageEncoders = tuple[tuple[str, Callable[[], ImageTokens]], ...]
+Check = Callable[[], None]  # called before every step of a computation; it may raise, to stop there
+
+
+def no_check() -> None:
+    """Never stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +85,6 @@ class Prefix:
     @property
     def size(self) -> int:
         return len(self.is_vision)
-
-    @property
-    def text_size(self) -> int:
-        return int((~self.is_vision).sum())
 
     def tokens(self, hidden: HiddenStates, present: Mask | None = None) -> TokenStates:
         """Those `present` (None: all), whose hidden states at some boundary these are."""
@@ -166,9 +167,6 @@ class PrunedPrefix:
             positions, following = np.arange(len(hidden), dtype=np.int64), len(hidden)
         removals = (*self.removals, (self.depth, removal.kept.tobytes(), removal.renumbers))
         return PrunedPrefix(removals, present, positions, following, hidden, self.depth)
-
-    def deeper(self, hidden: HiddenStates) -> PrunedPrefix:
-        return replace(self, hidden=hidden, depth=self.depth + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,8 +10,8 @@ the answer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,28 +19,68 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import ContextError, RequestError
-from vtx.runtime.policies.policy import Policy, Removal
-from vtx.runtime.session.boundary import boundary_before
+from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.caches import PrefixCaches
-from vtx.runtime.session.prefix import PrefixSlots, Prompt
-from vtx.runtime.session.result import Cut, PrefillResult, Selection, common_prefix
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask
+from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Patches
 
 __all__ = ["Cut", "PrefillResult", "Prompt", "Selection", "Session"]
 
 
-def _never() -> None:
-    """A check that lets everything pass."""
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A question that selected which image tokens stay: the prefix it followed, its policy, its ids.
+
+    Equal ones select the same tokens, so caches of one are caches of the other.
+    """
+
+    key: Key
+    policy: Policy
+    ids: tuple[int, ...]
+
+    def leads_to(self, key: Key, policy: Policy, suffix: Sequence[int]) -> bool:
+        """True if a prompt continues after this question instead of being a question of its own."""
+        return self.key == key and self.policy == policy and common_prefix(self.ids, suffix) > 0
 
 
-def _check_ends_with_text(prompt: Prompt) -> int:
-    """The length of the prompt's prefix. Raises RequestError where nothing follows it."""
-    if prompt.prefix_length == len(prompt.ids):
-        raise RequestError(
-            "the prompt ends with an image and leaves no token to answer from; "
-            "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
-        )
-    return prompt.prefix_length
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Image tokens left before `layer`; `kept` [those that entered] continued, `by` names what left out the others."""
+
+    layer: int
+    by: tuple[str, ...]
+    kept: Mask
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What a prefill did. Per-layer lists start with layer 1; `slots` count right after the prompt.
+
+    `k` is the first layer without image tokens, None where some stayed. `images` are the image tokens that entered,
+    `reused_layers`: in layers 1 to this one no image token was run, since the caches of an earlier question hold them.
+    `reused_tokens`: of the prompt that they served; the prefix counts where no image token was run.
+    `cuts`: where some left. A chat's next turn continues after `selection`.
+    """
+
+    logits: NDArray[np.float32]
+    k: int | None
+    reused_image: bool
+    reused_layers: int
+    reused_tokens: int
+    vision_tokens: int
+    slots: tuple[int, ...]
+    vision_kept: tuple[int, ...]
+    images: tuple[Patches, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    selection: Selection | None = None
+
+
+def common_prefix(cached: Sequence[int], wanted: Sequence[int]) -> int:
+    """The number of leading ids that agree, less one if all do: at least one token must run for its logits."""
+    agreed = 0
+    while agreed < min(len(cached), len(wanted) - 1) and cached[agreed] == wanted[agreed]:
+        agreed += 1
+    return agreed
 
 
 class Session:
@@ -52,34 +92,24 @@ class Session:
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self._backend, self._stages, self._image_token = backend, manifest.stages, manifest.text.image_token_id
         self._or_more_context = manifest.or_more_context
-        self.caches = PrefixCaches(backend, manifest)
+        self.caches, self.capacity = PrefixCaches(backend, manifest), manifest.max_context
         self._suffix: list[int] = []  # ids after the prefix that the caches hold
-        self._selection: Selection | None = None  # the question that selected the cached image tokens
+        self.selection: Selection | None = None  # the question that selected the cached image tokens
         self._reused_stages = 0  # from the first on, in which the last prefill ran no image token
-        self._reused_suffix = 0  # tokens of the last prefill's suffix that were cached
         self._layouts: list[PrefixSlots] = []
         self._cuts: list[Cut] = []
-        self._check: Callable[[], None] = _never
-        self.next_token: int | None = None  # what `decode` will be given next, where that is certain
+        self._check: Check = no_check
+        self.next_token: int | None = None  # the next argument of `decode`, if that is certain
         self._ahead: NDArray[np.float32] | None = None  # logits [vocab] after it, run together with other sessions
         # tokens that ran on trial, the logits after each, and its hidden state
         self._drafts = deque[tuple[int, NDArray[np.float32], HiddenStates]]()
         self.state: HiddenStates = np.zeros(0, np.float32)  # [hidden] of the last layer, whose logits were given last
 
     @property
-    def capacity(self) -> int:
-        return self.caches.capacity
-
-    @property
     def length(self) -> int:
-        """Tokens of the conversation so far, or positions where there are more: what the context has room for."""
+        """Tokens of the conversation so far, or positions if there are more: the context has room for this many."""
         prefix = self.caches.prefix
         return max(prefix.next_position, prefix.size) + len(self._suffix)
-
-    @property
-    def selection(self) -> Selection | None:
-        """The question that selected the cached image tokens; None where none was answered."""
-        return self._selection
 
     @property
     def kv_slots(self) -> int:
@@ -88,9 +118,9 @@ class Session:
         return sum(cache.capacity * self._stages[number].layers for number, cache in caches)
 
     def agreement(self, ids: Ids) -> tuple[int, int]:
-        """How many leading tokens of a prompt about these images the conversation has, and how many it has in all.
+        """The number of leading tokens of a prompt about these images that the conversation has, and of all it has.
 
-        Image tokens count as in the prompt, also where some left before the decoder.
+        Image tokens count as in the prompt, even if some left before the decoder.
         """
         prefix, is_vision = self.caches.prefix, ids == self._image_token
         before = np.frombuffer(prefix.key[0], np.int64)[~prefix.is_vision]
@@ -108,13 +138,13 @@ class Session:
         policy: Policy,
         *,
         after: Selection | None = None,
-        check: Callable[[], None] = _never,
+        check: Check = no_check,
     ) -> PrefillResult:
         """Run a prompt and return the logits [vocab] at its last token.
 
-        The prefix's slots are reused where it is the same as before. The policy is asked anew, unless the prompt
+        The prefix's slots are reused if it is the same as before. The policy is asked anew, unless the prompt
         continues `after` a question: then the image tokens that stay are those of that question, and the suffix's
-        slots are reused as far as the ids agree. Where another question has been answered since, `after` is run again
+        slots are reused as far as the ids agree. If another question has been answered since, `after` is run again
         first. `check` is called before every image and stage and may raise, to stop there.
 
         Raises:
@@ -124,25 +154,49 @@ class Session:
 
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
-        length = _check_ends_with_text(prompt)
+        length, key = prompt.prefix_length, prompt.prefix_key
+        suffix: list[int] = prompt.ids[length:].tolist()
+        if not suffix:
+            raise RequestError(
+                "the prompt ends with an image and leaves no token to answer from; "
+                "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
+            )
         self._check, self.next_token, self._ahead = check, None, None
         self._drafts.clear()  # every stage's cache is cut to what is known before it runs
         try:
-            prefix = self.caches.prefix
-            known = prompt.prefix_key == prefix.key
-            reused = known and length > 0 and prefix.depth > 0
+            known = key == self.caches.prefix.key
+            reused = known and length > 0 and self.caches.prefix.depth > 0
             if not known:
                 entering = self.caches.embed(prompt, check)
-                self._suffix, self._selection = [], None
+                self._suffix, self.selection = [], None
                 self.caches.enter(entering)
-            hidden = self._run_suffix(prompt, policy, after)
+            agreed = 0  # tokens of the suffix that the caches hold
+            if after is None or not after.leads_to(key, policy, suffix):
+                hidden = self._select(Selection(key, policy, tuple(suffix)))
+            else:
+                cached = after == self.selection
+                if cached:
+                    self._reused_stages = len(self._stages)
+                else:
+                    self._select(after)
+                agreed = common_prefix(self._suffix, suffix)
+                self._suffix = self._suffix[:agreed]
+                tokens = self.caches.embed_text(prompt.ids[length + agreed :])
+                for number, layout in enumerate(self._layouts):
+                    check()
+                    cache, first = self.caches.cache(number), layout.position + agreed
+                    cache.keep(layout.slots + agreed)
+                    positions = np.arange(first, first + len(tokens), dtype=np.int64)
+                    tokens = tokens.after(cache.append(tokens, positions))
+                self._suffix, hidden = suffix, tokens.hidden
+                agreed = agreed if cached else 0
             self.state = hidden[-1]
-            return self._result(self._backend.head(hidden[-1:])[0], reused)
+            return self._result(self._backend.head(hidden[-1:])[0], reused, agreed)
         finally:
-            self._check = _never
+            self._check = no_check
 
     def decode(self, token: int, draft: Sequence[int] = ()) -> NDArray[np.float32]:
-        """Run one more token, where it has not run ahead, and return the logits [vocab] after it.
+        """Run one more token, unless it has run ahead, and return the logits [vocab] after it.
 
         The tokens of a `draft` run behind it in the same pass, on trial: `accept` has the logits after them.
         """
@@ -165,7 +219,7 @@ class Session:
         return first_logits
 
     def accept(self, token: int) -> NDArray[np.float32] | None:
-        """The logits [vocab] after a token that is the next one of the draft; None where it is not.
+        """The logits [vocab] after a token that is the next one of the draft; None if it is not.
 
         Then the draft leaves the caches, and the token has yet to be decoded.
         """
@@ -177,7 +231,7 @@ class Session:
         return logits
 
     def forget_draft(self) -> None:
-        """Have what is left of a draft leave the caches."""
+        """Remove the rest of a draft from the caches."""
         if self._drafts:
             count = len(self._drafts)
             self._drafts.clear()
@@ -193,11 +247,11 @@ class Session:
 
     @property
     def decoding_caches(self) -> list[StageCache]:
-        """Of each stage, the cache in which it decodes."""
+        """The cache in which each stage decodes."""
         return [self.caches.cache(number) for number in range(len(self._stages))]
 
     def next_position(self, number: int) -> int:
-        """In stage `number`, of the next token."""
+        """The next token's position in stage `number`."""
         return self._layouts[number].position + len(self._suffix)
 
     def decoded(self, logits: NDArray[np.float32], state: HiddenStates) -> None:
@@ -216,28 +270,9 @@ class Session:
 
     # ---- the suffix --------------------------------------------------------------------------------------------------
 
-    def _run_suffix(self, prompt: Prompt, policy: Policy, after: Selection | None) -> HiddenStates:
-        """Run what the caches lack of the prompt's suffix; its hidden states after the last stage."""
-        length = prompt.prefix_length
-        suffix = prompt.ids[length:].tolist()
-        self._reused_suffix = 0
-        if after is None or not after.leads_to(prompt.prefix_key, policy, suffix):
-            return self._select(Selection(prompt.prefix_key, policy, tuple(suffix)))
-        cached = after == self._selection
-        if cached:
-            self._reused_stages = len(self._stages)
-        else:
-            self._select(after)
-        agreed = common_prefix(self._suffix, suffix)
-        self._reused_suffix = agreed if cached else 0
-        self._suffix = self._suffix[:agreed]
-        hidden = self._append(prompt.ids[length + agreed :])
-        self._suffix = suffix
-        return hidden
-
     def _select(self, selection: Selection) -> HiddenStates:
         """Run a question through all stages, asking its policy at each boundary which image tokens continue."""
-        self._selection, self._suffix = None, []
+        self.selection, self._suffix = None, []
         policy, ids, caches = selection.policy, np.array(selection.ids, np.int64), self.caches
         needs = policy.needs()
         caches.prepare(policy)
@@ -247,8 +282,11 @@ class Session:
         tokens = caches.embed_text(ids)
         for number, stage in enumerate(self._stages):
             if number and self._sees_image(number - 1):
-                removal = policy.ask(boundary_before(number, caches, self._layouts[-1], tokens.hidden, policy))
-                survivors = self._leave(number, removal, survivors)
+                removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens.hidden, policy))
+                if removal is not None:
+                    present = caches.remove(number, removal).present
+                    self._cuts.append(Cut(stage.first, removal.by, present[caches.prefix.is_vision]))
+                    survivors = present if removal.shrinks else survivors
             self._check()
             self._layouts.append(caches.layout(number))
             query = stage.query and stage.last in needs.queries and self._sees_image(number)
@@ -258,58 +296,36 @@ class Session:
             self._layouts = caches.shrink(shrinking, survivors, self._layouts, len(ids))
         if policy.renumbers:  # as the released code decodes: each layer at its own cache's length
             self._layouts = [replace(layout, position=layout.slots) for layout in self._layouts]
-        self._selection, self._suffix = selection, [*selection.ids]
+        self.selection, self._suffix = selection, [*selection.ids]
         self._reused_stages = min(depth, caches.first_pruned)
         return tokens.hidden
 
-    def _leave(self, number: int, removal: Removal | None, survivors: Mask | None) -> Mask | None:
-        """The prefix's tokens that caches shrink to, after what a policy decided before stage `number`."""
-        if removal is None:
-            return survivors
-        pruned = self.caches.remove(number, removal)
-        kept = pruned.present[self.caches.prefix.is_vision]
-        self._cuts.append(Cut(self._stages[number].first, removal.by, kept))
-        return pruned.present if removal.shrinks else survivors
-
-    def _append(self, ids: Ids) -> HiddenStates:
-        """Run more tokens of the suffix in the caches as they stand."""
-        tokens, done = self.caches.embed_text(ids), len(self._suffix)
-        for number, layout in enumerate(self._layouts):
-            self._check()
-            cache, first = self.caches.cache(number), layout.position + done
-            cache.keep(layout.slots + done)
-            tokens = tokens.after(cache.append(tokens, np.arange(first, first + len(tokens), dtype=np.int64)))
-        return tokens.hidden
-
     def _sees_image(self, number: int) -> bool:
-        """Whether the suffix sees an image token in stage `number`."""
+        """True if the suffix sees an image token in stage `number`."""
         return bool((self._layouts[number].present & self.caches.prefix.is_vision).any())
 
     # ---- the result --------------------------------------------------------------------------------------------------
 
-    def _result(self, logits: NDArray[np.float32], reused: bool) -> PrefillResult:
-        prefix = self.caches.prefix
-        is_vision = prefix.is_vision
-        kept = [int((layout.present & is_vision).sum()) for layout in self._layouts]
-        gone = kept.index(0) if is_vision.any() and 0 in kept else None
+    def _result(self, logits: NDArray[np.float32], reused: bool, reused_suffix: int) -> PrefillResult:
+        """`reused`: the prefix was known; `reused_suffix`: tokens of the suffix that the caches held."""
+        prefix, stages, first_run = self.caches.prefix, self._stages, self._reused_stages
+        kept = [int((layout.present & prefix.is_vision).sum()) for layout in self._layouts]
+        exit_stage = kept.index(0) if prefix.is_vision.any() and 0 in kept else None
+        image_ran = any(kept[first_run:])
+        slots, vision_kept = list[int](), list[int]()
+        for number, stage in enumerate(stages):
+            slots += [self.caches.cache(number).length] * stage.layers
+            vision_kept += [kept[number]] * stage.layers
         return PrefillResult(
             logits=logits,
-            k=None if gone is None else self._stages[gone].first,
+            k=None if exit_stage is None else stages[exit_stage].first,
             reused_image=reused,
-            reused_layers=self._stages[self._reused_stages - 1].last if reused and self._reused_stages else 0,
-            reused_tokens=self._reused_tokens(reused),
-            vision_tokens=int(is_vision.sum()),
-            slots=self._per_layer([self.caches.cache(number).length for number in range(len(self._stages))]),
-            vision_kept=self._per_layer(kept),
+            reused_layers=stages[first_run - 1].last if reused and first_run else 0,
+            reused_tokens=reused_suffix + (prefix.size if reused and not image_ran else 0),
+            vision_tokens=int(prefix.is_vision.sum()),
+            slots=tuple(slots),
+            vision_kept=tuple(vision_kept),
             images=prefix.images,
             cuts=tuple(self._cuts),
-            selection=self._selection,
+            selection=self.selection,
         )
-
-    def _reused_tokens(self, reused: bool) -> int:
-        ran = any(self._sees_image(number) for number in range(self._reused_stages, len(self._stages)))
-        return self._reused_suffix + (self.caches.prefix.size if reused and not ran else 0)
-
-    def _per_layer(self, values: Sequence[int]) -> tuple[int, ...]:
-        """One value a stage, repeated for each of its layers."""
-        return tuple(v for v, stage in zip(values, self._stages, strict=True) for _ in range(stage.layers))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vtx.exporter.python import export as export
     from vtx.runtime.api.answer import Answer as Answer
     from vtx.runtime.api.answer import Stats as Stats
-    from vtx.runtime.api.chat import Chat as Chat
+    from vtx.runtime.api.conversation import Chat as Chat
     from vtx.runtime.api.conversation import Conversation as Conversation
     from vtx.runtime.api.load import load as load
     from vtx.runtime.api.model import Model as Model
@@ -55,7 +55,7 @@ _HOMES = {
     "Answer": "runtime.api.answer",
     "AnswerStream": "runtime.api.stream",
     "AsyncAnswerStream": "runtime.api.stream",
-    "Chat": "runtime.api.chat",
+    "Chat": "runtime.api.conversation",
     "Conversation": "runtime.api.conversation",
     "Model": "runtime.api.model",
     "Options": "runtime.api.options",

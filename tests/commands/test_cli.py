@@ -306,7 +306,7 @@ def test_a_question_too_long_says_how_many_tokens_fit(bundle: Path, image: Path)
 
 def test_a_context_just_full_gives_one_token_and_one_more_does_not_fit(bundle: Path, image: Path) -> None:
     def prompt(count: int) -> int:
-        return len(model.text.prompt([{"role": "user", "content": [
+        return len(model.loaded.text.prompt([{"role": "user", "content": [
             {"type": "image"}, {"type": "text", "text": "?" * count}]}], 16))  # fmt: skip
 
     model = vtx.load(bundle, threads=1)
@@ -335,7 +335,7 @@ def test_special_tokens_in_a_question_are_text(bundle: Path, image: Path, typed:
     assert answer["vision_tokens"] == 16
     model = vtx.load(bundle, threads=1)
     content: Any = [{"type": "image"}, {"type": "text", "text": f"what {typed} is it"}]
-    ids = model.text.prompt([{"role": "user", "content": content}], 16).tolist()
+    ids = model.loaded.text.prompt([{"role": "user", "content": content}], 16).tolist()
     assert (ids.count(319), ids.count(2), ids.count(1)) == (16, 0, 1)
     assert len(ids) == answer["prompt_tokens"]
 

@@ -198,14 +198,13 @@ def test_the_calls_that_users_write_keep_their_parameters() -> None:
     assert parameters(vtx.load)[:5] == ["bundle", "device", "compute", "threads", "force"]
     assert parameters(vtx.load)[5:] == ["require_signature", "fit", "max_tiles", "max_pixels", "image_formats"]
     assert parameters(vtx.Model.open) == ["images", "system", "fit"]
-    assert parameters(vtx.Model.ask) == ["question", "k", "options", "keywords"]
-    asking = ["question", "k", "options", "reduce", "keywords"]
+    asking = ["question", "k", "options", "keywords"]
     kind = vtx.Conversation
-    for call in (kind.ask, kind.stream, kind.aask, kind.astream):
+    for call in (vtx.Model.ask, kind.ask, kind.stream, kind.aask, kind.astream):
         assert parameters(call) == asking
     for call in (vtx.Model.generate, vtx.Model.stream, vtx.Model.agenerate):
         assert parameters(call) == ["messages", *asking[1:]]
-    assert parameters(vtx.Model.batch) == ["items", "k", "options", "threads", "reduce", "keywords"]
+    assert parameters(vtx.Model.batch) == ["items", "k", "options", "threads", "keywords"]
     assert parameters(vtx.Conversation.chat) == ["k", "reduce"]
     for call in (vtx.Chat.ask, vtx.Chat.stream, vtx.Chat.aask, vtx.Chat.astream):
         assert parameters(call) == ["question", "options", "keywords"]

@@ -70,9 +70,8 @@ class Greedy(NamedTuple):
 
 def prompt(model: Model, messages: Sequence[Message], images: Sequence[Picture]) -> Prompt:
     """The prompt as a session takes it, pixels and all."""
-    prepared = model.prepare_all(images)
-    pictures = [prepared[number] for number in model.text.order(messages)]
-    ids = model.text.prompt(messages, [picture.in_prompt for picture in pictures])
+    pictures = model.loaded.prepare_all(images, messages=messages)
+    ids = model.loaded.text.prompt(messages, [picture.in_prompt for picture in pictures])
     encoders = tuple((p.key, lambda p=p: p.encode(model.backend)) for p in pictures)
     return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)
 

@@ -22,13 +22,12 @@ from tests.support.sequences import (
 )
 from vtx.runtime.api.conversation import Conversation, opening_parts
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
+from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.server.compute.batching import Batching
 from vtx.runtime.server.compute.conversations import ConversationPool
-from vtx.runtime.session.encoded_images import PreparedImage
-from vtx.runtime.session.image_cache import ImageCache
+from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
 
 BESIDE = 3  # answers at a time
 KEPT = 3  # conversations
@@ -93,14 +92,14 @@ class PoolSequences:
     _now: float = 0.0
 
     def __post_init__(self) -> None:
-        self._prepared = [self.model.in_order(self.model.prepare_all(list(images))) for images in self.images]
+        self._prepared = [self.model.loaded.prepare_all(list(images)) for images in self.images]
         self.batching = Batching(self.model, BESIDE, BESIDE + KEPT)
         assert self.batching.obstacle is None
 
     def check(self, sequence: Sequence[Request]) -> None:
         """Put the requests to a new pool; raise AssertionError where an answer is not a fresh one's."""
-        pool = ConversationPool(self.model, 1 << 30, KEPT)
-        self.model.image_cache = ImageCache(IMAGE_BYTES)
+        pool = ConversationPool(self.model.loaded, 1 << 30, KEPT)
+        self.model.loaded.image_cache = ImageCache(IMAGE_BYTES)
         opened = set[Conversation]()
         try:
             with noted(), patch("vtx.runtime.api.turns.monotonic", lambda: self._now):
@@ -132,9 +131,11 @@ class PoolSequences:
     def _begin(self, pool: ConversationPool, request: Request, asked: tuple[int, ...]) -> Running:
         images, (k, reduce) = self._prepared[request.images], self.settings[request.setting]
         messages, sampling = self._messages(request.images, request.setting, asked), NotedSampling()
-        ids = self.model.prompt_ids(messages, images)
+        ids = self.model.loaded.prompt_ids(messages, images)
         conversation = pool.lease(images, ids, reuse=request.reuse)
-        stream = conversation.resume_messages(messages, k, replace(OPTIONS, sampling=sampling), reduce)
+        stream = conversation.stream_messages(
+            messages, Settings(k, replace(OPTIONS, sampling=sampling), reduce), resume=True
+        )
         return Running(request, asked, conversation, stream, sampling)
 
     def _goes_on(self, pool: ConversationPool, one: Running) -> bool:
@@ -181,7 +182,7 @@ class PoolSequences:
             messages, sampling = self._messages(images, setting, asked), NotedSampling()
             options = Options(OPTIONS.max_new_tokens, ignore_eos=True, sampling=sampling)
             pictures: tuple[PreparedImage, ...] = self._prepared[images]
-            with Conversation(self.alone, pictures) as conversation:
-                answer = conversation.stream_messages(messages, k, options, reduce).read()
+            with Conversation(self.alone.loaded, pictures) as conversation:
+                answer = conversation.stream_messages(messages, Settings(k, options, reduce)).read()
             self._fresh[known] = answer, sampling.logits
         return self._fresh[known]

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.chat import Chat
-from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.conversation import Chat, Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.stream import AnswerStream
@@ -146,7 +145,7 @@ class Sequences:
 
     def __post_init__(self) -> None:
         self._calls = CallCounter(self.model.backend)
-        self.model = Model(self.model.bundle, self._calls, self.model.load_ms)  # type: ignore[arg-type]
+        self.model = Model(self.model.bundle, self._calls, self.model.loaded.load_ms)  # type: ignore[arg-type]
 
     def check(self, sequence: Sequence[Step]) -> None:
         """Put the sequence to its conversations; raise AssertionError where an answer is not a fresh one's."""

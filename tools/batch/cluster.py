@@ -88,7 +88,7 @@ class ChunkWorker:
                     )
                 loading = replace(asking.loading, threads=asking.loading.threads or self._cores)
                 model = loading.load(self._bundle)
-                model.policy(asking.k, asking.options, asking.reduce)
+                model.loaded.policy(asking.k, asking.options, asking.reduce)
                 self._model = model
             results = list(answer_lines(self._model, ray.get(self._chunks)[number], asking))
         except VtxError as e:

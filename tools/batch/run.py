@@ -102,7 +102,7 @@ def run_batch(
 
 def on_this_machine(model: Model, asking: Asking) -> Answers:
     """Answer lines one after the other. Raises RequestError for a K or a reduction that the bundle lacks."""
-    model.policy(asking.k, asking.options, asking.reduce)
+    model.loaded.policy(asking.k, asking.options, asking.reduce)
     return lambda lines: zip(lines, answer_lines(model, lines, asking), strict=True)
 
 
@@ -131,7 +131,7 @@ def answer_lines(model: Model, lines: Sequence[Line], asking: Asking) -> Iterato
             if conversation is None or [i.key for i in held] != [i.key for i in conversation.images]:
                 if conversation is not None:
                     conversation.close()
-                conversation = Conversation(model, held)
+                conversation = Conversation(model.loaded, held)
             asked = {"k": asking.k, "reduce": asking.reduce, **line.own}
             answer = conversation.ask(line.question, asked["k"], asking.options, reduce=asked["reduce"])
         except ModelClosedError:
@@ -148,7 +148,7 @@ def _prepared(model: Model, lines: Sequence[Line]) -> Iterator[tuple[Line, Futur
     def read(line: Line) -> Images:
         if isinstance(line, BadLine):
             return ()
-        return model.in_order(model.prepare_all([*line.images, *map(video, line.videos)]))
+        return model.loaded.prepare_all([*line.images, *map(video, line.videos)])
 
     with ThreadPoolExecutor(1, "vtx-batch") as pool:
         waiting = deque[tuple[Line, Future[Images]]]()

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vtx.runtime.api.answer import Stats
-from vtx.runtime.api.conversation import Conversation, opening_parts
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError
@@ -89,9 +90,9 @@ class Bench:
         """Raises VtxError for a K that is not prebuilt, a bad image, or a question that does not fit."""
         loaded, description = memory.resident(), machine.describe()
         backend, self._calls = timed(model.backend)
-        self.model, self.options, self.ks = Model(model.bundle, backend, model.load_ms), options, tuple(ks)
+        self.model, self.options, self.ks = Model(model.bundle, backend, model.loaded.load_ms), options, tuple(ks)
         self._ask_options = Options(options.new_tokens, ignore_eos=True)
-        (self._image,) = self.model.prepare_all([options.image])
+        (self._image,) = self.model.loaded.prepare_all([options.image])
         self.result = BenchResult(self._question(), description, loaded, {})
         self.counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         with self.model.open(options.image) as conversation:
@@ -118,7 +119,7 @@ class Bench:
 
     def tokens(self, question: str) -> int:
         content = opening_parts([self._image], question)
-        return len(self.model.text.prompt([{"role": "user", "content": content}], [self._image.in_prompt]))
+        return len(self.model.loaded.text.prompt([{"role": "user", "content": content}], [self._image.in_prompt]))
 
     def _check_room(self, tokens: int) -> None:
         room = self.model.manifest.max_context

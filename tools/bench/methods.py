@@ -105,7 +105,7 @@ class Trial:
     def __init__(self, model: Model, data: Data, methods: Sequence[Method], new_tokens: int, threads: int) -> None:
         self.threads = threads
         backend, self._calls = timed(model.backend)
-        self.model, self.data, self.methods = Model(model.bundle, backend, model.load_ms), data, tuple(methods)
+        self.model, self.data, self.methods = Model(model.bundle, backend, model.loaded.load_ms), data, tuple(methods)
         self._options, self._one_token = Options(max_new_tokens=new_tokens), Options(max_new_tokens=1)
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         self.answers: list[dict[Method, MethodAnswer]] = []
@@ -144,17 +144,17 @@ class Trial:
         Data(self.data.source, items[: len(self.answers)], tuple(self.skipped))  # refuses too many skipped
 
     def _ask_all(self, item: Item, number: int) -> dict[Method, MethodAnswer]:
-        images = self.model.prepare_all(item.images)
+        images = self.model.loaded.prepare_all(item.images)
         parts: list[Part] = [{"type": "image"} for _ in images]
         content: list[Part] = [*parts, {"type": "text", "text": item.question}]
-        ids = self.model.prompt_ids([{"role": "user", "content": content}], images)
+        ids = self.model.loaded.prompt_ids([{"role": "user", "content": content}], images)
         text = len(ids) - sum(image.tokens for image in images)
         first = number % len(self.methods)
         order = (*self.methods[first:], *self.methods[:first])
         answers = dict[Method, tuple[Answer, Answer, int]]()
         for method in order:
             self._calls.clear()
-            with Conversation(self.model, images) as conversation:
+            with Conversation(self.model.loaded, images) as conversation:
                 answer = conversation.ask(item.question, method.k, self._options, reduce=method.reduce)
                 schedule = make_schedule(answer.stats.vision_tokens_kept, text=text)
                 flops = self._counter.count_vision(split(self._calls)[0])

@@ -114,7 +114,7 @@ def make_report(bench: Bench, result: BenchResult) -> BenchReport:
         ),
         interrupted=result.interrupted,
         predicted_s=result.predicted_s,
-        load_ms=bench.model.load_ms,
+        load_ms=bench.model.loaded.load_ms,
         loaded_bytes=result.loaded,
         ceilings=ceilings,
         depths=tuple(_depth(bench, result, k, ceilings) for k in bench.ks if k in result.turns),

@@ -60,7 +60,7 @@ def make_methods(ks: Sequence[int | str | None], reduces: Sequence[str]) -> tupl
 def check_methods(model: Model, methods: Sequence[Method]) -> None:
     """Raise RequestError for a method that the bundle was not exported for."""
     for method in methods:
-        model.policy(method.k, None, method.reduce)
+        model.loaded.policy(method.k, None, method.reduce)
 
 
 def ask_all(
@@ -81,7 +81,7 @@ def ask_all(
     kept, replies = list[TaskQuestion](), list[tuple[CostedAnswer, ...]]()
     identity = {
         "model": sha256(model.bundle.folder / "vtx.json"), "device": [model.backend.device, model.backend.compute],
-        "--max-new-tokens": max_new_tokens, "--fit": model.fit,
+        "--max-new-tokens": max_new_tokens, "--fit": model.loaded.fit,
     }  # fmt: skip
     with ResultJournal(journal, identity) as held:
         keys = [[f"{q.digest()} k={m.k} reduce={m.reduce}" for m in methods] for q in data.questions]
@@ -113,19 +113,19 @@ class Asker:
 
     def __init__(self, model: Model, options: Options) -> None:
         backend, self._calls = timed(model.backend)
-        self._model, self._options = Model(model.bundle, backend, model.load_ms, fit=model.fit), options
+        self._model, self._options = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit), options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
 
     def __call__(self, question: TaskQuestion, methods: Sequence[Method], number: int) -> dict[Method, CostedAnswer]:
         """The methods take turns at being first, so that none of them always runs with cold caches."""
         if not methods:  # the question is in the data twice
             return {}
-        images = self._model.in_order(self._model.prepare_all([*question.images, *map(video, question.videos)]))
+        images = self._model.loaded.prepare_all([*question.images, *map(video, question.videos)])
         first = number % len(methods)
         replies = dict[Method, CostedAnswer]()
         for method in (*methods[first:], *methods[:first]):
             self._calls.clear()
-            with Conversation(self._model, images) as conversation:
+            with Conversation(self._model.loaded, images) as conversation:
                 answer = conversation.ask(question.text, method.k, self._options, reduce=method.reduce)
             stats = answer.stats
             kept, text = stats.vision_tokens_kept, stats.prompt_tokens - stats.vision_tokens

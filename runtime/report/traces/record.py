@@ -30,8 +30,7 @@ from vtx.runtime.report.traces.files import (
     write_images,
     write_index,
 )
-from vtx.runtime.session.assemble import make_prompt, selecting_text
-from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
+from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, make_prompt, selecting_text
 from vtx.runtime.session.session import PrefillResult, Selection, Session
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.fit import without_notes
@@ -129,8 +128,8 @@ def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: Non
 def _write(model: Model, folder: Path, progress: Progress) -> Traces:
     pictures = images()
     with without_notes():
-        prepared = [model.prepare(picture) for picture in pictures]
-        sets = {q.images: model.prepare_all([pictures[n] for n in q.images]) for q in questions(model.manifest)}
+        prepared = [model.loaded.prepare(picture) for picture in pictures]
+        sets = {q.images: model.loaded.prepare_all([pictures[n] for n in q.images]) for q in questions(model.manifest)}
     write_images(folder, pictures, [golden_pixels(image.views) for image in prepared])
     every, traced = list(cases(model.manifest)), list[TracedCase]()
     for number, case in enumerate(every):
@@ -184,12 +183,12 @@ class _Recorder:
         """Prefill and decode greedily; returns the result and the recorded tensors."""
         model, messages = self._model, question.messages
         k: int | str = int(self._case.k) if self._case.k.isdigit() else self._case.k
-        policy = model.policy(k, reduce=self._case.reduce)
+        policy = model.loaded.policy(k, reduce=self._case.reduce)
         after = self._selection if question.continues else None
-        ids, token = model.prompt_ids(messages, prepared), model.manifest.text.image_token_id
-        text = selecting_text(model.backend, ids, token, policy, after, partial(model.embed_question, messages))
+        ids, token = model.loaded.prompt_ids(messages, prepared), model.manifest.text.image_token_id
+        text = selecting_text(model.backend, ids, token, policy, after, partial(model.loaded.embed_question, messages))
         encoders = EncodedImages(model.backend, tuple(prepared)).encoders(policy.entries, text)
-        prompt = make_prompt(ids, token, encoders, policy, partial(model.text.prompt, messages))
+        prompt = make_prompt(ids, token, encoders, policy, partial(model.loaded.text.prompt, messages))
         result = self._session.prefill(prompt, policy, after=after)
         self._selection = result.selection
         seen: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.model import Model
+from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.session.encoded_images import PreparedImage
 
 
@@ -21,8 +21,8 @@ class ConversationPool:
     `hits` and `misses` count the requests whose beginning was, or was not, in a kept conversation.
     """
 
-    def __init__(self, model: Model, limit_bytes: int, most: int) -> None:
-        self._model, self._limit, self._most = model, limit_bytes, most
+    def __init__(self, loaded: LoadedBundle, limit_bytes: int, most: int) -> None:
+        self._loaded, self._limit, self._most = loaded, limit_bytes, most
         self._kept: list[Conversation] = []
         self._leased: list[Conversation] = []
         self.hits = self.misses = self.kept_bytes = 0
@@ -39,10 +39,10 @@ class ConversationPool:
             if [image.key for image in kept.images] == keys and agreed > most and 2 * agreed >= held:
                 conversation, most = kept, agreed
         if not reuse:
-            conversation = Conversation(self._model, tuple(images), shares_images=False)
+            conversation = Conversation(self._loaded, tuple(images), shares_images=False)
         elif conversation is None:
             self.misses += 1
-            conversation = Conversation(self._model, tuple(images))
+            conversation = Conversation(self._loaded, tuple(images))
         else:
             self.hits += 1
             self._kept.remove(conversation)

@@ -22,7 +22,7 @@ from vtx.runtime.server.compute.conversations import ConversationPool
 from vtx.runtime.server.compute.scheduler import Scheduler, shutting_down
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
-from vtx.runtime.session.image_cache import ImageCache
+from vtx.runtime.session.encoded_images import ImageCache
 from vtx.runtime.units import size
 from vtx.runtime.vision.fit import trained_fit
 
@@ -34,15 +34,15 @@ class Engine:
 
     def __init__(self, name: str, model: Model, limits: Limits) -> None:
         self.name, self.model = name, model
-        model.image_cache = ImageCache(limits.image_tokens)
-        self.images = model.image_cache
+        self.images = model.loaded.image_cache = ImageCache(limits.image_tokens)
         self.batching = Batching(model, min(limits.batch, limits.parallel), limits.kept + limits.parallel)
-        self.pool = ConversationPool(model, limits.kv, limits.kept)
+        self.pool = ConversationPool(model.loaded, limits.kv, limits.kept)
         self.scheduler = Scheduler(name, limits.parallel, self.batching.decode)
         if self.batching.obstacle is not None:
             log.info("%s decodes its answers in turn, not together: %s", name, self.batching.obstacle)
         self.users, self.used_at = 0, time.monotonic()
-        model.backend.vision(model.layout.views(Image.new("RGB", (64, 64)), model.manifest.image)[:1])  # loads it now
+        blank = Image.new("RGB", (64, 64))
+        model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[:1])  # loads it now
 
     def close(self) -> None:
         """End its answers and free the engine, unless its thread does not end and may still use it."""

@@ -251,7 +251,7 @@ def test_text_and_image_count_half_each_and_no_row_is_drawn_twice() -> None:
 
 def error_of_logits(plan: Plan, folder: Path) -> float:
     """What rounding the weights of a bundle does to the logits of questions that were not measured, as a share."""
-    text = vtx.load(folder, threads=THREADS).text
+    text = vtx.load(folder, threads=THREADS).loaded.text
     whole = Reference(plan.checkpoint, plan.config)
     rounded = Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored))
     lost = spread = 0.0

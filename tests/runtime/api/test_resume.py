@@ -14,9 +14,9 @@ from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
+from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.policies.methods.cdpruner import CDPruner
-from vtx.runtime.session.image_cache import ImageCache, nbytes
+from vtx.runtime.session.encoded_images import ImageCache, nbytes
 from vtx.runtime.vision.tokens import ImageTokens
 
 OPTIONS = Options(max_new_tokens=8, ignore_eos=True, logprobs=True)
@@ -36,11 +36,11 @@ def turns(*texts: str, images: int = 1) -> list[dict[str, Any]]:
 
 
 def ask(conversation: Conversation, messages: Any, k: int | None = None, reduce: str = "none") -> Answer:
-    return conversation.resume_messages(messages, k, OPTIONS, reduce).read()
+    return conversation.stream_messages(messages, Settings(k, OPTIONS, reduce), resume=True).read()
 
 
 def fresh(model: Model, messages: Any, k: int | None = None, reduce: str = "none", images: Any = IMAGE) -> Answer:
-    return model.open(images).stream_messages(messages, k, OPTIONS, reduce).read()
+    return model.open(images).stream_messages(messages, Settings(k, OPTIONS, reduce)).read()
 
 
 def same(answer: Answer, expected: Answer) -> None:
@@ -116,7 +116,7 @@ def test_text_alone_resumes_too(model: Model) -> None:
 
 def test_an_answer_that_was_cancelled_leaves_the_next_one_exact(model: Model) -> None:
     conversation = model.open(IMAGE)
-    stream = conversation.resume_messages(turns("red?"), 3, OPTIONS, "none")
+    stream = conversation.stream_messages(turns("red?"), Settings(3, OPTIONS, "none"), resume=True)
     for _ in range(4):
         stream.step()
     stream.cancel()
@@ -125,7 +125,7 @@ def test_an_answer_that_was_cancelled_leaves_the_next_one_exact(model: Model) ->
 
 
 def test_a_step_gives_the_prompt_then_a_token_each(model: Model) -> None:
-    stream = model.open(IMAGE).stream_messages(turns("red?"), 3, OPTIONS, "none")
+    stream = model.open(IMAGE).stream_messages(turns("red?"), Settings(3, OPTIONS, "none"))
     assert stream.step() == "", "the prompt alone has no text"
     pieces = []
     with suppress(StopIteration):
@@ -137,13 +137,13 @@ def test_a_step_gives_the_prompt_then_a_token_each(model: Model) -> None:
 
 def test_conversations_say_how_far_a_prompt_agrees_and_what_they_take(model: Model) -> None:
     conversation = model.open(IMAGE)
-    ids = model.prompt_ids(turns("red?"), conversation.images)
+    ids = model.loaded.prompt_ids(turns("red?"), conversation.images)
     assert conversation.agreement(ids) == (0, 0)
     before = conversation.cache_bytes
     answer = ask(conversation, turns("red?"))
     assert conversation.agreement(ids)[0] == len(ids)
     assert conversation.agreement(ids)[1] == len(ids) + len(answer.token_ids) - 1
-    other = model.prompt_ids(turns("which?"), conversation.images)
+    other = model.loaded.prompt_ids(turns("which?"), conversation.images)
     assert 0 < conversation.agreement(other)[0] < len(other)
     slots = model.manifest.max_context * model.manifest.model.layers
     assert conversation.cache_bytes - before >= slots * model.backend.kv_slot_bytes
@@ -151,27 +151,27 @@ def test_conversations_say_how_far_a_prompt_agrees_and_what_they_take(model: Mod
 
 def test_a_prompt_agrees_also_where_image_tokens_left_before_the_decoder(model: Model) -> None:
     conversation = model.open(IMAGE)
-    ids = model.prompt_ids(turns("red?"), conversation.images)
+    ids = model.loaded.prompt_ids(turns("red?"), conversation.images)
     answer = ask(conversation, turns("red?"), reduce="cdpruner:keep=4,text=none")
     assert answer.stats.prompt_tokens < len(ids)
     assert conversation.agreement(ids) == (len(ids), len(ids) + len(answer.token_ids) - 1)
-    other = model.prompt_ids(turns("which?"), conversation.images)
+    other = model.loaded.prompt_ids(turns("which?"), conversation.images)
     assert answer.stats.vision_tokens < conversation.agreement(other)[0] < len(other)
 
 
 def test_conversations_share_encoded_images_where_the_model_has_a_cache(model: Model) -> None:
     expected = fresh(model, turns("red?"))
-    model.image_cache = ImageCache(1 << 20)
+    model.loaded.image_cache = ImageCache(1 << 20)
     try:
         for _ in range(2):
             same(fresh(model, turns("red?")), expected)
-        assert (model.image_cache.hits, model.image_cache.misses) == (1, 1)
+        assert (model.loaded.image_cache.hits, model.loaded.image_cache.misses) == (1, 1)
     finally:
-        model.image_cache = None
+        model.loaded.image_cache = None
 
 
 def test_the_image_least_recently_used_leaves_first(model: Model) -> None:
-    tokens: ImageTokens = model.backend.vision(model.prepare(IMAGE).pixels[None])
+    tokens: ImageTokens = model.backend.vision(model.loaded.prepare(IMAGE).pixels[None])
     cache = ImageCache(2 * nbytes(tokens))
     for key in "abab":
         if cache.get(key) is None:
@@ -188,7 +188,7 @@ def test_the_image_least_recently_used_leaves_first(model: Model) -> None:
 
 def test_what_a_policy_works_out_of_an_image_counts_in_the_cache(model: Model) -> None:
     """The cosines of CDPruner, a square of the tokens, which come after the image was kept."""
-    images = [model.backend.vision(model.prepare(random_image(number)).pixels[None]) for number in (1, 2)]
+    images = [model.backend.vision(model.loaded.prepare(random_image(number)).pixels[None]) for number in (1, 2)]
     cache = ImageCache(sum(map(nbytes, images)))
     for number, tokens in enumerate(images):
         cache.put(number, tokens)

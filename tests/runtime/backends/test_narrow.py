@@ -117,7 +117,7 @@ def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(mode
     model = models(NATIVE, (), "int4")  # the tower's weights are int8; a row of the decoder's is one block
     with closing(OpenvinoBackend(model.bundle, 1, compute)) as backend:
         for shape in ((150, 60), (40, 90)):
-            image = model.prepare(random_image(1, shape))
+            image = model.loaded.prepare(random_image(1, shape))
             found, wanted = (image.encode(engine).hidden for engine in (backend, model.backend))
             np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max(), rtol=0)
         hidden = np.ones((40, NATIVE.hidden), np.float32)

@@ -469,7 +469,7 @@ def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_othe
         load(exported, device="tensorrt", threads=THREADS)
     model = load(exported, threads=THREADS)
     assert model.backend.device == "cpu"
-    assert "no NVIDIA GPU answers here" in model.why
+    assert "no NVIDIA GPU answers here" in model.loaded.why
 
 
 def test_where_nothing_is_installed_the_package_is_named_that_answers_here(

@@ -77,6 +77,6 @@ def test_pixels_and_answers_are_those_of_python(
     model = made(FAMILIES[family])
     lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
     for path, line in zip(pictures, lines, strict=True):
-        want = model.prepare(path)
+        want = model.loaded.prepare(path)
         assert line == f"{want.tokens} {want.key.split()[0]}", path.name
     assert_answers_equal(model, pictures, QUESTIONS, ("none", 3, 3))

@@ -41,7 +41,7 @@ def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pict
     model = models(tiny, (3, 5))
     lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
     for path, line in zip(pictures, lines, strict=True):
-        want = model.prepare(path)
+        want = model.loaded.prepare(path)
         assert line == f"{want.tokens} {want.key.split()[0]}", path.name
 
 
@@ -93,7 +93,7 @@ def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], p
 def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
     model = models(TINY, (3, 5))
     [found] = ask(model.bundle.folder, pictures[1], "red?", "--max-tiles", "1", "--max-new-tokens", "4")
-    assert found["vision_tokens"] == model.layout.limited(1).count(150, 60)
+    assert found["vision_tokens"] == model.loaded.layout.limited(1).count(150, 60)
     many = [word for _ in range(9) for word in ("--image", pictures[3])]
     with pytest.raises(ContextError) as room, model.open([pictures[3]] * 10) as conversation:
         conversation.ask("red?")

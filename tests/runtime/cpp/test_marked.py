@@ -43,7 +43,7 @@ def test_views_tokens_and_answers_are_those_of_python(
 ) -> None:
     model = models(tiny, (3, 5))
     lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
-    assert lines == [f"{image.tokens} {image.key.split()[0]}" for image in map(model.prepare, pictures)]
+    assert lines == [f"{image.tokens} {image.key.split()[0]}" for image in map(model.loaded.prepare, pictures)]
     assert_answers_equal(model, pictures, QUESTIONS, ("none", 5, 3))
 
 
@@ -62,7 +62,7 @@ def test_a_prompt_in_ids_gets_the_text_among_the_tiles(models: Callable[..., Mod
     model, image, answer = models(SMOLVLM, (3, 5)), random_image(1, (150, 60)), c.c_void_p()
     with model.open(image) as conversation:
         want = conversation.ask("red?", max_new_tokens=8)
-        plain = model.text.prompt(conversation.opening("red?"), 1).tolist()
+        plain = model.loaded.text.prompt(conversation.opening("red?"), 1).tolist()
     loaded = Loaded(model.bundle.folder, "cpu")
     library = loaded.library
     conversation = opened(library, loaded.handle, np.asarray(image))
@@ -101,7 +101,7 @@ def test_what_cannot_be_asked_is_refused_in_the_words_of_python(
         conversation.ask("red?")
     assert "--max-tiles" in str(room.value)
     with pytest.raises(RequestError, match="leaves out tokens before the decoder") as entry:
-        model.policy(None, reduce="cdpruner:keep=0.5")
+        model.loaded.policy(None, reduce="cdpruner:keep=0.5")
     many = [word for _ in range(15) for word in ("--image", pictures[8])]
     for arguments, message in (
         (many, str(room.value)),

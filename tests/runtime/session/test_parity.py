@@ -215,7 +215,7 @@ def test_narrow_checkpoints_are_exported_at_either_precision(
 
 def test_several_images_are_encoded_as_one_by_one(models: Models, reference: Callable[..., Reference]) -> None:
     model: Model = models()
-    pixels = [model.prepare(random_image(seed)).pixels[None] for seed in range(3)]
+    pixels = [model.loaded.prepare(random_image(seed)).pixels[None] for seed in range(3)]
     together = model.backend.vision(np.concatenate(pixels)).hidden
     np.testing.assert_allclose(
         together, np.concatenate([model.backend.vision(p).hidden for p in pixels]), atol=1e-5, rtol=0

@@ -121,8 +121,8 @@ def test_a_prompt_that_does_not_fit_says_how_many_pixels_would(
 
 def test_images_of_equal_bytes_and_other_shapes_are_not_taken_for_each_other(models: Models) -> None:
     model = models(QWEN25, (3, 5))
-    wide, high = (model.prepare(random_image(0, (56, 56)).resize(size).convert("L").point(lambda _: 9)) for size in
-                  ((112, 56), (56, 112)))  # fmt: skip
+    grey = random_image(0, (56, 56)).convert("L").point(lambda _: 9)
+    wide, high = (model.loaded.prepare(grey.resize(size)) for size in ((112, 56), (56, 112)))
     assert wide.views.tobytes() == high.views.tobytes()
     assert wide.key != high.key
 

@@ -158,7 +158,7 @@ def test_what_leaves_out_tokens_before_the_decoder_is_refused_where_text_stands_
     with pytest.raises(RequestError, match="this model's tiles have text among them"):
         export(tiny_checkpoint(SMOLVLM), tmp_path / "bundle", reductions=(spec,))
     with pytest.raises(RequestError, match="this model's tiles have text among them"):
-        models(SMOLVLM, (3, 5)).policy(None, reduce=spec)
+        models(SMOLVLM, (3, 5)).loaded.policy(None, reduce=spec)
 
 
 def test_a_prompt_of_marked_tiles_says_which_number_of_them_would_fit(

@@ -16,7 +16,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, ImageError, RequestError
-from vtx.runtime.session.image_cache import ImageCache
+from vtx.runtime.session.encoded_images import ImageCache
 from vtx.runtime.vision.video import Video, load_frames, sampled, video
 
 pytestmark = pytest.mark.dialects("ort", "plain")
@@ -52,7 +52,7 @@ def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement
 ) -> None:
     model, judge = models(tiny, (3, 5)), reference(tiny)
     pictures, messages = [random_image(0, (40, 60))] * images, prompt_messages(QUESTION, images, len(videos))
-    pixels = [torch.from_numpy(model.prepare_video(Video(given)).views) for given in videos]
+    pixels = [torch.from_numpy(model.loaded.prepare_video(Video(given)).views) for given in videos]
     inputs, asked = judge.inputs(messages, pictures, pixels), prompt(model, messages, [*pictures, *videos])
     ids = inputs["input_ids"][0]
     assert asked.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
@@ -67,7 +67,7 @@ def test_three_turns_about_an_image_and_then_a_video_equal_transformers_and_at_k
     said = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("a circle", "it is red")]
     asked = [prompt_messages("what shape?"), prompt_messages("and here?", 0, 1), prompt_messages("how many?", 0)]
     messages = [*asked[0], said[0], *asked[1], said[1], *asked[2]]
-    inputs = judge.inputs(messages, [image], [torch.from_numpy(model.prepare_video(Video(HIGH)).views)])
+    inputs = judge.inputs(messages, [image], [torch.from_numpy(model.loaded.prepare_video(Video(HIGH)).views)])
     ours, ids = prompt(model, messages, [image, HIGH]), inputs["input_ids"][0]
     assert ours.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
     assert_parity(model, judge, inputs, ours)
@@ -93,13 +93,13 @@ def test_a_video_of_one_frame_and_its_picture_are_not_taken_for_each_other(model
     """Their pixels are equal, and their towers and tokens are not."""
     model, picture = models(VIDEO_LLAVA, (3, 5)), random_image(3, (56, 56))
     frame = Video(np.asarray(picture)[None], 1)
-    assert np.array_equal(model.prepare(picture).views, model.prepare_video(frame).views)
+    assert np.array_equal(model.loaded.prepare(picture).views, model.loaded.prepare_video(frame).views)
     fresh = [model.open(given).ask(QUESTION, None, max_new_tokens=4).token_ids for given in (picture, frame)]
-    model.image_cache = ImageCache(1 << 20)
+    model.loaded.image_cache = ImageCache(1 << 20)
     try:
         shared = [model.open(given).ask(QUESTION, None, max_new_tokens=4).token_ids for given in (picture, frame)]
     finally:
-        model.image_cache = None
+        model.loaded.image_cache = None
     assert shared == fresh
 
 
@@ -124,7 +124,7 @@ def test_pixels_of_frames_are_near_those_of_transformers_video_processors(models
     resized = torch.nn.functional.interpolate(frames, (56, 84), mode="bicubic", antialias=True)
     cropped = resized[..., 14:70] / 255
     mean, std = (torch.tensor(values)[:, None, None] for values in (settings.mean, settings.std))
-    found = model.prepare_video(Video(WIDE)).views
+    found = model.loaded.prepare_video(Video(WIDE)).views
     np.testing.assert_allclose(found, ((cropped - mean) / std).numpy(), atol=1.01 / 255 / min(settings.std))
 
 
@@ -151,7 +151,7 @@ def test_what_takes_no_videos_says_so(models: Models) -> None:
     with pytest.raises(RequestError, match="takes no videos"):
         model.open(WIDE)
     with pytest.raises(RequestError, match="takes no videos"):
-        model.text.prompt(prompt_messages("red?", 0, 1), 1)
+        model.loaded.text.prompt(prompt_messages("red?", 0, 1), 1)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_a_token_reads_integers_as_they_are_stored_and_floats_as_they_are_comput
 def test_a_stopwatch_changes_no_answer_and_sees_every_call(bundle: Path, image: Path) -> None:
     plain = load(bundle, threads=THREADS)
     backend, calls = timed(plain.backend)
-    watched = Model(plain.bundle, backend, plain.load_ms)
+    watched = Model(plain.bundle, backend, plain.loaded.load_ms)
     options = vtx.Options(max_new_tokens=NEW, ignore_eos=True)
     with plain.open(str(image)) as one, watched.open(str(image)) as other:
         want, got = (conversation.ask("what is it?", 3, options) for conversation in (one, other))

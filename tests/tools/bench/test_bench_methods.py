@@ -142,7 +142,7 @@ def test_arithmetic_is_that_of_the_rows_of_each_layer(bundle: Path, methods: dic
 @pytest.fixture(scope="module")
 def texts(bundle: Path) -> list[int]:
     """Tokens of each question's prompt that are not of the image."""
-    text = load(bundle, threads=THREADS).text
+    text = load(bundle, threads=THREADS).loaded.text
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": q}]} for q in QUESTIONS]
     return [len(text.prompt([turn], V)) - V for turn in turns]
 

@@ -19,7 +19,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
+from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.server.compute.batching import FAILURES, Batching
@@ -174,18 +174,22 @@ def test_an_answer_that_is_cancelled_or_stopped_leaves_the_others_alone(
 def test_a_conversation_goes_on_after_a_token_that_ran_ahead_for_nothing(model: Model, batching: Batching) -> None:
     image, options = model.open(random_image(4, (126, 126))), Options(max_new_tokens=8, ignore_eos=True, logprobs=True)
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
-    streams = [image.resume_messages(chat, 3, options, "none"), start(model, CASES[1])]
+    streams = [image.stream_messages(chat, Settings(3, options, "none"), resume=True), start(model, CASES[1])]
     for _ in range(4):
         batching.decode(streams)
         assert all([stepped(stream) for stream in streams])
     batching.decode(streams)
     streams[0].cancel()
-    same(image.resume_messages(chat, 3, options, "none").read(), image_alone(model, chat, options))
+    same(
+        image.stream_messages(chat, Settings(3, options, "none"), resume=True).read(), image_alone(model, chat, options)
+    )
     streams[1].cancel()
 
 
 def image_alone(model: Model, chat: Any, options: Options) -> Answer:
-    return model.open(random_image(4, (126, 126))).resume_messages(chat, 3, options, "none").read()
+    return (
+        model.open(random_image(4, (126, 126))).stream_messages(chat, Settings(3, options, "none"), resume=True).read()
+    )
 
 
 def test_where_a_pass_fails_each_answer_is_computed_by_itself(

@@ -13,7 +13,7 @@ from tests.support.serving import asking, serving, user
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
+from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.server.compute.conversations import ConversationPool
 from vtx.runtime.server.compute.engines import Engines, named
@@ -103,12 +103,12 @@ def test_bundles_are_named_by_their_directory_or_as_told(tmp_path: Path) -> None
 
 def asked(pool: ConversationPool, model: Model, question: str, seed: int | None = 1) -> bool:
     """Ask through the pool; whether a kept conversation served."""
-    images = [] if seed is None else [model.prepare(random_image(seed))]
+    images = [] if seed is None else [model.loaded.prepare(random_image(seed))]
     content: list[Any] = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
     messages: Any = [{"role": "user", "content": content}]
     before = pool.hits
-    conversation = pool.lease(images, model.prompt_ids(messages, images))
-    conversation.resume_messages(messages, None, Options(max_new_tokens=2), "none").read()
+    conversation = pool.lease(images, model.loaded.prompt_ids(messages, images))
+    conversation.stream_messages(messages, Settings(None, Options(max_new_tokens=2), "none"), resume=True).read()
     pool.give_back(conversation)
     return pool.hits > before
 
@@ -119,55 +119,55 @@ def local(tiny_bundle: Path) -> Model:
 
 
 def test_conversations_are_found_by_their_images(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30, MANY)
+    pool = ConversationPool(local.loaded, 1 << 30, MANY)
     assert [asked(pool, local, "red?", seed) for seed in (1, 2, 1, 2, None)] == [False, False, True, True, False]
 
 
 def test_one_that_has_little_of_the_prompt_is_left_to_its_owner(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30, MANY)
+    pool = ConversationPool(local.loaded, 1 << 30, MANY)
     asked(pool, local, "what is the shape of the picture, and is there a circle?", None)
     assert not asked(pool, local, "red?", None)
     assert asked(pool, local, "what is the shape of the picture, and is there a circle?", None)
 
 
 def test_the_one_least_recently_used_leaves_when_the_bytes_are_used_up(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30, MANY)
+    pool = ConversationPool(local.loaded, 1 << 30, MANY)
     asked(pool, local, "red?", 1)
     one = pool.kept_bytes
-    pool = ConversationPool(local, int(2.5 * one), MANY)
+    pool = ConversationPool(local.loaded, int(2.5 * one), MANY)
     assert [asked(pool, local, "red?", seed) for seed in (1, 2, 1, 3, 1, 2)] == [False, False, True, False, True, False]
     assert pool.kept_bytes <= 2.5 * one
 
 
 def test_no_more_are_kept_than_may(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30, 2)
+    pool = ConversationPool(local.loaded, 1 << 30, 2)
     assert [asked(pool, local, "red?", seed) for seed in (1, 2, 3, 2, 1)] == [False, False, False, True, False]
 
 
 def test_conversations_in_use_count_too(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30, MANY)
+    pool = ConversationPool(local.loaded, 1 << 30, MANY)
     asked(pool, local, "red?", 1)
-    pool = ConversationPool(local, int(1.5 * pool.kept_bytes), MANY)
+    pool = ConversationPool(local.loaded, int(1.5 * pool.kept_bytes), MANY)
     asked(pool, local, "red?", 1)
-    images = [local.prepare(random_image(2))]
+    images = [local.loaded.prepare(random_image(2))]
     messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
-    conversation = pool.lease(images, local.prompt_ids(messages, images))
-    conversation.resume_messages(messages, None, Options(max_new_tokens=2), "none").read()
+    conversation = pool.lease(images, local.loaded.prompt_ids(messages, images))
+    conversation.stream_messages(messages, Settings(None, Options(max_new_tokens=2), "none"), resume=True).read()
     pool.give_back(conversation)
     assert not asked(pool, local, "red?", 1)
     assert pool.kept_bytes
 
 
 def test_what_is_in_use_leaves_less_room_for_what_is_kept(local: Model) -> None:
-    pool = ConversationPool(local, 1 << 30, MANY)
+    pool = ConversationPool(local.loaded, 1 << 30, MANY)
     asked(pool, local, "red?", 1)
     one = pool.kept_bytes
-    pool = ConversationPool(local, int(2.5 * one), MANY)
+    pool = ConversationPool(local.loaded, int(2.5 * one), MANY)
     for seed in (1, 2):
         assert not asked(pool, local, "red?", seed)
-    images = [local.prepare(random_image(1))]
+    images = [local.loaded.prepare(random_image(1))]
     messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
-    in_use = pool.lease(images, local.prompt_ids(messages, images))
+    in_use = pool.lease(images, local.loaded.prompt_ids(messages, images))
     assert in_use.cache_bytes == one, "a kept one"
     assert not asked(pool, local, "red?", 3), "a third"
     assert pool.kept_bytes == one, "beside it one is kept, and not two"
@@ -177,6 +177,6 @@ def test_what_is_in_use_leaves_less_room_for_what_is_kept(local: Model) -> None:
 
 
 def test_nothing_is_kept_without_room(local: Model) -> None:
-    pool = ConversationPool(local, 0, MANY)
+    pool = ConversationPool(local.loaded, 0, MANY)
     assert [asked(pool, local, "red?") for _ in range(2)] == [False, False]
     assert pool.kept_bytes == 0

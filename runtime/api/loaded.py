@@ -1,0 +1,274 @@
+"""A loaded bundle as conversations and the server need it: its text, its images, its policies."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.api.options import DEFAULT, K, Options
+from vtx.runtime.backends.backend import Backend
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.tensors import read_final_norm, read_newline
+from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
+from vtx.runtime.policies.make import check_layout, make_policy
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.prompt.messages import Message, Part, asked_text
+from vtx.runtime.prompt.text import Text
+from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
+from vtx.runtime.vision.files.formats import check_formats
+from vtx.runtime.vision.fit import fitted, note_discarded
+from vtx.runtime.vision.image import ImageSource, load_image
+from vtx.runtime.vision.layout import limited_layout, settings_for
+from vtx.runtime.vision.layout_spec import read_frames, read_layout
+from vtx.runtime.vision.limits import DEFAULT_FORMATS
+from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.video import Video, as_video, load_frames
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from vtx.runtime.prompt.text_tower import TextTower
+
+log = logging.getLogger(__name__)
+Picture: TypeAlias = "ImageSource | Video"
+
+
+class ImageSettings(TypedDict, total=False):
+    """How images are read, as `load` describes it."""
+
+    fit: str | None
+    max_tiles: int | None
+    max_pixels: int | None
+    image_formats: Sequence[str]
+
+
+class Closable(Protocol):
+    """A conversation, as the bundle sees it that it uses."""
+
+    def close(self) -> None:
+        """End a running answer and free the caches."""
+        ...
+
+
+def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:
+    """The content of a first question: images and videos, then the words."""
+    pictures: list[Part] = [{"type": "video"} if image.kind == "video" else {"type": "image"} for image in images]
+    return [*pictures, {"type": "text", "text": question}]
+
+
+class LoadedBundle:
+    """A bundle on an engine: it prepares images, prompts and policies. Safe for many threads.
+
+    `why` is the reason for this device.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        load_ms: float,
+        why: str = "asked for",
+        *,
+        fit: str | None = None,
+        max_tiles: int | None = None,
+        max_pixels: int | None = None,
+        image_formats: Sequence[str] = DEFAULT_FORMATS,
+    ) -> None:
+        self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
+        self.fit, self.image_formats = fit, check_formats(image_formats)
+        self.manifest = manifest = bundle.manifest
+        self.text = Text.load(
+            bundle.read, manifest.text, max_context=manifest.max_context, or_more_context=manifest.or_more_context,
+            vocab=manifest.model.vocab,
+        )  # fmt: skip
+        self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
+        self._newline = (
+            read_newline(bundle) if self.layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
+        )
+        self._final_norm = read_final_norm(bundle) if manifest.text.seg_token_id is not None else None
+        self.image_cache: ImageCache | None = None  # set: conversations share encoded images
+        self._conversations: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._text_tower: TextTower | None = None
+        self._lock = threading.Lock()
+        self.closed = False
+
+    def close(self) -> None:
+        """End running answers and free the engine. Closing twice does nothing."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            conversations = list(self._conversations)
+        for conversation in conversations:
+            conversation.close()
+        self.backend.close()
+        log.info("closed %s", self.bundle.folder)
+
+    def check_open(self) -> None:
+        """Raise ModelClosedError if the bundle was closed."""
+        if self.closed:
+            raise ModelClosedError("the model is closed; load it again with vtx.load")
+
+    def register(self, conversation: Closable) -> None:
+        """Close a conversation with the bundle."""
+        with self._lock:
+            self.check_open()
+            self._conversations.add(conversation)
+
+    def policy(self, k: K = DEFAULT, options: Options | None = None, reduce: str | None = DEFAULT) -> Policy:
+        """The policy that `k` and `reduce` mean for this bundle; its defaults if they are left out.
+
+        Raises:
+            RequestError: values of another type, or for which the bundle was not exported.
+
+        """
+        if reduce is not None and not isinstance(reduce, str):
+            raise RequestError(f"reduce is {reduce!r:.40}; it must be a spec such as 'fastv:k=3', or 'none'")
+        manifest = self.manifest
+        policy = make_policy(
+            manifest.default_k if isinstance(k, str) and k == DEFAULT else k,
+            manifest,
+            self.backend.gate,
+            (options or Options()).gate_threshold,
+            reduce=next(iter(manifest.reductions), None) if reduce == DEFAULT else reduce,
+            dialect=self.backend.dialect,
+            final_norm=lambda: read_final_norm(self.bundle),
+        )
+        check_layout(policy.reductions, self.layout)
+        return policy
+
+    # ---- images ------------------------------------------------------------------------------------------------------
+
+    def prepare_all(
+        self,
+        sources: Sequence[Picture],
+        fit: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        stopped: Callable[[], bool] | None = None,
+    ) -> tuple[PreparedImage, ...]:
+        """Read and preprocess the images and videos of one prompt, in the order in which the chat template prints them.
+
+        `messages` is the prompt, a first question if left out; `stopped` ends reading a video.
+        """
+        given = [as_video(source) or source for source in sources]
+        number = sum(not isinstance(source, Video) for source in given)
+        images = [
+            self.prepare_video(source, fit, stopped)
+            if isinstance(source, Video)
+            else self.prepare(source, fit, of_images=number)
+            for source in given
+        ]
+        order = self.text.order(messages or [{"role": "user", "content": opening_parts(images, "?")}])
+        return tuple(images[number] for number in order)
+
+    def prepare_video(
+        self, video: Video, fit: str | None = None, stopped: Callable[[], bool] | None = None
+    ) -> PreparedImage:
+        """Read some frames of a video and preprocess them, until `stopped` returns True."""
+        if self.manifest.video is None:
+            raise RequestError(f"{self.manifest.model.name} takes no videos; give frames of it as images")
+        layout = read_frames(self.manifest.video.layout)
+        settings = fitted(self.manifest.video.image, self.fit if fit is None else fit)
+        sizes = list[tuple[int, int]]()
+
+        def prepared(frame: Image.Image) -> NDArray[np.float32]:
+            sizes.append(frame.size)
+            return preprocess(frame, settings)
+
+        wanted = video.frames or layout.frames
+        views = np.stack(load_frames(video, wanted, prepared, stopped, padded=layout.padded))
+        note_discarded(*sizes[0], settings)
+        key = f"{hashlib.sha256(views.tobytes()).hexdigest()} of a video"
+        arrange = partial(layout.arrange, newline=self._newline)
+        return PreparedImage(views, key, layout.prompt_image(len(views)), sizes[0], arrange, "video")
+
+    def prepare(self, source: ImageSource, fit: str | None = None, *, of_images: int = 1) -> PreparedImage:
+        """Read and preprocess an image of a prompt with `of_images` images."""
+        layout = self.layout.for_images(of_images)
+        settings = settings_for(self.layout, self.manifest.image, self.fit if fit is None else fit)
+        image = load_image(source, self.image_formats)
+        width, height = image.size
+        note_discarded(width, height, settings)
+        views = layout.views(image, settings)
+        key = hashlib.sha256(views.tobytes()).hexdigest()
+        # Tiles alone do not tell how much of them is padding, nor an image's sides from their product.
+        if len(views) > 1 or settings.own_size:
+            key += f" of {width}x{height}"
+        arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
+        return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange)
+
+    # ---- prompts -----------------------------------------------------------------------------------------------------
+
+    def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
+        """Token ids of messages, with all tokens of each image, or one for each if no images are given.
+
+        Raises:
+            RequestError: they cannot be asked.
+
+        """
+        return self.text.prompt(messages, [image.in_prompt for image in images] or 1)
+
+    def check_system(self, messages: Sequence[Message]) -> None:
+        """Raise RequestError if the chat template silently drops a system prompt."""
+        others = [message for message in messages if message["role"] != "system"]
+        if len(others) < len(messages) and np.array_equal(self.prompt_ids(messages), self.prompt_ids(others)):
+            raise RequestError(
+                "this model's chat template has no place for a system prompt; leave it out, "
+                "or export with a --chat-template that prints it"
+            )
+
+    def check_room(self, ids: NDArray[np.int64], images: Sequence[PreparedImage]) -> None:
+        """Raise ContextError if images or frames do not fit, with the tiles, pixels or frames that would."""
+        room = self.manifest.max_context - 1
+        if len(ids) <= room:
+            return
+        videos = [image for image in images if image.kind == "video"]
+        if self.layout.max_views == 1 and not videos and self.layout.min_tokens is None:
+            return
+        vision = sum(image.tokens for image in images)
+        text = len(ids) - sum(self.text.size(image.in_prompt) for image in images)
+        fixes = list[str]()
+        for tiles in range(self.layout.max_views - 1, 0, -1):
+            layout = self.layout.limited(tiles).for_images(len(images) - len(videos))
+            smaller = (i.in_prompt if i.kind == "video" else layout.prompt_image(*i.size) for i in images)
+            if text + sum(map(self.text.size, smaller)) <= room:
+                fixes.append(f"--max-tiles {tiles} (max_tiles={tiles}) fits")
+                break
+        sizes = [image.size for image in images]
+        if pixels := self.layout.fitting(sizes, room - text):
+            fixes.append(f"--max-pixels {pixels} (max_pixels={pixels}) fits")
+        if videos and self.manifest.video is not None:
+            frames_layout, others = read_frames(self.manifest.video.layout), len(ids) - sum(v.tokens for v in videos)
+            fewer = range(max(len(video.views) for video in videos) - 1, 0, -1)
+            frames = next((n for n in fewer if others + len(videos) * frames_layout.count(n) <= room), 0)
+            fixes += [f"--frames {frames} (frames={frames}) of each video fits"] if frames else []
+        raise ContextError(
+            f"the prompt takes {len(ids)} tokens, {vision} of them for images, and {room} fit into this bundle beside "
+            f"the answer; {', or '.join(fixes) or 'shorten it'}{self.manifest.or_more_context}"
+        )
+
+    def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:
+        """The embeddings [segments, width] of the question about the last image, by the bundle's text tower."""
+        spec = self.manifest.text_tower
+        assert spec is not None, "policies that need a text tower are refused if there is none"
+        if self._text_tower is None:
+            from vtx.runtime.prompt.text_tower import TextTower
+
+            self._text_tower = TextTower.load(self.bundle.read, spec, self.backend.text_tower)
+        return self._text_tower.embed(asked_text(messages))
+
+    def normed(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The hidden state [hidden] of the last layer after the decoder's final norm."""
+        assert self._final_norm is not None, "bundles with a segmentation token have the norm's weight"
+        scale = np.float32(math.sqrt(float(np.square(state).mean()) + self.manifest.model.eps))
+        return state / scale * self._final_norm
